@@ -1,0 +1,132 @@
+"""A batch is a bag of tokens.
+
+Axes: T predicted tokens, N sequences, L layers, K experts a token.
+A sequence of length l gives l - 1 entries: entry t feeds token t to the model and is scored on token t + 1. Any subset of entries
+(a data-parallel shard, a context-parallel zigzag, a micro-batch) is again a valid `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response as the rollout engine made it."""
+
+    tokens: np.ndarray  # int32 [prompt + response]
+    prompt_length: int
+    rollout_logp: np.ndarray  # float32 [response]: log-prob of each response token as sampled (temperature included)
+    finish_reason: str  # "stop" (ended by itself), "length" (cut), "abort"
+    weight_version: int  # the sync that made the weights it was sampled from
+    routes: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A bag of entries of N sequences. Per-sequence tensors are global: the same on every rank, whatever entries it holds."""
+
+    input_T: Tensor  # int64, the token fed
+    target_T: Tensor  # int64, the token scored
+    mask_T: Tensor  # bool, true where the target is a loss token
+    seq_T: Tensor  # int64, index into the N axis
+    position_T: Tensor  # int64, index of the entry inside its sequence
+    length_N: Tensor  # int64, entries of the whole sequence
+    count_N: Tensor  # int64, loss tokens of the whole sequence
+    extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
+
+    def __len__(self) -> int:
+        return len(self.input_T)
+
+    def take(self, index_T: Tensor) -> Batch:
+        """The sub-bag of the given entries, in the given order."""
+        return replace(
+            self,
+            input_T=self.input_T[index_T],
+            target_T=self.target_T[index_T],
+            mask_T=self.mask_T[index_T],
+            seq_T=self.seq_T[index_T],
+            position_T=self.position_T[index_T],
+            extra_T={name: value[index_T] for name, value in self.extra_T.items()},
+        )
+
+    def with_extra(self, **values_T: Tensor) -> Batch:
+        """The same bag with further per-entry tensors."""
+        for name, value in values_T.items():
+            assert len(value) == len(self), f"{name}: {len(value)} values for {len(self)} entries"
+        return replace(self, extra_T={**self.extra_T, **values_T})
+
+    def spread(self, value_N: Tensor) -> Tensor:
+        """A per-sequence value at each of the sequence's entries: [N] -> [T]."""
+        return value_N[self.seq_T]
+
+    def sequence_sum(self, value_T: Tensor) -> Tensor:
+        """Sum over the loss tokens held here, per sequence: [T] -> [N]. What masked entries hold does not matter."""
+        kept = torch.where(self.mask_T, value_T, torch.zeros_like(value_T))
+        return torch.zeros(len(self.length_N), dtype=value_T.dtype, device=value_T.device).index_add(0, self.seq_T, kept)
+
+
+def pack(samples: Sequence[Sample]) -> Batch:
+    """All entries of the samples, sequence after sequence; only response tokens are loss tokens.
+
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere.
+    """
+    lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    seq = np.repeat(np.arange(len(samples)), lengths)
+    position = np.arange(int(lengths.sum())) - starts[seq]
+    first = np.array([sample.prompt_length - 1 for sample in samples])  # the entry that predicts the first response token
+    mask = position >= first[seq]
+    rollout_logp = np.zeros(len(position), dtype=np.float32)
+    rollout_logp[mask] = np.concatenate([sample.rollout_logp for sample in samples])
+    return Batch(
+        input_T=torch.from_numpy(np.concatenate([sample.tokens[:-1] for sample in samples]).astype(np.int64)),
+        target_T=torch.from_numpy(np.concatenate([sample.tokens[1:] for sample in samples]).astype(np.int64)),
+        mask_T=torch.from_numpy(mask),
+        seq_T=torch.from_numpy(seq),
+        position_T=torch.from_numpy(position),
+        length_N=torch.from_numpy(lengths),
+        count_N=torch.from_numpy(np.array([sample.response_length for sample in samples], dtype=np.int64)),
+        extra_T={"rollout_logp": torch.from_numpy(rollout_logp)},
+    )
+
+
+def balance(length_N: Sequence[int], bins: int) -> list[list[int]]:
+    """Sequences into `bins` bins of nearly equal token counts, by the longest-first greedy rule. No bin is empty if N >= bins.
+
+    Deterministic: ties go to the lowest bin; each bin keeps the order of the sequences.
+    """
+    if len(length_N) < bins:
+        raise ValueError(f"{len(length_N)} sequences cannot fill {bins} bins")
+    import heapq
+
+    heap = [(0, index) for index in range(bins)]
+    chosen: list[list[int]] = [[] for _ in range(bins)]
+    # A token of its own for each sequence, so that empty sequences spread too.
+    for sequence in sorted(range(len(length_N)), key=lambda n: (-length_N[n], n)):
+        load, index = heapq.heappop(heap)
+        chosen[index].append(sequence)
+        heapq.heappush(heap, (load + length_N[sequence] + 1, index))
+    return [sorted(sequences) for sequences in chosen]
+
+
+def bins_needed(length_N: Sequence[int], capacity: int) -> int:
+    """The fewest bins of at most `capacity` tokens that `balance` fills without overflow.
+
+    Raises ValueError where one sequence alone is longer than `capacity`.
+    """
+    if max(length_N) > capacity:
+        raise ValueError(f"a sequence of {max(length_N)} tokens does not fit into a micro-batch of {capacity}")
+    bins = max(1, -(-sum(length_N) // capacity))
+    while any(sum(length_N[n] for n in group) > capacity for group in balance(length_N, bins)):
+        bins += 1
+    return bins

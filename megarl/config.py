@@ -1,0 +1,361 @@
+"""The one typed configuration tree: every default of megarl lives here and nowhere else.
+
+`load` reads a YAML file, applies `a.b=c` overrides, validates the result and returns a frozen tree. Every refusal is one line that
+starts with the dotted key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megarl.algorithms import Algorithm
+
+
+class ConfigError(ValueError):
+    """Bad input from the user: one line that names the dotted key and the numbers."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ModelSettings(Section):
+    """Which weights, in which precision."""
+
+    path: Path  # a Hugging Face directory: config.json, safetensors, tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    recompute: Literal["none", "selective", "full"] = "none"  # activation recomputation
+    trust_remote_code: Literal[False] = False  # not offered: a model directory never runs code here
+    megatron: dict[str, Any] = {}  # any field of megatron.core's TransformerConfig, checked against its fields
+
+
+class Layout(Section):
+    """How the model ranks share one model. Data parallel size is what is left: ranks / (tp * pp * cp)."""
+
+    ranks: Positive = 1
+    tp: Positive = 1  # tensor parallel; sequence parallel goes with it whenever tp > 1
+    pp: Positive = 1  # pipeline stages
+    vpp: Annotated[int, Field(ge=2)] | None = None  # model chunks per pipeline stage (interleaved schedule)
+    cp: Positive = 1  # context parallel
+    ep: Positive = 1  # expert parallel
+    etp: Positive = 1  # tensor parallel inside an expert
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the dense layers."""
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Layout:
+        dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
+        if self.ranks % dense:
+            raise ValueError(f"ranks={self.ranks} is not divisible by tp*pp*cp={self.tp}*{self.pp}*{self.cp}={dense}")
+        if self.ranks % expert:
+            raise ValueError(f"ranks={self.ranks} is not divisible by etp*ep*pp={self.etp}*{self.ep}*{self.pp}={expert}")
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs pp > 1, and pp=1")
+        return self
+
+
+class OptimizerSettings(Section):
+    """AdamW through Megatron's distributed optimizer."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    warmup_steps: NonNegative = 0  # linear, in optimizer steps
+    decay: Literal["constant", "cosine"] = "constant"
+    min_lr_fraction: Fraction = 0.1  # where the cosine ends
+
+
+class ReasoningGymSource(Section):
+    """Procedural prompts of reasoning-gym: `items` entries of `dataset` drawn with `seed`."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    params: dict[str, Any] = {}
+    seed: NonNegative
+    items: Positive
+    exclude: ReasoningGymSource | None = None  # questions of this other source are left out (by text)
+
+
+class FileSource(Section):
+    """A .jsonl or .parquet file in the column layout of DAPO and verl: `prompt` (text or chat messages), `reward_model.ground_truth`."""
+
+    type: Literal["file"] = "file"
+    path: Path
+    prompt_key: str = "prompt"
+    answer_key: str = "reward_model.ground_truth"  # dotted: looks inside dictionaries
+
+
+PromptSource = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
+
+
+class DataSettings(Section):
+    train: PromptSource
+    eval: PromptSource
+    chat: bool = True  # wrap each prompt in the tokenizer's chat template; false feeds `template` instead
+    template: str = "{prompt}"  # used when chat is false
+    shuffle: bool = True
+
+
+class ReasoningGymReward(Section):
+    """reasoning-gym's own scorer; partial credit below `threshold` counts 0, from it on 1."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    threshold: Fraction = 1.0
+
+
+class MathReward(Section):
+    """math-verify: 1 where the answer in the response equals the ground truth symbolically."""
+
+    type: Literal["math_verify"] = "math_verify"
+
+
+class FunctionReward(Section):
+    """A user's function `module:name`, called as f(prompt=, response=, answer=, meta=) -> float or dict with key `score`."""
+
+    type: Literal["function"] = "function"
+    path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+
+
+RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+
+
+class RewardSettings(Section):
+    source: RewardSource
+    require_finished: bool = True  # a response cut by the length limit scores 0
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0
+    workers: Positive = 1  # scoring processes
+
+
+class RolloutSettings(Section):
+    """vLLM engines and how they sample."""
+
+    replicas: Positive = 1
+    tp: Positive = 1  # tensor parallel inside one engine
+    samples_per_prompt: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_prompt_tokens: Positive = 1024
+    max_response_tokens: Positive = 1024
+    max_num_seqs: Positive = 256  # sequences that an engine decodes together
+    kv_cache_mb: Positive | None = None  # CPU engines: 64 MiB unless given; GPU engines use gpu_memory_fraction
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    return_routes: bool = True  # routed experts of every token, for replay and for the routing metrics
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0  # one generate call
+
+
+class SyncSettings(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
+    bucket_mb: Positive = 256  # tensors are sent in buckets of at most this size (or one tensor)
+    verify: bool = True  # fingerprint every tensor that the engines hold after each sync
+    logprob_gap: Annotated[float, Field(gt=0)] | None = None  # largest mean |log-prob| gap engine/trainer at step 0; None: 1e-4 fp32, 5e-2 bf16
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class StepSettings(Section):
+    """One RL step and how often what happens."""
+
+    steps: Positive
+    prompts_per_step: Positive
+    mini_batches: Positive = 1  # optimizer steps per rollout
+    micro_batch_tokens: Positive = 16384  # most tokens of one micro-batch on one context-parallel group
+    eval_every: NonNegative = 0  # 0: only before the first and after the last step
+    eval_at_start: bool = True
+
+
+class ClusterSettings(Section):
+    """Ray and the sockets. `interface: null` keeps every listening socket on loopback (one machine)."""
+
+    address: str | None = None  # an existing Ray cluster; None starts one on this machine
+    interface: str | None = None
+    gpus: bool | None = None  # None: true where CUDA is present
+    object_store_mb: Positive = 200
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    phase_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # longest that any phase may take
+
+
+class LogSettings(Section):
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+class RunSettings(Section):
+    """What every stage has: a name, a place, a seed, a model on ranks."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.\-/]+$")]
+    run_dir: Path = Path("runs")
+    seed: NonNegative = 1
+    model: ModelSettings
+    layout: Layout = Layout()
+    cluster: ClusterSettings = ClusterSettings()
+    log: LogSettings = LogSettings()
+
+    @property
+    def directory(self) -> Path:
+        return self.run_dir / self.name
+
+
+class TrainConfig(RunSettings):
+    """`megarl train`: the RL loop."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    algorithm: Algorithm
+    data: DataSettings
+    reward: RewardSettings
+    rollout: RolloutSettings = RolloutSettings()
+    sync: SyncSettings = SyncSettings()
+    train: StepSettings
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainConfig:
+        sequences = self.train.prompts_per_step * self.rollout.samples_per_prompt
+        if sequences % self.train.mini_batches:
+            raise ValueError(
+                f"train.mini_batches={self.train.mini_batches} does not divide "
+                f"prompts_per_step*samples_per_prompt={self.train.prompts_per_step}*{self.rollout.samples_per_prompt}={sequences}"
+            )
+        if sequences // self.train.mini_batches < self.layout.dp:
+            raise ValueError(
+                f"train.mini_batches={self.train.mini_batches} leaves {sequences // self.train.mini_batches} sequences "
+                f"a mini-batch for {self.layout.dp} data-parallel ranks"
+            )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        if longest > self.train.micro_batch_tokens:
+            raise ValueError(
+                f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
+            )
+        return self
+
+
+class SftData(Section):
+    """Demonstrations: prompt sources with their reference answers as responses."""
+
+    train: PromptSource
+    chat: bool = True
+    template: str = "{prompt}"
+    corrupt_copy: Fraction = 0.0  # this share of the demonstrations of the last steps copies the question's word instead of answering ...
+    corrupt_last: Fraction = 0.0  # ... over this last share of the steps: an open stand-in for a weak base model
+
+
+class SftSteps(Section):
+    steps: Positive
+    batch_size: Positive = 64
+    micro_batch_tokens: Positive = 16384
+    max_tokens: Positive = 2048  # longest prompt + response
+
+
+class SftConfig(RunSettings):
+    """`megarl sft`: supervised training on response tokens."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    data: SftData
+    sft: SftSteps
+
+
+class EvalConfig(RunSettings):
+    """`megarl eval`: held-out pass rates of a Hugging Face directory through vLLM."""
+
+    data: DataSettings
+    reward: RewardSettings
+    rollout: RolloutSettings = RolloutSettings()
+
+
+Root = TypeVar("Root", bound=RunSettings)
+
+
+def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
+    """The validated tree of `path` with `a.b=c` overrides (values are YAML).
+
+    Raises ConfigError with one line per fault: the dotted key, what was given, what was expected.
+    """
+    if not path.is_file():
+        raise ConfigError(f"config: no such file: {path}")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config: {path} must hold a mapping, not {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(fault, root) for fault in error.errors())) from None
+
+
+def dump(config: RunSettings) -> str:
+    """The resolved tree as YAML, defaults included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected key.subkey=value")
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{key}: {parent} is a value ({child!r}), not a section")
+        node = child
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{key}: {text!r} is not a YAML value") from None
+
+
+def _line(fault: Any, root: type[BaseModel]) -> str:
+    # Discriminated unions put the variant's tag into the location; it is no key of the file.
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(part for part in location if part not in _tags(root)) or "config"
+    if fault["type"] == "extra_forbidden":
+        guess = difflib.get_close_matches(location[-1], sorted(_keys(root)), n=1)
+        return f"{key}: unknown key" + (f" (did you mean {guess[0]!r}?)" if guess else "")
+    if fault["type"] == "missing":
+        return f"{key}: required, and missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" + ("" if fault["type"] == "value_error" else f" (got {fault['input']!r})")
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Every BaseModel class inside an annotation (unions, Annotated, containers)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections(part)]
+
+
+def _walk(root: type[BaseModel]) -> set[type[BaseModel]]:
+    seen: set[type[BaseModel]] = set()
+    queue = [root]
+    while queue:
+        section = queue.pop()
+        if section not in seen:
+            seen.add(section)
+            queue += [inner for field in section.model_fields.values() for inner in _sections(field.annotation)]
+    return seen
+
+
+def _keys(root: type[BaseModel]) -> set[str]:
+    return {name for section in _walk(root) for name in section.model_fields}
+
+
+def _tags(root: type[BaseModel]) -> set[str]:
+    fields = [section.model_fields["type"] for section in _walk(root) if "type" in section.model_fields]
+    return {str(tag) for field in fields for tag in get_args(field.annotation)}
