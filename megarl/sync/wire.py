@@ -1,0 +1,162 @@
+"""The wire format of a weight update, shared by the trainer (`send.py`) and the engines (`receive.py`). Torch alone.
+
+An update is a sequence of buckets. A bucket is a `Header` (plain data, sent through the control plane) and one run of bytes (the data
+plane: a broadcast, a shared file or a CUDA IPC handle). Each tensor lies in the bytes at its offset, contiguous and aligned.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one bucket holds and where its bytes are."""
+
+    names: list[str]
+    dtypes: list[str]  # keys of DTYPES
+    shapes: list[list[int]]
+    offsets: list[int]  # bytes, multiples of ALIGN
+    nbytes: int  # of the whole bucket
+    path: str | None = None  # transport shm: the file to map
+    handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
+
+    def plain(self) -> dict[str, Any]:
+        """As a dictionary of strings, numbers, lists and bytes, which any serializer carries."""
+        return asdict(self)
+
+    @staticmethod
+    def parse(plain: dict[str, Any]) -> Header:
+        """The inverse of `plain`. Raises ValueError where a tensor would lie outside of the bucket."""
+        header = Header(**plain)
+        for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
+            if dtype not in DTYPES:
+                raise ValueError(f"bucket: {name} has the unknown dtype {dtype!r}")
+            end = offset + math.prod(shape) * DTYPES[dtype].itemsize
+            if offset < 0 or offset % ALIGN or min(shape, default=0) < 0 or end > header.nbytes:
+                raise ValueError(f"bucket: {name} covers bytes {offset} to {end} of {header.nbytes}")
+        return header
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How an engine reaches the trainer's broadcast group (transports gloo and nccl); plain data.
+
+    Rank 0 is the trainer; the engine workers take the ranks 1 .. world-1, each its own.
+    """
+
+    transport: str  # gloo | nccl
+    host: str
+    port: int
+    world: int
+    timeout_s: float
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of the wire."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def plan(tensors: Sequence[tuple[str, Tensor]]) -> Header:
+    """The header of a bucket of these tensors, in this order."""
+    offsets, end = [], 0
+    for name, tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
+        offsets.append(end)
+        end = aligned(end + tensor.nbytes)
+    return Header(
+        names=[name for name, _ in tensors],
+        dtypes=[_NAMES[tensor.dtype] for _, tensor in tensors],
+        shapes=[list(tensor.shape) for _, tensor in tensors],
+        offsets=offsets,
+        nbytes=end,
+    )
+
+
+def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
+    """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor): valid as long as the bytes are."""
+    views = []
+    for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
+        kind = DTYPES[dtype]
+        views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))
+    return views
+
+
+def pack(bytes_B: Tensor, header: Header, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Copies the tensors of `plan` into the bucket's bytes (uint8 [>= nbytes])."""
+    for (name, view), (given, tensor) in zip(unpack(bytes_B, header), tensors, strict=True):
+        assert name == given, (name, given)
+        view.copy_(tensor)
+
+
+def map_shared(path: str, nbytes: int) -> Tensor:
+    """The first `nbytes` of a shared file as uint8 [nbytes], without a copy. The file must be at least that long."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < nbytes:
+            raise ValueError(f"shared bucket {path} has {size} bytes, and {nbytes} are announced")
+        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def share_cuda(bytes_B: Tensor) -> list[Any]:
+    """A handle with which another process of the same machine opens this CUDA buffer; the reader waits for the writes made so far."""
+    assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
+    return list(bytes_B.untyped_storage()._share_cuda_())
+
+
+def open_cuda(handle: list[Any], device: int) -> Tensor:
+    """The buffer behind `share_cuda`'s handle as uint8. `device` is the index under which this process sees the same GPU.
+
+    The result is valid until it is dropped; finish reading (synchronize) before you tell the sender that the bucket is done.
+    """
+    torch.zeros(1, device=f"cuda:{device}")  # a CUDA context must exist before a handle is opened
+    storage = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+
+
+def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> dist.ProcessGroup:
+    """This process's member of the broadcast group; blocks until all `world` members joined, at most `timeout_s` seconds.
+
+    `store` is a client (or, on rank 0, the server) of the store at rendezvous.host:port; `here` is the address of this machine on which
+    gloo may listen, 127.0.0.1 where everything runs on one machine.
+    """
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    members = dist.PrefixStore("megarl-sync", store)
+    if rendezvous.transport == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(members, rank, rendezvous.world, options)
+    assert rendezvous.transport == "nccl", rendezvous.transport
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options._timeout = timeout
+    return dist.ProcessGroupNCCL(members, rank, rendezvous.world, nccl_options)
+
+
+def broadcast(group: dist.ProcessGroup, bytes_B: Tensor) -> dist.Work:
+    """Starts the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank 0; wait on the result."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([bytes_B], options)
