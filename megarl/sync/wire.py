@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -135,7 +136,7 @@ def open_cuda(handle: list[Any], device: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
 
 
-def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> dist.ProcessGroup:
+def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> Backend:
     """This process's member of the broadcast group; blocks until all `world` members joined, at most `timeout_s` seconds.
 
     `store` is a client (or, on rank 0, the server) of the store at rendezvous.host:port; `here` is the address of this machine on which
@@ -144,7 +145,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> dis
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("megarl-sync", store)
     if rendezvous.transport == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = timeout
         return dist.ProcessGroupGloo(members, rank, rendezvous.world, options)
@@ -154,9 +155,9 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> dis
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, nccl_options)
 
 
-def broadcast(group: dist.ProcessGroup, bytes_B: Tensor) -> dist.Work:
+def broadcast(group: Backend, bytes_B: Tensor) -> dist.Work:
     """Starts the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank 0; wait on the result."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    return group.broadcast([bytes_B], options)
+    return group.broadcast([bytes_B], options)  # type: ignore[attr-defined]  # torch's stubs lack it

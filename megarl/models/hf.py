@@ -1,0 +1,233 @@
+"""Hugging Face directories: config.json, safetensors and tokenizer files. Nothing here unpickles or runs code of a directory.
+
+Headers are read with struct and json alone, so that a checkpoint is checked before torch opens a file of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
+_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
+_COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
+_ITEM_SIZES = {
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint as its file's header declares it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name: F32, BF16, ...
+    file: Path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The mapping of `path`/config.json. Raises ConfigError where the directory or the file is missing or broken."""
+    if not path.is_dir():
+        raise ConfigError(f"model.path: no such directory: {path}")
+    if not (path / CONFIG).is_file():
+        raise ConfigError(f"model.path: {path} has no {CONFIG}")
+    return _json_object(path / CONFIG)
+
+
+def inventory(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint by name, from the headers alone.
+
+    Raises ConfigError in one line that names the file: no safetensors, a broken header or index, a tensor that the index misplaces.
+    """
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    if (path / SINGLE).is_file():
+        return _header(path / SINGLE)
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickles:
+        raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
+    raise ConfigError(f"model.path: {path} has neither {SINGLE} nor {INDEX}")
+
+
+class Checkpoint:
+    """Lazy reads from a checkpoint: a context manager, whose files are mapped on first use."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = inventory(path)
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        """The tensor, or its slice [start, stop) along `dim`, in the checkpoint's dtype on CPU."""
+        from safetensors import safe_open
+
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt", device="cpu").__enter__()
+        if dim is None:
+            return self._open[file].get_tensor(name)
+        return self._open[file].get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+
+class Writer:
+    """Writes a Hugging Face directory: shards of at most 4 GiB, index, config, tokenizer files of `source`.
+
+    A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
+    `path` sees all of it. After an exception nothing is left. Raises ConfigError if `path` already holds something.
+    """
+
+    def __init__(self, path: Path, source: Path, dtype: str) -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} already exists: not overwritten")
+        self.path, self.source, self.dtype = path, source, dtype
+        self._aside = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy of the tensor into the next shard."""
+        assert name not in self._pending and all(name not in shard for shard in self._shards), f"{name} written twice"
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def __enter__(self) -> Writer:
+        self._aside.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self._commit()
+        finally:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _commit(self) -> None:
+        self._flush()
+        self._name_shards()
+        config = read_config(self.source) | {"dtype": self.dtype}
+        if "torch_dtype" in config:
+            config["torch_dtype"] = self.dtype
+        (self._aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        for file in self.source.iterdir():
+            if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX):
+                shutil.copyfile(file, self._aside / file.name)
+        for file in self._aside.glob("*.safetensors"):
+            shutil.copymode(self._aside / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
+        _sync(self._aside.iterdir())
+        _sync([self._aside])
+        os.rename(self._aside, self.path)
+        _sync([self.path.parent])
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._pending:
+            save_file(self._pending, self._aside / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})
+            self._shards.append(list(self._pending))
+            self._pending, self._pending_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        count = len(self._shards)
+        if count == 1:
+            os.rename(self._aside / "0.safetensors", self._aside / SINGLE)
+            return
+        placed: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self._aside / f"{number}.safetensors", self._aside / file)
+            placed |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(placed.items()))}
+        (self._aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _indexed(path: Path) -> dict[str, TensorInfo]:
+    placed = _json_object(path / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise ConfigError(f"model.path: {path / INDEX} has no weight_map of file names")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for file in sorted(set(placed.values())):
+        if Path(file).name != file or not (path / file).is_file():
+            raise ConfigError(f"model.path: {path / INDEX} names {file!r}, which is no file of the directory")
+        headers[file] = _header(path / file)
+    for name, file in placed.items():
+        if name not in headers[file]:
+            raise ConfigError(f"model.path: {path / INDEX} puts {name} into {file}, which lacks it")
+    return {name: headers[file][name] for name, file in placed.items()}
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if not 0 <= length <= min(size - 8, _HEADER_LIMIT):
+            raise ConfigError(f"model.path: {file} is no safetensors file: {size} bytes, header of {length}")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object")
+    return {name: _entry(file, name, entry, size - 8 - length) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _entry(file: Path, name: str, entry: Any, room: int) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
+            sized = all(type(extent) is int and extent >= 0 for extent in shape)
+            if sized and 0 <= start <= stop <= room and stop - start == math.prod(shape) * _ITEM_SIZES.get(dtype, -1):
+                return TensorInfo(tuple(shape), dtype, file)
+            raise ConfigError(
+                f"model.path: {file}: {name} is declared as {dtype} {shape} at bytes {start} to {stop} of {room}, which cannot be"
+            )
+    raise ConfigError(f"model.path: {file}: the header's entry of {name} is broken")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path: {file} holds no JSON object")
+    return value
+
+
+def _sync(files: Iterable[Path]) -> None:
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

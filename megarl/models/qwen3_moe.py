@@ -1,0 +1,75 @@
+"""Qwen3-MoE: grouped-query attention with normalized queries and keys, a mixture of gated experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models.rows import QKV, Family, GateUp, Plain, Row, Sizes
+
+
+def sizes(hf: dict[str, Any]) -> Sizes:
+    """The model's numbers. Raises ConfigError for what these rows do not hold: dense layers, biases, other activations."""
+    refused = {
+        "mlp_only_layers": hf.get("mlp_only_layers") or [],
+        "decoder_sparse_step": 0 if hf.get("decoder_sparse_step", 1) == 1 else hf["decoder_sparse_step"],
+        "attention_bias": hf.get("attention_bias"),
+        "use_sliding_window": hf.get("use_sliding_window"),
+        "hidden_act": "" if hf.get("hidden_act", "silu") == "silu" else hf["hidden_act"],
+        "quantization_config": hf.get("quantization_config"),
+    }
+    for key, value in refused.items():
+        if value:
+            raise ConfigError(f"model.path: config.json's {key}={value!r} is not supported for Qwen3MoeForCausalLM")
+    hidden, heads = _number(hf, "hidden_size"), _number(hf, "num_attention_heads")
+    return Sizes(
+        layers=_number(hf, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=_number(hf, "num_key_value_heads"),
+        head_dim=_number(hf, "head_dim") if hf.get("head_dim") is not None else hidden // heads,
+        vocab=_number(hf, "vocab_size"),
+        ffn=None,
+        experts=_number(hf, "num_experts", "num_local_experts"),  # transformers 5 writes the second name
+        expert_ffn=_number(hf, "moe_intermediate_size"),
+    )
+
+
+def rows(hf: dict[str, Any]) -> list[Row]:
+    """Megatron parameter <- Hugging Face tensors."""
+    n = sizes(hf)
+    layer, block = "decoder.layers.{layer}.", "model.layers.{layer}."
+    expert, mlp = layer + "mlp.experts.local_experts.{expert}.", block + "mlp.experts.{expert}."
+    vocabulary = Plain((n.vocab, n.hidden), 0, pads=True)
+    tied = bool(hf.get("tie_word_embeddings"))
+    attention = tuple(f"{block}self_attn.{name}_proj.weight" for name in "qkv")
+    return [
+        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
+        Row(layer + "input_layernorm.weight", (block + "input_layernorm.weight",), Plain((n.hidden,))),
+        Row(layer + "self_attention.linear_qkv.weight", attention, QKV(n.heads, n.groups, n.head_dim, (n.hidden,))),
+        Row(layer + "self_attention.q_layernorm.weight", (block + "self_attn.q_norm.weight",), Plain((n.head_dim,))),
+        Row(layer + "self_attention.k_layernorm.weight", (block + "self_attn.k_norm.weight",), Plain((n.head_dim,))),
+        Row(layer + "self_attention.linear_proj.weight", (block + "self_attn.o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)),
+        Row(layer + "pre_mlp_layernorm.weight", (block + "post_attention_layernorm.weight",), Plain((n.hidden,))),
+        Row(layer + "mlp.router.weight", (block + "mlp.gate.weight",), Plain((n.experts, n.hidden))),
+        Row(expert + "linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), GateUp(n.expert_ffn, n.hidden)),
+        Row(expert + "linear_fc2.weight", (mlp + "down_proj.weight",), Plain((n.hidden, n.expert_ffn), 1)),
+        Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,))),
+        Row("output_layer.weight", ("model.embed_tokens.weight" if tied else "lm_head.weight",), vocabulary, alias=tied),
+    ]
+
+
+def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
+    return ("lm_head.weight",) if hf.get("tie_word_embeddings") else ()
+
+
+def _number(hf: dict[str, Any], *keys: str) -> int:
+    for key in keys:
+        if key in hf:
+            if type(hf[key]) is not int or hf[key] < 1:
+                raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is no positive integer")
+            return hf[key]
+    raise ConfigError(f"model.path: config.json lacks {keys[0]}")
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", sizes, rows, _optional)

@@ -1,0 +1,242 @@
+"""Rows of invertible operations: what a model family is made of.
+
+A `Row` ties one kind of Megatron parameter to the Hugging Face tensors that it is made of, through an `Op`. The operation packs them into
+one tensor whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
+parameter. Every operation commutes with cutting: packing the slices [a, b) of the Hugging Face tensors gives the slice [a, b) of the
+packed tensor. So the same row loads a shard by reading only its slices, exports, converts and says which shapes a checkpoint must have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Read = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
+
+
+class Op(ABC):
+    """Hugging Face tensors <-> packed tensor."""
+
+    pads: bool = False  # the cut axis may be padded with zeros up to a multiple of the ranks
+
+    @property
+    @abstractmethod
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the Hugging Face tensors."""
+
+    @property
+    @abstractmethod
+    def packed_shape(self) -> Shape:
+        """The shape of the packed tensor, without padding."""
+
+    @property
+    @abstractmethod
+    def dim(self) -> int | None:
+        """The dimension of each Hugging Face tensor that tensor parallelism cuts; None if it is replicated."""
+
+    @property
+    @abstractmethod
+    def axis(self) -> int | None:
+        """The axis of the packed tensor that tensor parallelism cuts; None if it is replicated."""
+
+    @abstractmethod
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The packed tensor of Hugging Face tensors, or of their equal cuts."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """The exact inverse of `pack`: views where possible."""
+
+    def units(self, ranks: int) -> int:
+        """How many indices of the cut axis each of `ranks` ranks holds."""
+        assert self.axis is not None
+        extent = self.packed_shape[self.axis]
+        assert self.pads or extent % ranks == 0, f"{extent} units do not divide by {ranks} ranks"
+        return -(-extent // ranks)
+
+    def shard_shape(self, ranks: int) -> Shape:
+        """The shape of one rank's chunk of the packed tensor."""
+        if self.axis is None:
+            return self.packed_shape
+        return self.packed_shape[: self.axis] + (self.units(ranks),) + self.packed_shape[self.axis + 1 :]
+
+    def read_shard(self, read: Read, rank: int, ranks: int) -> Tensor:
+        """The chunk of `rank`, made from the slices that it needs and no more."""
+        if self.axis is None or self.dim is None or ranks == 1:
+            return self._padded(self.pack([read(index, None, 0, 0) for index in range(len(self.shapes))]), ranks)
+        extent, units = self.packed_shape[self.axis], self.units(ranks)
+        start, stop = min(rank * units, extent), min((rank + 1) * units, extent)
+        pieces = []
+        for index, shape in enumerate(self.shapes):
+            rows = shape[self.dim] // extent  # of this Hugging Face tensor in one unit
+            pieces.append(read(index, self.dim, start * rows, stop * rows))
+        return self._padded(self.pack(pieces), ranks)
+
+    def join(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The Hugging Face tensors of the chunks of all ranks, in the order of the ranks; padding is dropped."""
+        if self.axis is None:
+            return self.unpack(shards[0])
+        packed = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=self.axis)
+        return self.unpack(packed.narrow(self.axis, 0, self.packed_shape[self.axis]))
+
+    def _padded(self, chunk: Tensor, ranks: int) -> Tensor:
+        if not self.pads:
+            return chunk
+        assert self.axis == 0, "only rows are padded"
+        missing = self.units(ranks) - chunk.shape[0]
+        return chunk if not missing else torch.cat([chunk, chunk.new_zeros((missing, *chunk.shape[1:]))])
+
+
+@dataclass(frozen=True)
+class Plain(Op):
+    """One tensor as it is, cut along `axis` (0 column parallel and vocabulary, 1 row parallel, None replicated)."""
+
+    shape: Shape
+    axis: int | None = None  # a field here, a property in the base
+    pads: bool = False
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (self.shape,)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return self.shape
+
+    @property
+    def dim(self) -> int | None:
+        return self.axis
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed,)
+
+
+@dataclass(frozen=True)
+class QKV(Op):
+    """Query, key and value projections, interleaved by query group: packed [groups, (heads/groups + 2) * head_dim, ...], cut by groups."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    rest: Shape  # (hidden,) for weights, () for biases
+    axis = 0
+    dim = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        query, key = self.heads * self.head_dim, self.groups * self.head_dim
+        return (query, *self.rest), (key, *self.rest), (key, *self.rest)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (self.groups, (self.heads // self.groups + 2) * self.head_dim, *self.rest)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        groups = tensors[1].shape[0] // self.head_dim
+        return torch.cat([tensor.reshape(groups, -1, *self.rest) for tensor in tensors], dim=1)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
+        return tuple(part.reshape(-1, *self.rest) for part in packed.split(sizes, dim=1))
+
+
+@dataclass(frozen=True)
+class GateUp(Op):
+    """The gate and up projections of a gated MLP: packed [2, ffn, hidden], cut by ffn."""
+
+    ffn: int
+    hidden: int
+    axis = 1
+    dim = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (self.ffn, self.hidden), (self.ffn, self.hidden)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (2, self.ffn, self.hidden)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(tensors))
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return tuple(packed.unbind(0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of Megatron parameter. Names hold `{layer}` and `{expert}`, both counted from 0 over the whole model."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    op: Op
+    alias: bool = False  # a second copy of tensors that another row exports (tied embeddings)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron parameter of the whole model: a row at one layer and expert."""
+
+    name: str
+    hf: tuple[str, ...]
+    op: Op
+    layer: int | None
+    expert: int | None  # set: the parameter is cut by expert tensor parallelism, and lives on one expert-parallel rank
+    alias: bool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of a model that layouts must divide and that builders need."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int  # key-value heads
+    head_dim: int
+    vocab: int
+    ffn: int | None  # of dense MLPs; None: there is none
+    experts: int  # 0: no mixture
+    expert_ffn: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """What megarl knows of one architecture."""
+
+    architecture: str  # config.json's architectures[0]
+    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's rows do not hold
+    rows: Callable[[dict[str, Any]], list[Row]]
+    optional: Callable[[dict[str, Any]], tuple[str, ...]]  # Hugging Face tensors that may be there and are not used
+
+    def weights(self, hf: dict[str, Any]) -> list[Weight]:
+        """Every Megatron parameter of the model, in the order of the model: outer rows, then layer by layer."""
+        sizes, rows = self.sizes(hf), self.rows(hf)
+        outer = [weight for row in rows if "{layer}" not in row.megatron for weight in _expand(row, None, 0)]
+        inner = [row for row in rows if "{layer}" in row.megatron]
+        return outer + [weight for layer in range(sizes.layers) for row in inner for weight in _expand(row, layer, sizes.experts)]
+
+    def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
+        """The name and shape of every tensor that a checkpoint must hold."""
+        return {name: shape for weight in self.weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
+
+
+def padded_vocabulary(vocab: int, tp: int) -> int:
+    """The vocabulary that Megatron's embedding and output layer are built with: padded to a multiple of tp (the padding is zeros)."""
+    return -(-vocab // tp) * tp
+
+
+def _expand(row: Row, layer: int | None, experts: int) -> Iterator[Weight]:
+    for expert in range(experts) if "{expert}" in row.megatron else [None]:
+        numbers = {"layer": layer, "expert": expert}
+        yield Weight(row.megatron.format(**numbers), tuple(name.format(**numbers) for name in row.hf), row.op, layer, expert, row.alias)

@@ -1,0 +1,112 @@
+"""Hugging Face weights into the Megatron parameters of this rank, and the names that tie the two together.
+
+Canonical parameter names are those of Megatron's local layer spec, with layers and experts counted over the whole model; the
+Transformer Engine spec's names are translated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.families import family_of
+from megarl.models.hf import Checkpoint
+from megarl.models.rows import Weight
+
+if TYPE_CHECKING:
+    from megarl.parallel.grid import Grid
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+_TRANSFORMER_ENGINE = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"), r"mlp.experts.local_experts.\3.linear_fc\1.\2"),
+)
+
+
+def unwrap(chunk: Any) -> Any:
+    """The GPTModel inside Float16Module, DistributedDataParallel and the like."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this rank's model chunks by canonical name."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for chunk in map(unwrap, chunks):
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1, over all stages and chunks
+        for name, parameter in chunk.named_parameters():
+            name = _canonical(name, numbers, ep_rank * _local_experts(chunk))
+            assert name not in found, f"{name} twice on one rank"
+            found[name] = parameter
+    return found
+
+
+def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:
+    """Fills every parameter of this rank from the Hugging Face directory, reading only this rank's slices.
+
+    Call it on the chunks of `build_chunks`, before `make_trainable` copies parameters into the optimizer. Each parameter keeps its dtype.
+    Raises ValueError naming the parameter where the built model and the family's rows differ.
+    """
+    chunks = list(chunks)
+    weights = {weight.name: weight for weight in family_of(hf).weights(hf)}
+    parameters = local_parameters(chunks, grid.ep_rank)
+    unknown, absent = sorted(parameters.keys() - weights.keys()), sorted(_required(chunks, weights.values(), grid) - parameters.keys())
+    if unknown or absent:
+        raise ValueError(f"rank {grid.rank}: the built model and its family differ: not in the family {unknown}, not built {absent}")
+    with Checkpoint(path) as checkpoint, torch.no_grad():
+        for name, parameter in parameters.items():
+            rank, ranks = tensor_parallel(weights[name], grid)
+            shard = _shard(weights[name], checkpoint, rank, ranks)
+            if shard.numel() != parameter.numel():
+                built, packed = list(parameter.shape), list(shard.shape)
+                raise ValueError(f"rank {grid.rank}: {name} is built as {built}, and its shard {rank} of {ranks} packs to {packed}")
+            parameter.copy_(shard.reshape(parameter.shape))
+
+
+def tensor_parallel(weight: Weight, grid: Grid) -> tuple[int, int]:
+    """(rank, ranks) of the tensor parallelism that cuts this weight: an expert's own, or the dense layers'."""
+    if weight.expert is not None:
+        return grid.etp_rank, grid.layout.etp
+    return grid.tp_rank, grid.layout.tp
+
+
+def _shard(weight: Weight, checkpoint: Checkpoint, rank: int, ranks: int) -> Tensor:
+    def read(index: int, dim: int | None, start: int, stop: int) -> Tensor:
+        return checkpoint.read(weight.hf[index], dim, start, stop)
+
+    return weight.op.read_shard(read, rank, ranks)
+
+
+def _required(chunks: list[Any], weights: Iterable[Weight], grid: Grid) -> set[str]:
+    """The names that these chunks must have, judged by their layers, experts and ends."""
+    inner = [unwrap(chunk) for chunk in chunks]
+    layers = {layer.layer_number - 1 for chunk in inner for layer in chunk.decoder.layers}
+    count = max(_local_experts(chunk) for chunk in inner)
+    experts = range(grid.ep_rank * count, (grid.ep_rank + 1) * count)
+    first, last = any(chunk.pre_process for chunk in inner), any(chunk.post_process for chunk in inner)
+
+    def here(weight: Weight) -> bool:
+        if weight.layer is not None:
+            return weight.layer in layers and (weight.expert is None or weight.expert in experts)
+        return not weight.alias and (first if weight.name.startswith("embedding.") else last)
+
+    return {weight.name for weight in weights if here(weight)}
+
+
+def _local_experts(chunk: Any) -> int:
+    return (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+
+
+def _canonical(name: str, layers: list[int], first_expert: int) -> str:
+    for pattern, replacement in _TRANSFORMER_ENGINE:
+        name = pattern.sub(replacement, name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", name)
+    return _EXPERT.sub(lambda match: f"mlp.experts.local_experts.{first_expert + int(match[1])}.", name)
