@@ -1,0 +1,100 @@
+"""Causal attention of packed sequences through torch's scaled_dot_product_attention, with context parallelism: the local spec's core.
+
+Axes: T local tokens of this context-parallel rank, H query heads, G key/value heads (both the tensor-parallel shard), D head size,
+N sequences of one length, L tokens of a whole sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def zigzag(length: int, rank: int, ranks: int) -> Tensor:
+    """Positions of a sequence of `length` tokens that context-parallel `rank` holds: of 2 * ranks equal chunks the rank-th from each end.
+
+    As megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141 lay it out. `length` must divide by 2 * ranks if ranks > 1.
+    """
+    if ranks == 1:
+        return torch.arange(length)
+    chunk, rest = divmod(length, 2 * ranks)
+    assert rest == 0, f"a sequence of {length} tokens does not divide into {2 * ranks} chunks"
+    return torch.cat([torch.arange(chunk) + start * chunk for start in (rank, 2 * ranks - 1 - rank)])
+
+
+class PackedAttention(MegatronModule):
+    """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads.
+
+    Neighbouring sequences of equal length go through one batched call (`packing` sorts them by length). Under context parallelism
+    keys and values are gathered over the group and every rank computes its own two chunks of queries.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.attention_dropout == 0.0, "the packed attention has no dropout"
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """The attended values [T, H * D] of the local tokens."""
+        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        ranks = self.cp_group.size()
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length // ranks * count for length, count in groups]
+        if ranks == 1:
+            kv = zip(k_TGD.split(sizes), v_TGD.split(sizes), strict=True)
+        else:
+            gathered = gather_from_sequence_parallel_region(
+                torch.cat([k_TGD, v_TGD], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
+            )
+            parts = gathered.view(ranks, *k_TGD.shape[:-1], -1).split(sizes, dim=1)
+            kv = (_unzigzag(part, count).split(k_TGD.shape[-1], dim=-1) for part, (_, count) in zip(parts, groups, strict=True))
+        mine = zip(q_THD.split(sizes), kv, groups, strict=True)
+        return torch.cat([self._attend(q, k, v, *group) for q, (k, v), group in mine]).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int) -> Tensor:
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))  # N heads tokens D
+        ranks = self.cp_group.size()
+        mask = None
+        if ranks > 1:
+            mine = zigzag(length, self.cp_group.rank(), ranks)
+            mask = (torch.arange(length)[None, :] <= mine[:, None]).to(q.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _unzigzag(part: Tensor, count: int) -> Tensor:
+    """[ranks, N * L / ranks, G, C] of all ranks' zigzag halves, in the order of the sequences' positions: [N * L, G, C]."""
+    halves = part.unflatten(1, (count, 2, -1))  # ranks N 2 chunk G C
+    ordered = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # 2 * ranks, N, chunk, ...
+    return ordered.transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,197 @@
+"""The process grid: the only place that starts torch.distributed and Megatron's parallel state, and every socket they listen on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megarl.config import Layout
+from megarl.parallel.backend import choose
+
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank. `control` carries small CPU tensors over all ranks (gloo on every backend)."""
+
+    world: dist.ProcessGroup
+    control: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup  # without context parallelism
+    dp_cp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    etp: dist.ProcessGroup
+    edp: dist.ProcessGroup  # replicas of the same experts
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this rank stands. Ranks are counted tp fastest, then cp, then dp, then pp."""
+
+    layout: Layout
+    rank: int
+    world: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    etp_rank: int
+    groups: Groups
+    store: dist.Store
+    timeout_s: float
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the end of the model (with vpp: its last chunk does)."""
+        return self.pp_rank == self.layout.pp - 1
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Guards a collective over all ranks: a failure names the ranks that never arrived. `what` must differ from call to call."""
+        key = f"together/{what}"
+        self.store.set(f"{key}/{self.rank}", b"")
+        try:
+            yield
+        except RuntimeError as error:
+            late = [rank for rank in range(self.world) if not self.store.check([f"{key}/{rank}"])]
+            raise RuntimeError(
+                f"{what}: rank {self.rank} waited {self.timeout_s:g} s at most; not there: ranks {late or 'none'}"
+            ) from error
+        self.store.delete_key(f"{key}/{self.rank}")
+
+
+def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeout_s: float) -> Grid:
+    """Join `layout.ranks` processes into one grid. Collective; every wait in it and in later collectives ends after `timeout_s`.
+
+    Listening sockets are bound to the address through which this process reaches the store: loopback if the store is on loopback.
+    """
+    backend = choose()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    interface = _interface(_own_address(_host(store)))
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_s / 60,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    world = dist.group.WORLD
+    control = world if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    return _describe(layout, store, timeout_s, world, control)
+
+
+def _describe(layout: Layout, store: dist.Store, timeout_s: float, world: dist.ProcessGroup, control: dist.ProcessGroup) -> Grid:
+    from megatron.core import parallel_state as state
+
+    groups = Groups(
+        world=world,
+        control=control,
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        dp=state.get_data_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+        ep=state.get_expert_model_parallel_group(),
+        etp=state.get_expert_tensor_parallel_group(),
+        edp=state.get_expert_data_parallel_group(),
+    )
+    return Grid(
+        layout=layout,
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tp_rank=groups.tp.rank(),
+        pp_rank=groups.pp.rank(),
+        cp_rank=groups.cp.rank(),
+        cp_size=groups.cp.size(),
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.etp.rank(),
+        groups=groups,
+        store=store,
+        timeout_s=timeout_s,
+    )
+
+
+def destroy_grid() -> None:
+    """Leave the grid: Megatron's parallel state and every process group."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
+    """A rendezvous store that listens on `host` alone, and its port (any free one for 0).
+
+    torch's own server binds every interface, so it is handed a socket that is bound already.
+    """
+    listener = socket.create_server((host, port), backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        world,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store owns it from here on
+    )
+    return store, port
+
+
+def connect_store(host: str, port: int, world: int, timeout_s: float) -> dist.TCPStore:
+    """The store that another process made with `listen_store`. Raises after `timeout_s` without an answer."""
+    return dist.TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _host(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore), f"the grid meets at a TCPStore, not at a {type(store).__name__}"
+    return store.host
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine from which `host` is reached. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+
+
+def _interface(address: str) -> str:
+    """The network interface that has an IPv4 address."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(packed[20:24]) == address:
+                return name
+    raise RuntimeError(f"no network interface of this machine has the address {address}")

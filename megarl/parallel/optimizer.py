@@ -1,0 +1,110 @@
+"""AdamW through Megatron's distributed optimizer: gradient buffers, clipping, the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megarl.config import OptimizerSettings
+from megarl.parallel.backend import choose
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What one optimizer step did."""
+
+    grad_norm: float  # global, before clipping
+    lr: float
+    skipped: bool  # true where the gradient was not finite: nothing has changed
+
+
+def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up to lr at step warmup_steps - 1, then constant or a cosine to its end."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return settings.lr
+    done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
+    low = settings.min_lr_fraction
+    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Trainable:
+    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`."""
+
+    def __init__(
+        self, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, settings: OptimizerSettings, total_steps: int
+    ) -> None:
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.steps = 0  # optimizer steps taken
+        self._settings, self._total = settings, total_steps
+
+    def zero_grad(self) -> None:
+        """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> StepInfo:
+        """One clipped AdamW step from the buffered gradients. Collective. A gradient that is not finite changes nothing."""
+        rate = learning_rate(self.steps, self._settings, self._total)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        self.steps += 1
+        if not math.isfinite(norm):
+            return StepInfo(norm, rate, skipped=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
+        for part in self.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        return StepInfo(norm, rate, skipped=False)
+
+
+def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int) -> Trainable:
+    """Wraps loaded chunks of this rank for training. Collective. Load the weights first: the optimizer copies them to float32."""
+    config = get_model_config(chunks[0])
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    # Vectors (norms) are not decayed.
+    overrides = get_standard_config_overrides(optimizer_config)
+    optimizer = get_megatron_optimizer(optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False)
+    if choose().name == "cpu":
+        _fuse(optimizer)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    return Trainable(wrapped, optimizer, settings, total_steps)
+
+
+def _fuse(optimizer: ChainedOptimizer) -> None:
+    """One kernel a parameter instead of a dozen: without TE or apex Megatron takes torch's AdamW with its defaults (optimizer/__init__.py:357)."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups if part.optimizer is not None else []:
+            group["fused"] = True

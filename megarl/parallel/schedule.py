@@ -1,0 +1,133 @@
+"""Forward and backward over micro-batches with Megatron's pipeline schedules, and all scaling of the loss.
+
+Law: the gradient is exactly d(sum of `loss_sum` over all ranks of the data-parallel and context-parallel groups and all micro-batches).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.parallel.packing import Packed, pack_micro
+
+# logits [R, V] of the local rows and vocabulary shard; row_T, where on the R axis the entries' logits are; the local entries.
+Visit = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Any]]
+
+
+def run(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Batch],
+    visit: Visit,
+    grid: Grid,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Runs every micro-batch through the model; returns what `visit` returned for each, in order, on the last stage and [] elsewhere.
+
+    micro_batches: whole sequences, the same list on all ranks of a data-parallel replica, equally many on every replica. One without
+    entries is run for the other ranks' sake and not visited. `visit` is called on the ranks of the last stage with (logits_RV, row_T,
+    batch_T): entry t of `batch_T` (this context-parallel rank's share of the micro-batch, any order) is scored from logits_RV[row_T[t]];
+    other rows are padding. It returns (loss_sum, result); loss_sum is a scalar and counts each entry once (ranks of one tensor-parallel
+    group return the same). Gradients are left in the chunks' buffers (see `optimizer`), reduced over all ranks.
+    Raises RuntimeError where ranks bring different numbers of micro-batches.
+    """
+    _agree(len(micro_batches), grid)
+    step = _Step(chunks, micro_batches, visit, grid, forward_only)
+    with torch.set_grad_enabled(not forward_only):
+        step.run()
+    return step.results
+
+
+class _Step:
+    """One call of `run`."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Batch], visit: Visit, grid: Grid, forward_only: bool
+    ) -> None:
+        self.chunks, self.visit, self.grid, self.forward_only = list(chunks), visit, grid, forward_only
+        self.config = get_model_config(self.chunks[0])
+        self.results: list[Any] = []
+        self.count = len(micro_batches)
+        # The interleaved schedule takes whole rounds of pp micro-batches (schedules.py:989); empty ones fill the last round.
+        missing = -self.count % grid.layout.pp if grid.layout.vpp else 0
+        self.batches = [*micro_batches, *([micro_batches[0].take(torch.empty(0, dtype=torch.int64))] * missing)]
+        device = choose().device
+        self.packed = [
+            pack_micro(batch, cp_rank=grid.cp_rank, cp_size=grid.cp_size, tp=grid.layout.tp, device=device) for batch in self.batches
+        ]
+
+    def run(self) -> None:
+        for chunk in self.chunks:
+            chunk.train(not self.forward_only)
+        work = [iter(list(zip(self.batches, self.packed, strict=True))) for _ in self.chunks]
+        scale, self.config.grad_scale_func = self.config.grad_scale_func, self._filled(self.config.grad_scale_func)
+        try:
+            get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=work if len(work) > 1 else work[0],
+                model=self.chunks,
+                num_microbatches=len(self.batches),
+                seq_length=1,  # this and the next are ignored: stages exchange shapes
+                micro_batch_size=1,
+                forward_only=self.forward_only,
+            )
+        finally:
+            self.config.grad_scale_func = scale
+
+    def _filled(self, scale: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+        # Megatron divides by the micro-batches it runs, fillers included; this function multiplies the main and the auxiliary losses alike.
+        ratio = len(self.batches) / self.count
+        return lambda loss: (scale(loss) if scale is not None else loss) * ratio
+
+    def _forward(self, work: Iterator[tuple[Batch, Packed]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        batch, packed = next(work)
+        filler = not len(batch)
+        if filler:
+            chunk.eval()  # padding alone has no auxiliary loss: Megatron's would be 0 / 0
+        output = chunk(
+            packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params, padding_mask=self._padding(packed, chunk)
+        )
+        if filler:
+            chunk.train(not self.forward_only)
+        return output, functools.partial(self._loss, batch, packed)
+
+    def _padding(self, packed: Packed, chunk: torch.nn.Module) -> Tensor | None:
+        """The router's padding mask. Upstream shards it over the sequence on the first stage only (gpt_model.py:314)."""
+        mask = packed.padding_mask
+        if mask is None or not self.config.sequence_parallel or get_attr_wrapped_model(chunk, "pre_process"):
+            return mask
+        return mask.chunk(self.grid.layout.tp, dim=1)[self.grid.tp_rank]
+
+    def _loss(self, batch: Batch, packed: Packed, output_1RV: Tensor) -> tuple[Tensor, None]:
+        logits_RV = output_1RV.squeeze(0)
+        if not len(batch):
+            return logits_RV[0].float().sum() * 0, None
+        loss, result = self.visit(logits_RV, packed.row_T, batch.take(packed.entry_T))
+        assert self.forward_only or loss.requires_grad, "visit returned a loss without a graph"
+        self.results.append(result)
+        # Megatron multiplies by cp and divides by its micro-batches (schedules.py:276), then by dp * cp (distributed_data_parallel.py:239).
+        return loss * (self.count * self.grid.dp_size), None
+
+
+def _agree(count: int, grid: Grid) -> None:
+    """Every rank must run equally many micro-batches, or the schedule would wait for ever."""
+    if count < 1:
+        raise ValueError("no micro-batch to run")
+    both = torch.tensor([count, -count])
+    with grid.together("agree on the number of micro-batches"):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=grid.groups.control)
+    most, fewest = int(both[0]), -int(both[1])
+    if most != fewest:
+        raise RuntimeError(
+            f"micro-batches differ between ranks: rank {grid.rank} has {count}, the ranks' numbers go from {fewest} to {most}"
+        )

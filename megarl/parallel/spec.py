@@ -1,0 +1,56 @@
+"""Which modules Megatron builds a layer from: Transformer Engine's on CUDA, Megatron's own (with our norm and attention) on CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.parallel.attention import PackedAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, usable under sequence parallelism.
+
+    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:36) only because nobody marks its weight for the
+    gradient reduction over the tensor-parallel group; this one does.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last axis."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def transformer_engine(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The CUDA spec of the layers that this pipeline rank builds for the given virtual stage."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The CPU spec of the layers that this pipeline rank builds for the given virtual stage."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        _localise(layer, config)
+    block.layer_norm = RMSNorm
+    return block
+
+
+def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    # Upstream renames the norms in checkpoints to where Transformer Engine keeps them; here they keep their own names.
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
