@@ -33,6 +33,7 @@ class ModelSettings(Section):
     """Which weights, in which precision."""
 
     path: Path  # a Hugging Face directory: config.json, safetensors, tokenizer
+    base: Path | None = None  # `megarl train` also evaluates these weights (of the same shape), for comparison
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     recompute: Literal["none", "selective", "full"] = "none"  # activation recomputation
     trust_remote_code: Literal[False] = False  # not offered: a model directory never runs code here
@@ -183,7 +184,7 @@ class ClusterSettings(Section):
 
     address: str | None = None  # an existing Ray cluster; None starts one on this machine
     interface: str | None = None
-    gpus: bool | None = None  # None: true where CUDA is present
+    gpus: bool = True  # one for every model rank and every engine rank; false runs all of it on the CPU
     object_store_mb: Positive = 200
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     phase_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # longest that any phase may take

@@ -1,0 +1,40 @@
+"""What the responses of a step say about the health of a run, under the community's names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megarl.config import RolloutSettings
+from megarl.observe.metrics import Max, Mean, Metric, Min, Sum
+from megarl.rewards.score import Score
+from megarl.workers.rollout_worker import Response
+
+
+def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score], settings: RolloutSettings) -> dict[str, Metric]:
+    """Reward (and its parts), response lengths, truncation, share of prompts without a signal, failures of the reward function."""
+    number = float(len(responses))
+    lengths = [float(response.length) for response in responses]
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(sum(score.value for score in scores), number),
+        "reward/max": Max(max(score.value for score in scores)),
+        "reward/min": Min(min(score.value for score in scores)),
+        "response_length/mean": Mean(sum(lengths), number),
+        "response_length/max": Max(max(lengths)),
+        "response_length/min": Min(min(lengths)),
+        "response_length/clip_ratio": Mean(sum(not response.finished for response in responses), number),
+        "perf/tokens": Sum(sum(lengths) + sum(response.prompt_length for response in responses)),
+    }
+    parts: dict[str, list[float]] = defaultdict(list)
+    groups: dict[int, set[float]] = defaultdict(set)
+    for response, score in zip(responses, scores, strict=True):
+        groups[response.prompt_id].add(score.value)
+        for name, value in score.parts.items():
+            parts[name].append(value)
+        if score.error is not None:
+            kind = "events/reward_timeout" if score.error == "timeout" else "events/reward_error"
+            metrics[kind] = Sum(1.0).merge(metrics[kind]) if kind in metrics else Sum(1.0)
+    for name, values in parts.items():
+        metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
+    metrics["frac_reward_zero_std"] = Mean(sum(len(values) == 1 for values in groups.values()), float(len(groups)))
+    return metrics

@@ -1,0 +1,37 @@
+"""Held-out pass rates: `evaluate` inside a run, `run_eval` as the verb `megarl eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config import EvalConfig
+from megarl.data.prompts import Prompt
+from megarl.observe.run import Run
+from megarl.rewards.score import Request, Scorer
+from megarl.rollout.engine import Sampling
+from megarl.workers.rollout_worker import Response
+from megarl.workers.team import Engines, seeds
+
+EVAL_STEP = 0  # the sampling seeds of an evaluation do not depend on when it is made, so that evaluations compare
+
+
+def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
+    """What the scorer needs of each response."""
+    by_id = {prompt.id: prompt for prompt in prompts}
+    return [
+        Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
+        for response in responses
+        for prompt in [by_id[response.prompt_id]]
+    ]
+
+
+def evaluate(prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: Run, seed: int) -> dict[str, float]:
+    """Pass rate over the prompts with one response each: sampled at the rollout temperature, and greedy."""
+    rates = {}
+    with run.phase("eval"):
+        for name, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
+            sampling = Sampling(1, temperature, engines.settings.max_response_tokens)
+            responses = engines.generate(prompts, sampling, seeds(seed, EVAL_STEP, prompts))
+            scores = scorer.score(requests(prompts, responses))
+            rates[name] = sum(score.value for score in scores) / len(scores)
+    return rates

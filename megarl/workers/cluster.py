@@ -1,0 +1,142 @@
+"""Ray: a private cluster on this machine (or a running one), actors on placement groups, and waits that are bounded and name who is late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.config import ClusterSettings
+
+
+class WorkerDied(RuntimeError):
+    """An actor's process is gone."""
+
+
+class WorkerLate(RuntimeError):
+    """An actor did not answer within its bound."""
+
+
+LOOPBACK = {
+    # Ray 2.60 maps 127.0.0.1 to the machine's address (ray/_private/services.py:786) and then listens on every interface, unless
+    # it is told that there is no cluster; with loopback as the node's address all its servers bind loopback alone.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+@contextlib.contextmanager
+def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
+    """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
+
+    A started session listens on loopback only (or on the address of `settings.interface`) and asks every peer for a token made for
+    this run, which travels in the environment of the children and nowhere else.
+    """
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_MODE="token",
+        RAY_memory_monitor_refresh_ms="0",
+        RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
+        RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        HF_HUB_OFFLINE="1",
+    )
+    if settings.address is not None:
+        ray.init(address=settings.address, log_to_driver=True)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if settings.interface is None:
+        os.environ.update(LOOPBACK)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
+    # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="megarl-", ignore_cleanup_errors=True) as scratch:
+        ray.init(
+            num_cpus=actors + 1,
+            object_store_memory=settings.object_store_mb << 20,
+            include_dashboard=False,
+            log_to_driver=True,
+            configure_logging=False,
+            _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
+            _temp_dir=scratch,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine. ValueError where it has none."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    for entry in addresses.get(interface, []):
+        if entry.family.name == "AF_INET":
+            return str(entry.address)
+    raise ValueError(f"cluster.interface: {interface!r} has no IPv4 address here (interfaces: {', '.join(sorted(addresses))})")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Actors of one kind, in rank order."""
+
+    kind: str
+    actors: Sequence[Any]
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The call on every actor with the same arguments; returns the references at once."""
+        return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
+
+    def wait(self, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+        """The results in rank order.
+
+        Raises what the first failing actor raised, WorkerDied if one is gone, WorkerLate after `timeout_s`, each naming the actor.
+        """
+        names = {reference: f"{self.kind} {rank}" for rank, reference in enumerate(references)}
+        pending, deadline = list(references), time.monotonic() + timeout_s
+        while pending:
+            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(names[reference] for reference in pending)
+                raise WorkerLate(f"{doing}: no answer within {timeout_s:g} s from {late}")
+            for reference in ready:
+                try:
+                    ray.get(reference)
+                except RayActorError as error:
+                    raise WorkerDied(f"{doing}: {names[reference]} died ({str(error).splitlines()[0]})") from error
+        return ray.get(list(references))
+
+    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        """`start` and `wait`."""
+        return self.wait(self.start(method, *args, **kwargs), method, timeout_s)
+
+
+def reserve(bundles: list[dict[str, float]], timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
+    """One place per bundle, neighbours on one node where possible, so that consecutive ranks share a machine.
+
+    Raises WorkerLate with what was asked and what the cluster has.
+    """
+    group: PlacementGroup = placement_group(bundles, strategy="PACK")
+    if not group.wait(timeout_s):
+        asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in sorted({key for bundle in bundles for key in bundle})}
+        raise WorkerLate(f"cluster: {asked} not free within {timeout_s:g} s; the cluster has {ray.cluster_resources()}")
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    order = sorted(range(len(bundles)), key=lambda index: (nodes[index], index))
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in order]

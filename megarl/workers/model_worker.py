@@ -1,0 +1,227 @@
+"""One model rank as a Ray actor: holds its shard of the policy (and of the frozen reference), scores responses, learns, gives weights away.
+
+Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+import torch
+from torch import Tensor
+
+from megarl.algorithms import Loss
+from megarl.algorithms.ops import SumOver
+from megarl.batch import Batch, pack
+from megarl.config import OptimizerSettings, RunSettings
+from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
+from megarl.workers.plan import StepPlan
+
+
+class LossFunction(Protocol):
+    """What a rank needs of an algorithm."""
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss: ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the ranks optimise, and how."""
+
+    algorithm: LossFunction
+    optimizer: OptimizerSettings
+    updates: int  # optimizer steps of the whole run, for the learning-rate schedule
+    temperature: float  # of the sampling that the log-probs must match
+
+
+class ModelWorker:
+    """The policy on one rank of the grid."""
+
+    def __init__(self, rank: int, config: RunSettings, objective: Objective) -> None:
+        self._rank, self._config, self._objective = rank, config, objective
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: opens the rendezvous of the ranks. Returns its address."""
+        from megarl.parallel.grid import listen_store
+
+        host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
+        self._store, port = listen_store(host, self._config.layout.ranks, self._config.cluster.start_timeout_s)
+        return host, port
+
+    def build(self, address: tuple[str, int]) -> None:
+        """Joins the grid, builds this rank's part of the model and fills it from the Hugging Face directory."""
+        from megarl.models import hf
+        from megarl.models.build import build_chunks, transformer_config
+        from megarl.models.weights import load_hf
+        from megarl.parallel import backend, grid
+        from megarl.parallel.optimizer import make_trainable
+
+        config = self._config
+        self._backend = backend.choose()
+        store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
+        self._grid = grid.init_grid(
+            config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s
+        )
+        self._hf = hf.read_config(config.model.path)
+        self._transformer = transformer_config(self._hf, config.model, config.layout, self._backend)
+
+        def load(grad: bool) -> list[Any]:
+            chunks = build_chunks(self._transformer, self._hf, self._backend, grad=grad)
+            load_hf(chunks, config.model.path, self._hf, self._grid)
+            return chunks
+
+        self._policy = make_trainable(load(grad=True), self._objective.optimizer, self._objective.updates)
+        self._reference = load(grad=False) if self._objective.algorithm.needs_reference else None
+        self._sender: Any = None
+
+    def score(self, plan: StepPlan) -> dict[str, Metric]:
+        """Fetches this data-parallel rank's responses and computes the log-probs of the policy that the step starts from.
+
+        Keeps the mini-batches for `update`. Returns what the trainer's log-probs say about the engine's.
+        """
+        split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
+        mini_batches = [[_assemble(plan, members) for members in micro_batches] for micro_batches in split]
+        flat = [batch for mini_batch in mini_batches for batch in mini_batch]
+        flat = self._with_logp(flat, self._policy.chunks, "old_logp")
+        if self._reference is not None:
+            flat = self._with_logp(flat, self._reference, "ref_logp")
+        rest = iter(flat)
+        self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in mini_batches]
+        return merge([_mismatch(batch) for batch in flat]) if self._reports else {}
+
+    def update(self, mini_batch: int) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
+        return self._step(self._mini_batches[mini_batch])
+
+    def train(self, plan: StepPlan) -> dict[str, Metric]:
+        """One optimizer step on a plan of one mini-batch, without scoring it first (supervised stages)."""
+        [mini_batch] = plan.split
+        return self._step([_assemble(plan, members) for members in mini_batch[self._grid.dp_rank]])
+
+    def sync(self, engines: Sequence[Any], version: int) -> dict[str, Any]:
+        """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        """Writes the policy as a Hugging Face directory (rank 0 writes, all gather)."""
+        from megarl.sync.export import save_hf
+
+        save_hf(self._policy.chunks, self._hf, self._grid, source=self._config.model.path, target=directory)
+
+    def usage(self) -> dict[str, int]:
+        """The process behind this rank."""
+        return {"pid": os.getpid()}
+
+    @property
+    def _reports(self) -> bool:
+        """True on the one rank of each tensor-parallel group of the last stage: it speaks for its tokens."""
+        return self._grid.is_last_stage and self._grid.tp_rank == 0
+
+    def _sum_over(self, value: Tensor) -> Tensor:
+        from megarl.parallel.grid import all_reduce_sum
+
+        return all_reduce_sum(value, self._grid.groups.cp)
+
+    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        from megarl.parallel.logprobs import logprob_entropy
+
+        vocabulary = int(self._hf["vocab_size"])
+        return logprob_entropy(logits_RV, row_T, batch.target_T, self._objective.temperature, self._grid.groups.tp, vocabulary)
+
+    def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str) -> list[Batch]:
+        """The batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere."""
+        from megarl.parallel import schedule
+
+        def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            logp_T, _ = self._logprobs(logits_RV, row_T, batch)
+            return logp_T.sum(), (batch.extra_T["entry"], logp_T)
+
+        numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
+        with torch.no_grad():
+            results = schedule.run(list(chunks), numbered, visit, self._grid, forward_only=True)
+        filled = []
+        for index, batch in enumerate(batches):
+            value_T = torch.full((len(batch),), torch.nan, device=batch.input_T.device)
+            if results:
+                entry_T, logp_T = results[index]
+                value_T[entry_T] = logp_T
+            filled.append(batch.with_extra(**{name: value_T}))
+        return filled
+
+    def _step(self, batches: list[Batch]) -> dict[str, Metric]:
+        from megarl.parallel import schedule
+
+        self._policy.zero_grad()
+        results = schedule.run(self._policy.chunks, batches, self._visit, self._grid, forward_only=False)
+        info = self._policy.step()
+        if not info.finite:
+            raise FloatingPointError(f"rank {self._rank}: grad_norm is {info.grad_norm} after {len(batches)} micro-batches")
+        metrics = merge(results) if self._reports else {}
+        if self._rank == 0:
+            metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
+        return metrics
+
+    def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch)
+        loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over)
+        total = (loss.loss_T * batch.extra_T["weight"]).sum()
+        return total, _loss_metrics(loss, total, batch)
+
+
+def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
+    """The given responses of the plan as one batch with their advantages and weights."""
+    payloads = sorted({plan.place_N[n][0] for n in members})
+    samples = dict(zip(payloads, ray.get([plan.payloads[payload] for payload in payloads]), strict=True))
+    batch = pack([samples[plan.place_N[n][0]][plan.place_N[n][1]] for n in members])
+    index_N = torch.tensor(members, dtype=torch.int64)
+    return batch.with_extra(
+        advantage=batch.spread(torch.from_numpy(plan.advantage_N)[index_N]),
+        weight=torch.where(batch.mask_T, batch.spread(torch.from_numpy(plan.weight_N)[index_N]), 0.0),
+    )
+
+
+def _loss_metrics(loss: Loss, total: Tensor, batch: Batch) -> dict[str, Metric]:
+    tokens = float(batch.mask_T.sum())
+    metrics: dict[str, Metric] = {"actor/pg_loss": Sum(float(total))}
+    for name, value_T in loss.mean.items():
+        metrics[name] = Mean(float(torch.where(batch.mask_T, value_T, 0.0).sum(dtype=torch.float64)), tokens)
+    if tokens:
+        for name, value_T in loss.peak.items():
+            metrics[name] = Max(float(value_T[batch.mask_T].max()))
+    return metrics
+
+
+def _mismatch(batch: Batch) -> dict[str, Metric]:
+    """How far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
+
+    rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2.
+    """
+    here_T = batch.mask_T & ~batch.extra_T["old_logp"].isnan()
+    old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
+    if not len(old):
+        return {}
+    tokens, d, gap = float(len(old)), old - rollout, (old.exp() - rollout.exp()).abs()
+
+    def mean(value: Tensor) -> Metric:
+        return Mean(float(value.sum()), tokens)
+
+    return {
+        "training/rollout_probs_diff_mean": mean(gap),
+        "training/rollout_probs_diff_max": Max(float(gap.max())),
+        "training/rollout_probs_diff_square": mean(gap.square()),
+        "training/logprob_gap_mean": mean(d.abs()),
+        "training/logprob_gap_max": Max(float(d.abs().max())),
+        "rollout_corr/kl": mean(-d),
+        "rollout_corr/k3_kl": mean(torch.expm1(d) - d),
+        "rollout_corr/ratio_gt_2": mean((d.abs() > 0.6931471805599453).double()),
+        "rollout_corr/rollout_is_mean": mean(d.exp()),
+    }

@@ -1,0 +1,91 @@
+"""The workers of an RL run behind the words of the algorithm: generate, score, update, sync, save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.config import ClusterSettings, RolloutSettings, RunSettings, SyncSettings, TrainConfig
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import Metric, merge
+from megarl.rollout.engine import Sampling
+from megarl.workers.cluster import Group, reserve
+from megarl.workers.model_worker import ModelWorker, Objective
+from megarl.workers.plan import StepPlan
+from megarl.workers.rollout_worker import Response, RolloutWorker
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The model ranks: one process each, together one model."""
+
+    group: Group
+    timeout_s: float
+
+    @classmethod
+    def start(cls, config: RunSettings, objective: Objective, places: Sequence[Any], gpus: bool) -> Ranks:
+        """Builds the model on every rank and loads its weights."""
+        actor = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=1 if gpus else 0)
+        actors = [
+            actor.options(scheduling_strategy=place, name=f"{config.name}-rank-{rank}").remote(rank, config, objective)
+            for rank, place in enumerate(places)
+        ]
+        ranks = cls(Group("rank", actors), config.cluster.phase_timeout_s)
+        start = config.cluster.start_timeout_s
+        [address] = Group("rank", actors[:1]).call("listen", timeout_s=start)
+        ranks.group.call("build", address, timeout_s=start)
+        return ranks
+
+    def score(self, plan: StepPlan) -> dict[str, Metric]:
+        """Hands the step to the ranks; they compute log-probs of the policy it starts from, and the reference's."""
+        return merge(self.group.call("score", plan, timeout_s=self.timeout_s))
+
+    def update(self, mini_batch: int) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch of the last scored plan."""
+        return merge(self.group.call("update", mini_batch, timeout_s=self.timeout_s))
+
+    def save(self, directory: Path) -> None:
+        """Writes the policy as a Hugging Face directory."""
+        self.group.call("save", directory, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The rollout engines."""
+
+    group: Group
+    settings: RolloutSettings
+
+    @classmethod
+    def start(cls, model: Path, config: RunSettings, settings: RolloutSettings, places: Sequence[Any], gpus: bool) -> Engines:
+        actor = ray.remote(RolloutWorker).options(num_cpus=1, num_gpus=settings.tp if gpus else 0)
+        actors = [
+            actor.options(scheduling_strategy=place, name=f"{config.name}-engine-{index}").remote() for index, place in enumerate(places)
+        ]
+        engines = cls(Group("engine", actors), settings)
+        engines.group.call("start", model, config.model.dtype, settings, config.seed, timeout_s=config.cluster.start_timeout_s)
+        return engines
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
+        """The responses of every prompt, in order; the prompts are dealt to the replicas in turn."""
+        replicas = len(self.group.actors)
+        shares = [
+            [(prompt.id, prompt.tokens, seed) for prompt, seed in zip(prompts[index::replicas], seeds[index::replicas], strict=True)]
+            for index in range(replicas)
+        ]
+        references = [
+            actor.respond.remote(share, sampling) for actor, share in zip(self.group.actors, shares, strict=True)
+        ]
+        answers = self.group.wait(references, "generate", self.settings.timeout_s)
+        return [response for turn in range(len(shares[0])) for answer in answers if turn < len(answer) for response in answer[turn]]
+
+
+def seeds(run_seed: int, step: int, prompts: Sequence[Prompt]) -> list[int]:
+    """A sampling seed per prompt that depends on the run's seed, the step and the prompt alone."""
+    return [int(np.random.SeedSequence([run_seed, step, prompt.id]).generate_state(1)[0] >> 1) for prompt in prompts]
