@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes .venv (Python 3.11) with the pinned CPU stack and this package in it. Nothing is done again: the stamp, written last, holds the hash of
+# what was installed. Both commands of the README call it; it can be called by hand, from any directory.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3.11}" python3 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            command -v "$candidate" && return
+        fi
+    done
+    die "no Python 3.11 with venv found (set PYTHON to one)"
+}
+
+# One quiet pip run: its whole output goes to the log, its milestones to the console, and the log's end too if it fails.
+install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" 2>&1 | tee -a .venv/setup.log | awk '
+        /^Collecting / && ++found % 32 == 0 { print "setup:   " found " packages found"; fflush() }
+        /^Installing collected packages/ { print "setup:   unpacking"; fflush() }' || {
+        tail -n 15 .venv/setup.log >&2
+        die "pip failed; the whole log: .venv/setup.log"
+    }
+}
+
+exec 9<tools/setup.sh
+command -v flock >/dev/null && flock 9 # two commands at once set up once
+
+wanted=$(cat tools/cpu.lock pyproject.toml | sha256sum | cut -d' ' -f1)
+if [[ -x .venv/bin/megarl && $(cat .venv/setup.stamp 2>/dev/null) == "$wanted" ]]; then
+    exit 0
+fi
+rm -f .venv/setup.stamp
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+fi
+: >.venv/setup.log
+say "installing $(grep -c == tools/cpu.lock) pinned packages (two minutes, 2.5 GB, where nothing is there yet)"
+install -r tools/cpu.lock
+.venv/bin/python -c 'import torch' 2>>.venv/setup.log \
+    || die "torch does not import: pip must find the CPU build of torch (PyTorch's CPU wheel index as an extra index); see .venv/setup.log"
+say "installing megarl"
+install --no-build-isolation -e .
+printf '%s\n' "$wanted" >.venv/setup.stamp
+say "ready after ${SECONDS}s"
