@@ -65,6 +65,11 @@ class Batch:
             assert len(value) == len(self), f"{name}: {len(value)} values for {len(self)} entries"
         return replace(self, extra_T={**self.extra_T, **values_T})
 
+    def to(self, device: torch.device) -> Batch:
+        """The same bag on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if name != "extra_T"}
+        return replace(self, **moved, extra_T={name: value.to(device) for name, value in self.extra_T.items()})
+
     def spread(self, value_N: Tensor) -> Tensor:
         """A per-sequence value at each of the sequence's entries: [N] -> [T]."""
         return value_N[self.seq_T]
@@ -76,21 +81,21 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
-    """All entries of the samples, sequence after sequence; only response tokens are loss tokens.
+    """All entries of the samples, sequence after sequence; only response tokens are loss tokens. No sample gives an empty bag.
 
     `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    starts = np.cumsum(lengths) - lengths
     seq = np.repeat(np.arange(len(samples)), lengths)
     position = np.arange(int(lengths.sum())) - starts[seq]
-    first = np.array([sample.prompt_length - 1 for sample in samples])  # the entry that predicts the first response token
+    first = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # the entry that predicts the first response token
     mask = position >= first[seq]
     rollout_logp = np.zeros(len(position), dtype=np.float32)
-    rollout_logp[mask] = np.concatenate([sample.rollout_logp for sample in samples])
+    rollout_logp[mask] = _join([sample.rollout_logp for sample in samples], np.float32)
     return Batch(
-        input_T=torch.from_numpy(np.concatenate([sample.tokens[:-1] for sample in samples]).astype(np.int64)),
-        target_T=torch.from_numpy(np.concatenate([sample.tokens[1:] for sample in samples]).astype(np.int64)),
+        input_T=torch.from_numpy(_join([sample.tokens[:-1] for sample in samples], np.int64)),
+        target_T=torch.from_numpy(_join([sample.tokens[1:] for sample in samples], np.int64)),
         mask_T=torch.from_numpy(mask),
         seq_T=torch.from_numpy(seq),
         position_T=torch.from_numpy(position),
@@ -98,6 +103,10 @@ def pack(samples: Sequence[Sample]) -> Batch:
         count_N=torch.from_numpy(np.array([sample.response_length for sample in samples], dtype=np.int64)),
         extra_T={"rollout_logp": torch.from_numpy(rollout_logp)},
     )
+
+
+def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
 
 
 def balance(length_N: Sequence[int], bins: int) -> list[list[int]]:

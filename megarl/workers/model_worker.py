@@ -127,9 +127,9 @@ class ModelWorker:
         return self._grid.is_last_stage and self._grid.tp_rank == 0
 
     def _sum_over(self, value: Tensor) -> Tensor:
-        from megarl.parallel.grid import all_reduce_sum
+        from megarl.parallel.collectives import summed
 
-        return all_reduce_sum(value, self._grid.groups.cp)
+        return summed(value, self._grid.groups.cp)
 
     def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
@@ -146,14 +146,13 @@ class ModelWorker:
             return logp_T.sum(), (batch.extra_T["entry"], logp_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
-        with torch.no_grad():
-            results = schedule.run(list(chunks), numbered, visit, self._grid, forward_only=True)
+        results = iter(schedule.run(list(chunks), numbered, visit, self._grid, forward_only=True))
         filled = []
-        for index, batch in enumerate(batches):
-            value_T = torch.full((len(batch),), torch.nan, device=batch.input_T.device)
-            if results:
-                entry_T, logp_T = results[index]
-                value_T[entry_T] = logp_T
+        for batch in batches:
+            value_T = torch.full((len(batch),), torch.nan)
+            if len(batch) and self._grid.is_last_stage:
+                entry_T, logp_T = next(results)
+                value_T[entry_T] = logp_T.cpu()
             filled.append(batch.with_extra(**{name: value_T}))
         return filled
 
@@ -163,8 +162,8 @@ class ModelWorker:
         self._policy.zero_grad()
         results = schedule.run(self._policy.chunks, batches, self._visit, self._grid, forward_only=False)
         info = self._policy.step()
-        if not info.finite:
-            raise FloatingPointError(f"rank {self._rank}: grad_norm is {info.grad_norm} after {len(batches)} micro-batches")
+        if info.skipped:
+            raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
         metrics = merge(results) if self._reports else {}
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}

@@ -1,0 +1,72 @@
+"""Everything that can be refused before a process starts: model directory, layout, prompts, reward function, transports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import ConfigError, DataSettings, EvalConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.models.families import check_checkpoint, check_layout
+from megarl.models.megatron_fields import check_fields
+from megarl.rewards.score import check as check_reward
+
+SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts that passed every check."""
+
+    train: list[Prompt]
+    eval: list[Prompt]
+
+
+def check_model(config: RunSettings) -> dict[str, Any]:
+    """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
+    hf = check_checkpoint(config.model.path)
+    check_layout(hf, config.layout)
+    check_fields(config.model.megatron)
+    return hf
+
+
+def check_prompts(config: RunSettings, data: DataSettings, rollout: RolloutSettings) -> Data:
+    """Every prompt, tokenised; ConfigError for the first that is malformed or too long."""
+    tokenizer = load_tokenizer(config.model.path)
+    load = lambda source, key: load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key)  # noqa: E731
+    return Data(load(data.train, "data.train"), load(data.eval, "data.eval"))
+
+
+def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+    """ConfigError where prompt and response together exceed what the model was built for."""
+    longest, limit = rollout.max_prompt_tokens + rollout.max_response_tokens, int(hf["max_position_embeddings"])
+    if longest > limit:
+        raise ConfigError(
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
+            f"{longest} tokens, and the model takes {limit}"
+        )
+
+
+def check_train(config: TrainConfig) -> Data:
+    """All checks of `megarl train`."""
+    hf = check_model(config)
+    if config.model.base is not None and check_checkpoint(config.model.base)["architectures"] != hf["architectures"]:
+        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+    check_length(hf, config.rollout)
+    if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
+        raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
+    if not config.cluster.gpus and config.rollout.kv_cache_mb is None:
+        raise ConfigError("rollout.kv_cache_mb: required with cluster.gpus=false")
+    check_reward(config.reward)
+    data = check_prompts(config, config.data, config.rollout)
+    if len(data.train) < config.train.prompts_per_step:
+        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.train holds {len(data.train)} prompts")
+    return data
+
+
+def check_eval(config: EvalConfig) -> Data:
+    """All checks of `megarl eval`."""
+    check_length(check_model(config), config.rollout)
+    check_reward(config.reward)
+    return check_prompts(config, config.data, config.rollout)
