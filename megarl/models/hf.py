@@ -44,12 +44,18 @@ class TensorInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping of `path`/config.json. Raises ConfigError where the directory or the file is missing or broken."""
+    """The mapping of `path`/config.json. Raises ConfigError where the directory or the file is missing or broken.
+
+    transformers 5 writes Qwen's `num_experts` as `num_local_experts`; the mapping always has the first.
+    """
     if not path.is_dir():
         raise ConfigError(f"model.path: no such directory: {path}")
     if not (path / CONFIG).is_file():
         raise ConfigError(f"model.path: {path} has no {CONFIG}")
-    return _json_object(path / CONFIG)
+    config = _json_object(path / CONFIG)
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
+    return config
 
 
 def inventory(path: Path) -> dict[str, TensorInfo]:
@@ -134,7 +140,7 @@ class Writer:
     def _commit(self) -> None:
         self._flush()
         self._name_shards()
-        config = read_config(self.source) | {"dtype": self.dtype}
+        config = _json_object(self.source / CONFIG) | {"dtype": self.dtype}
         if "torch_dtype" in config:
             config["torch_dtype"] = self.dtype
         (self._aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -30,7 +30,7 @@ def sizes(hf: dict[str, Any]) -> Sizes:
         head_dim=_number(hf, "head_dim") if hf.get("head_dim") is not None else hidden // heads,
         vocab=_number(hf, "vocab_size"),
         ffn=None,
-        experts=_number(hf, "num_experts", "num_local_experts"),  # transformers 5 writes the second name
+        experts=_number(hf, "num_experts"),
         expert_ffn=_number(hf, "moe_intermediate_size"),
     )
 
@@ -63,13 +63,12 @@ def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
     return ("lm_head.weight",) if hf.get("tie_word_embeddings") else ()
 
 
-def _number(hf: dict[str, Any], *keys: str) -> int:
-    for key in keys:
-        if key in hf:
-            if type(hf[key]) is not int or hf[key] < 1:
-                raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is no positive integer")
-            return hf[key]
-    raise ConfigError(f"model.path: config.json lacks {keys[0]}")
+def _number(hf: dict[str, Any], key: str) -> int:
+    if key not in hf:
+        raise ConfigError(f"model.path: config.json lacks {key}")
+    if type(hf[key]) is not int or hf[key] < 1:
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is no positive integer")
+    return hf[key]
 
 
 FAMILY = Family("Qwen3MoeForCausalLM", sizes, rows, _optional)

@@ -231,11 +231,6 @@ class Family:
         return {name: shape for weight in self.weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
 
-def padded_vocabulary(vocab: int, tp: int) -> int:
-    """The vocabulary that Megatron's embedding and output layer are built with: padded to a multiple of tp (the padding is zeros)."""
-    return -(-vocab // tp) * tp
-
-
 def _expand(row: Row, layer: int | None, experts: int) -> Iterator[Weight]:
     for expert in range(experts) if "{expert}" in row.megatron else [None]:
         numbers = {"layer": layer, "expert": expert}

@@ -143,7 +143,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> Bac
     gloo may listen, 127.0.0.1 where everything runs on one machine.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    members = dist.PrefixStore("megarl-sync", store)
+    members = dist.PrefixStore("weights", store)
     if rendezvous.transport == "gloo":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]

@@ -1,0 +1,147 @@
+"""Megatron parameters back to Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
+
+Only the ranks that share rank 0's data (and context) parallel place take part: in each pipeline stage they gather at the stage's first
+rank, which hands the shards on to rank 0. Every rank derives the same order from the family's rows, so the collectives pair up. Bytes
+are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.models.families import family_of
+from megarl.models.hf import Writer
+from megarl.models.rows import Weight
+from megarl.models.weights import local_parameters, tensor_parallel
+from megarl.parallel.grid import Grid
+
+GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Weights that travel together: one dense weight, or one slice of a layer's experts, the same count on each expert-parallel rank."""
+
+    weights: list[Weight]  # by expert-parallel rank, then by expert
+    ep: int  # expert-parallel ranks that hold them
+    owner: int = 0  # pipeline stage
+
+
+def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The model as a stream of (Hugging Face name, full tensor in `dtype` on this rank's device).
+
+    Collective: every rank must iterate to the end, and rank 0 alone gets tensors. A tensor is valid until the next is asked for.
+    """
+    parameters = local_parameters(chunks, grid.ep_rank)
+    device = next(iter(parameters.values())).device
+    for batch in _plan(hf, grid, parameters, dtype, device):
+        shards = _collect(batch, parameters, grid, dtype, device)
+        if shards is not None:
+            yield from _named(batch, shards)
+
+
+def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
+    """Writes the model as a Hugging Face directory `target` in the parameters' dtype; config and tokenizer come from `source`.
+
+    Collective; rank 0 writes. `target` appears complete or not at all; ConfigError if it already holds something.
+    """
+    chunks = list(chunks)
+    dtype = next(iter(local_parameters(chunks, grid.ep_rank).values())).dtype
+    stream = export(chunks, hf, grid, dtype)
+    if grid.rank != 0:
+        for _ in stream:
+            raise AssertionError("rank 0 alone is given tensors")
+        return
+    with Writer(target, source, str(dtype).removeprefix("torch.")) as writer:
+        for name, tensor in stream:
+            writer.add(name, tensor)
+
+
+def _plan(hf: dict[str, Any], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
+    """The batches of the whole model in one order for all ranks, with their stages."""
+    weights = [weight for weight in family_of(hf).weights(hf) if not weight.alias]
+    batches: list[_Batch] = []
+    for _, group in groupby(weights, key=lambda weight: (weight.layer, weight.op if weight.expert is not None else weight.name)):
+        batches += _batches(list(group), grid.layout.ep, dtype)
+    owner = torch.tensor([grid.pp_rank if _held(batch, parameters) else -1 for batch in batches], device=device)
+    dist.all_reduce(owner, op=dist.ReduceOp.MAX, group=grid.groups.pp)
+    stages = owner.tolist()
+    lost = [batch.weights[0].name for batch, stage in zip(batches, stages, strict=True) if stage < 0]
+    assert not lost, f"no pipeline stage holds {lost}"
+    return [_Batch(batch.weights, batch.ep, stage) for batch, stage in zip(batches, stages, strict=True)]
+
+
+def _batches(weights: list[Weight], ep: int, dtype: torch.dtype) -> list[_Batch]:
+    """One dense weight as it is; the experts of one layer and kind in slices of at most GATHER_BYTES."""
+    if weights[0].expert is None:
+        return [_Batch(weights, 1)]
+    local = len(weights) // ep
+    size = torch.Size(weights[0].op.packed_shape).numel() * dtype.itemsize
+    step = max(1, GATHER_BYTES // (size * ep))
+    return [
+        _Batch([weight for rank in range(ep) for weight in weights[rank * local + start : rank * local + min(start + step, local)]], ep)
+        for start in range(0, local, step)
+    ]
+
+
+def _held(batch: _Batch, parameters: dict[str, Any]) -> bool:
+    """Whether this rank holds a part of the batch, and so its stage all of it."""
+    return any(weight.name in parameters for weight in batch.weights)
+
+
+@torch.no_grad()
+def _collect(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """All shards of the batch on rank 0 as [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]; None elsewhere."""
+    first = batch.weights[0]
+    _, ranks = tensor_parallel(first, grid)
+    ranks = ranks if first.op.axis is not None else 1
+    count, shape = len(batch.weights) // batch.ep, first.op.shard_shape(ranks)
+    found: Tensor | None = None
+    if batch.owner == grid.pp_rank and _takes_part(first, grid):
+        start = grid.ep_rank * count if batch.ep > 1 else 0
+        mine = torch.stack([parameters[weight.name].to(dtype).view(shape) for weight in batch.weights[start : start + count]])
+        found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
+        found = found if found is None else _gather(found, grid.groups.ep, batch.ep)
+    if batch.owner == 0:
+        return found if grid.rank == 0 else None
+    if found is not None:
+        dist.send(found.view(torch.uint8), group=grid.groups.pp, group_dst=0)
+    if grid.rank != 0:
+        return None
+    found = torch.empty((batch.ep, ranks, count, *shape), dtype=dtype, device=device)
+    dist.recv(found.view(torch.uint8), group=grid.groups.pp, group_src=batch.owner)
+    return found
+
+
+def _takes_part(weight: Weight, grid: Grid) -> bool:
+    """Whether this rank is in the first replica of its stage: in the dense layers' grid, or in the experts' own."""
+    if weight.expert is not None:
+        return grid.groups.edp.rank() == 0
+    return grid.dp_rank == 0 and grid.cp_rank == 0
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None:
+    """[ranks, *mine] on the group's first rank, None on the others. A tensor that one rank alone holds (ranks 1) comes from the first."""
+    if ranks == 1:
+        return mine[None] if group.rank() == 0 else None
+    assert group.size() == ranks, f"{ranks} shards in a group of {group.size()}"
+    if group.rank() != 0:
+        dist.gather(mine.view(torch.uint8), group=group, group_dst=0)
+        return None
+    found = mine.new_empty((ranks, *mine.shape))
+    dist.gather(mine.view(torch.uint8), list(found.view(torch.uint8).unbind(0)), group=group, group_dst=0)
+    return found
+
+
+def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    held = [shards[rank, :, index] for rank in range(shards.shape[0]) for index in range(shards.shape[2])]
+    for weight, pieces in zip(batch.weights, held, strict=True):
+        yield from zip(weight.hf, weight.op.join(pieces.unbind(0)), strict=True)
