@@ -1,0 +1,118 @@
+"""Metrics that know how they combine: each declares its reduction, so that a number is the same on any layout.
+
+A rank reports accumulators of plain floats (picklable, without torch), `merge` combines the ranks and micro-batches in any grouping, and
+`scalars` reads the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean: `total` is the weighted sum, `weight` the sum of the weights. Without weight it has no value."""
+
+    total: float
+    weight: float
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> float | None:
+        return self.total / self.weight if self.weight else None
+
+
+@dataclass(frozen=True)
+class Std:
+    """The standard deviation (divided by the weight, not by weight - 1) from the weighted sums of x and x^2."""
+
+    total: float
+    square: float
+    weight: float
+
+    def merge(self, other: Std) -> Std:
+        return Std(self.total + other.total, self.square + other.square, self.weight + other.weight)
+
+    def value(self) -> float | None:
+        if not self.weight:
+            return None
+        variance = self.square / self.weight - (self.total / self.weight) ** 2
+        return math.sqrt(variance) if not variance < 0 else 0.0  # rounding may leave it below 0; nan stays nan
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A count or an extensive quantity."""
+
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value; one nan makes it nan, whatever the order."""
+
+    peak: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(math.nan if math.isnan(self.peak) or math.isnan(other.peak) else max(self.peak, other.peak))
+
+    def value(self) -> float:
+        return self.peak
+
+
+@dataclass(frozen=True)
+class Min:
+    """The smallest value; one nan makes it nan, whatever the order."""
+
+    peak: float
+
+    def merge(self, other: Min) -> Min:
+        return Min(math.nan if math.isnan(self.peak) or math.isnan(other.peak) else min(self.peak, other.peak))
+
+    def value(self) -> float:
+        return self.peak
+
+
+@dataclass(frozen=True)
+class Last:
+    """The value reported last, in the order that the reports are merged in."""
+
+    last: float
+
+    def merge(self, other: Last) -> Last:
+        return other
+
+    def value(self) -> float:
+        return self.last
+
+
+Metric = Mean | Std | Sum | Max | Min | Last
+
+
+def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """All reports as one. A name that appears with two reductions is a fault of ours (AssertionError with the name)."""
+    merged: dict[str, Metric] = {}
+    for report in reports:
+        for name, metric in report.items():
+            held = merged.get(name)
+            if held is None:
+                merged[name] = metric
+            else:
+                assert type(held) is type(metric), f"{name}: {type(held).__name__} merged with {type(metric).__name__}"
+                merged[name] = held.merge(metric)  # type: ignore[arg-type]  # the same class, as just asserted
+    return merged
+
+
+def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The value of every metric that has one (a mean of nothing has none)."""
+    values = ((name, metric.value()) for name, metric in metrics.items())
+    return {name: value for name, value in values if value is not None}
