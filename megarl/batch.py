@@ -70,6 +70,10 @@ class Batch:
         moved = {name: value.to(device) for name, value in vars(self).items() if name != "extra_T"}
         return replace(self, **moved, extra_T={name: value.to(device) for name, value in self.extra_T.items()})
 
+    def without(self, name: str) -> Batch:
+        """The same bag without one of its per-entry tensors."""
+        return replace(self, extra_T={other: value for other, value in self.extra_T.items() if other != name})
+
     def spread(self, value_N: Tensor) -> Tensor:
         """A per-sequence value at each of the sequence's entries: [N] -> [T]."""
         return value_N[self.seq_T]
@@ -83,7 +87,8 @@ class Batch:
 def pack(samples: Sequence[Sample]) -> Batch:
     """All entries of the samples, sequence after sequence; only response tokens are loss tokens. No sample gives an empty bag.
 
-    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere.
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere; `extra_T["routes"]` [T, L, K] the
+    experts that the engine chose, where the samples carry them.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -93,6 +98,10 @@ def pack(samples: Sequence[Sample]) -> Batch:
     mask = position >= first[seq]
     rollout_logp = np.zeros(len(position), dtype=np.float32)
     rollout_logp[mask] = _join([sample.rollout_logp for sample in samples], np.float32)
+    extra = {"rollout_logp": torch.from_numpy(rollout_logp)}
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    if routes and len(routes) == len(samples):
+        extra["routes"] = torch.from_numpy(np.concatenate(routes))
     return Batch(
         input_T=torch.from_numpy(_join([sample.tokens[:-1] for sample in samples], np.int64)),
         target_T=torch.from_numpy(_join([sample.tokens[1:] for sample in samples], np.int64)),
@@ -101,7 +110,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
         position_T=torch.from_numpy(position),
         length_N=torch.from_numpy(lengths),
         count_N=torch.from_numpy(np.array([sample.response_length for sample in samples], dtype=np.int64)),
-        extra_T={"rollout_logp": torch.from_numpy(rollout_logp)},
+        extra_T=extra,
     )
 
 

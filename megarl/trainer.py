@@ -8,12 +8,11 @@ from megarl.observe.metrics import merge
 from megarl.observe.run import Run
 from megarl.observe.signs import rollout_metrics
 from megarl.rewards.score import Scorer
-from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_train
 from megarl.stages.eval import evaluate, requests
 from megarl.workers.cluster import ray_session
 from megarl.workers.plan import plan_step
-from megarl.workers.team import seeds, start
+from megarl.workers.team import sampling, start
 
 
 def train(config: TrainConfig) -> None:
@@ -31,11 +30,10 @@ def train(config: TrainConfig) -> None:
             run.pass_rate("sft", evaluate(data.eval, engines, scorer, run, config.seed))
 
         sampler = Sampler(len(data.train), config.seed, config.data.shuffle)
-        sampling = Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, config.rollout.max_response_tokens)
         for step in range(1, config.train.steps + 1):
             prompts = [data.train[index] for index in sampler.take(config.train.prompts_per_step)]
             with run.phase("rollout"):
-                responses = engines.generate(prompts, sampling, seeds(config.seed, step, prompts))
+                responses = engines.generate(prompts, sampling(config, step))
             with run.phase("reward"):
                 scores = scorer.score(requests(prompts, responses))
             plan = plan_step(config, responses, scores)

@@ -28,7 +28,7 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score], sett
     parts: dict[str, list[float]] = defaultdict(list)
     groups: dict[int, set[float]] = defaultdict(set)
     for response, score in zip(responses, scores, strict=True):
-        groups[response.prompt_id].add(score.value)
+        groups[response.prompt].add(score.value)
         for name, value in score.parts.items():
             parts[name].append(value)
         if score.error is not None:

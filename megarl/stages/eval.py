@@ -10,18 +10,17 @@ from megarl.observe.run import Run
 from megarl.rewards.score import Request, Scorer
 from megarl.rollout.engine import Sampling
 from megarl.workers.rollout_worker import Response
-from megarl.workers.team import Engines, seeds
+from megarl.workers.team import Engines, call_seed
 
-EVAL_STEP = 0  # the sampling seeds of an evaluation do not depend on when it is made, so that evaluations compare
+EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
 
 def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
     """What the scorer needs of each response."""
-    by_id = {prompt.id: prompt for prompt in prompts}
     return [
         Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
         for response in responses
-        for prompt in [by_id[response.prompt_id]]
+        for prompt in [prompts[response.prompt]]
     ]
 
 
@@ -30,8 +29,8 @@ def evaluate(prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: R
     rates = {}
     with run.phase("eval"):
         for name, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
-            sampling = Sampling(1, temperature, engines.settings.max_response_tokens)
-            responses = engines.generate(prompts, sampling, seeds(seed, EVAL_STEP, prompts))
+            sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
+            responses = engines.generate(prompts, sampling)
             scores = scorer.score(requests(prompts, responses))
             rates[name] = sum(score.value for score in scores) / len(scores)
     return rates

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import torch
@@ -21,6 +21,9 @@ from megarl.batch import Batch, pack
 from megarl.config import OptimizerSettings, RunSettings
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
 from megarl.workers.plan import StepPlan
+
+if TYPE_CHECKING:
+    from megarl.parallel.routing import RouterWatch
 
 
 class LossFunction(Protocol):
@@ -81,22 +84,27 @@ class ModelWorker:
 
         self._policy = make_trainable(load(grad=True), self._objective.optimizer, self._objective.updates)
         self._reference = load(grad=False) if self._objective.algorithm.needs_reference else None
-        self._sender: Any = None
+        self._routing: list[dict[str, Metric]] = []
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes the log-probs of the policy that the step starts from.
 
         Keeps the mini-batches for `update`. Returns what the trainer's log-probs say about the engine's.
         """
+        from megarl.parallel.routing import RouterWatch
+
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         mini_batches = [[_assemble(plan, members) for members in micro_batches] for micro_batches in split]
         flat = [batch for mini_batch in mini_batches for batch in mini_batch]
-        flat = self._with_logp(flat, self._policy.chunks, "old_logp")
+        watch = RouterWatch(self._policy.chunks, self._grid)
+        flat = self._with_logp(flat, self._policy.chunks, "old_logp", watch)
+        watch.close()
         if self._reference is not None:
             flat = self._with_logp(flat, self._reference, "ref_logp")
         rest = iter(flat)
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in mini_batches]
-        return merge([_mismatch(batch) for batch in flat]) if self._reports else {}
+        routing, self._routing = self._routing, []
+        return merge([*routing, *(_mismatch(batch) for batch in flat)]) if self._reports else {}
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
@@ -137,12 +145,14 @@ class ModelWorker:
         vocabulary = int(self._hf["vocab_size"])
         return logprob_entropy(logits_RV, row_T, batch.target_T, self._objective.temperature, self._grid.groups.tp, vocabulary)
 
-    def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str) -> list[Batch]:
-        """The batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere."""
+    def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str, watch: RouterWatch | None = None) -> list[Batch]:
+        """Without the engine's routes, which `watch` has compared by then, the batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere."""
         from megarl.parallel import schedule
 
         def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             logp_T, _ = self._logprobs(logits_RV, row_T, batch)
+            if watch is not None and "routes" in batch.extra_T:
+                self._routing.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routes"]))})
             return logp_T.sum(), (batch.extra_T["entry"], logp_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
@@ -153,7 +163,7 @@ class ModelWorker:
             if len(batch) and self._grid.is_last_stage:
                 entry_T, logp_T = next(results)
                 value_T[entry_T] = logp_T.cpu()
-            filled.append(batch.with_extra(**{name: value_T}))
+            filled.append(batch.without("routes").with_extra(**{name: value_T}))
         return filled
 
     def _step(self, batches: list[Batch]) -> dict[str, Metric]:

@@ -35,7 +35,7 @@ class StepPlan:
 def plan_step(config: TrainConfig, responses: Sequence[Response], scores: Sequence[Score]) -> StepPlan:
     """Advantages from all rewards of the step, then the split, then the loss weights of each global mini-batch."""
     reward_N = torch.tensor([score.value for score in scores], dtype=torch.float64)
-    group_N = torch.tensor([response.prompt_id for response in responses])
+    group_N = torch.tensor([response.prompt for response in responses])
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, config.layout.dp, config.train.micro_batch_tokens)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)

@@ -11,7 +11,7 @@ import ray
 
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.engine import Prompt, Sampling
+from megarl.rollout.engine import EngineInfo, Prompt, Sampling
 from megarl.rollout.vllm import RolloutEngine
 
 
@@ -19,7 +19,7 @@ from megarl.rollout.vllm import RolloutEngine
 class Response:
     """What the driver knows of one response."""
 
-    prompt_id: int
+    prompt: int  # which of the call's prompts it answers
     text: str
     prompt_length: int
     length: int  # response tokens
@@ -31,28 +31,26 @@ class Response:
 class RolloutWorker(RolloutEngine):
     """One engine; its process holds nothing else."""
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int) -> None:  # type: ignore[override]
+    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> EngineInfo:
+        """`start`, and the tokenizer that turns responses into text."""
         self._tokenizer = load_tokenizer(model)
-        await super().start(model, dtype, settings, seed)
+        return await self.start(model, dtype, settings, seed, gpu=gpu)
 
-    async def respond(self, share: Sequence[tuple[int, list[int], int]], sampling: Sampling) -> list[list[Response]]:
-        """For each (prompt id, prompt tokens, seed) its responses."""
-        generated = await self.generate([Prompt(id, tokens, seed) for id, tokens, seed in share], sampling)
-        answers = []
-        for group in generated:
-            payload = ray.put(group.samples)
-            answers.append(
-                [
+    async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
+        """The responses to each (number of the prompt, its tokens)."""
+        responses = []
+        for generated in await self.generate([Prompt(number, tokens) for number, tokens in share], sampling):
+            payload = ray.put(generated.samples)
+            for index, sample in enumerate(generated.samples):
+                responses.append(
                     Response(
-                        prompt_id=int(group.prompt_id),
-                        text=self._tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True),
+                        prompt=int(generated.prompt_id),
+                        text=self._tokenizer.decode(sample.tokens[sample.prompt_length :].tolist(), skip_special_tokens=True),
                         prompt_length=sample.prompt_length,
                         length=sample.response_length,
                         finished=sample.finish_reason == "stop",
                         payload=payload,
                         index=index,
                     )
-                    for index, sample in enumerate(group.samples)
-                ]
-            )
-        return answers
+                )
+        return responses

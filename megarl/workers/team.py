@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
-from megarl.config import ClusterSettings, RolloutSettings, RunSettings, SyncSettings, TrainConfig
+from megarl.config import RolloutSettings, RunSettings
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, merge
 from megarl.rollout.engine import Sampling
-from megarl.workers.cluster import Group, reserve
+from megarl.workers.cluster import Group
 from megarl.workers.model_worker import ModelWorker, Objective
 from megarl.workers.plan import StepPlan
 from megarl.workers.rollout_worker import Response, RolloutWorker
@@ -72,20 +70,16 @@ class Engines:
         engines.group.call("start", model, config.model.dtype, settings, config.seed, timeout_s=config.cluster.start_timeout_s)
         return engines
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """The responses of every prompt, in order; the prompts are dealt to the replicas in turn."""
-        replicas = len(self.group.actors)
-        shares = [
-            [(prompt.id, prompt.tokens, seed) for prompt, seed in zip(prompts[index::replicas], seeds[index::replicas], strict=True)]
-            for index in range(replicas)
-        ]
-        references = [
-            actor.respond.remote(share, sampling) for actor, share in zip(self.group.actors, shares, strict=True)
-        ]
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+        """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
+        numbered = list(enumerate(prompts))
+        shares = [[(number, prompt.tokens) for number, prompt in numbered[index :: len(self.group.actors)]] for index in range(len(self.group.actors))]
+        busy = [(actor, share) for actor, share in zip(self.group.actors, shares, strict=True) if share]
+        references = [actor.respond.remote(share, sampling) for actor, share in busy]
         answers = self.group.wait(references, "generate", self.settings.timeout_s)
-        return [response for turn in range(len(shares[0])) for answer in answers if turn < len(answer) for response in answer[turn]]
+        return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
 
 
-def seeds(run_seed: int, step: int, prompts: Sequence[Prompt]) -> list[int]:
-    """A sampling seed per prompt that depends on the run's seed, the step and the prompt alone."""
-    return [int(np.random.SeedSequence([run_seed, step, prompt.id]).generate_state(1)[0] >> 1) for prompt in prompts]
+def call_seed(run_seed: int, step: int) -> int:
+    """The seed of one generate call: a function of the run's seed and the step alone."""
+    return run_seed * 1_000_000 + step
