@@ -48,7 +48,8 @@ def reference_loss(algorithm: PolicyAlgorithm, batch: Batch, logp: Tensor) -> Te
         low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high  # type: ignore[attr-defined]
         for t, ratio in zip(entries, ratios, strict=True):
             clipped = min(max(float(ratio.detach()), low), high)
-            surrogate = torch.maximum(-ratio * advantage, -clipped * advantage)
+            clips = -clipped * float(advantage) > float((-ratio * advantage).detach())
+            surrogate = -clipped * advantage if clips else -ratio * advantage
             d_ref = logp[t] - batch.extra_T["ref_logp"][t]
             total = total + (surrogate + algorithm.kl_coef * ((-d_ref).exp() - 1 + d_ref)) / len(entries) / len(sequences)
     return total
