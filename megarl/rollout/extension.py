@@ -1,0 +1,98 @@
+"""What runs inside vLLM's processes: the executors that tie an engine to its parent, and the calls that a worker answers.
+
+Only vLLM's own processes import this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from megarl.rollout.held import held_pieces
+from megarl.sync.receive import Receiver, WeightError
+from megarl.sync.wire import Header, Rendezvous
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class SingleExecutor(UniProcExecutor):
+    """One worker inside the engine's process."""
+
+    def _init_executor(self) -> None:
+        enter_engine_process()
+        super()._init_executor()
+
+
+class TensorParallelExecutor(MultiprocExecutor):
+    """One process a worker. Workers watch a pipe to the engine's process and end with it (vLLM's own death pipe)."""
+
+    def _init_executor(self) -> None:
+        enter_engine_process()
+        super()._init_executor()
+
+
+def enter_engine_process() -> None:
+    """The first thing that an engine's process does: it dies with its parent, and its rendezvous files stay in the private directory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "an engine's core runs in a process of its own"
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent.pid:  # it died before the signal was set
+        os.kill(os.getpid(), signal.SIGKILL)
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the leave.
+        raise RuntimeError("Linux grants this process no AMX tile registers")
+    tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]  # vllm/utils/network_utils.py:136 puts the FileStore there
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; each method answers AsyncLLM.collective_rpc. A refused update comes back as text: the call
+    itself would carry no exception type."""
+
+    vllm_config: Any
+    device: Any
+    rank: int
+    get_model: Callable[[], Any]
+
+    def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
+        return self._megarl_try(lambda: self._megarl_receiver().connect(Rendezvous(**rendezvous), first_rank + self.rank))
+
+    def megarl_start(self, shapes: Mapping[str, Sequence[int]], dtype: str) -> str | None:
+        return self._megarl_try(lambda: self._megarl_receiver().start(shapes, dtype))
+
+    def megarl_receive(self, header: dict[str, Any]) -> str | None:
+        return self._megarl_try(lambda: self._megarl_receiver().receive(Header.parse(header)))
+
+    def megarl_finish(self) -> str | None:
+        return self._megarl_try(lambda: self._megarl_receiver().finish())
+
+    def megarl_held(self, tied: bool) -> dict[str, list[tuple[int, ...]]]:
+        pieces = held_pieces(self.get_model(), tied)
+        return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
+
+    def megarl_pid(self) -> int:
+        return os.getpid()
+
+    def _megarl_receiver(self) -> Receiver:
+        receiver: Receiver | None = getattr(self, "_megarl_state", None)
+        if receiver is None:
+            receiver = self._megarl_state = Receiver(self.get_model(), self.vllm_config, self.device)
+        return receiver
+
+    @staticmethod
+    def _megarl_try(action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except WeightError as error:
+            return str(error)
+        return None

@@ -1,0 +1,229 @@
+"""What a vLLM worker really holds: the fingerprints of its weights by Hugging Face name, in whatever form the layers keep them.
+
+Three forms occur, and each is read exactly:
+- plain memory (norms, embedding tables, all of a GPU's linear layers): hashed as it lies;
+- opaque (CPU linear layers keep a oneDNN or AMX handle and drop the weight): the layer's own kernel multiplies the identity matrix, which
+  gives back every weight bit for bit (1 * w plus zeros), through the very code that serves tokens;
+- packed (experts): the permutation is learnt once by sending index tensors through vLLM's own packing, then undone.
+
+The walk goes over the modules, not over a list of names: a weight that no rule knows still appears, under its own name, so that the
+comparison with the trainer's names reports it. Axes: O output rows, I input columns, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, convert_to_unquantized_kernel_format
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from megarl.sync.fingerprint import Piece, fingerprints
+
+_PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
+_DIGIT = 256  # index tensors carry base-256 digits: whole numbers that every float dtype holds exactly
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Shards of equal shape, each of another tensor, all at the same place of their wholes."""
+
+    names: list[str]  # Hugging Face names
+    row: int
+    column: int
+    stack_BRC: Tensor
+
+
+@torch.no_grad()
+def held_pieces(model: nn.Module, tied: bool) -> dict[str, list[Piece]]:
+    """Fingerprints of everything that `model` holds, by Hugging Face name; one list entry for each place that holds the tensor.
+
+    `tied`: the output layer shares the embedding table. Raises NotImplementedError where a layer's form cannot be read.
+    """
+    hashed = [(shards, fingerprints(shards.stack_BRC, shards.row, shards.column)) for shards in _walk(model, tied)]
+    values = iter(torch.cat([value_B for _, value_B in hashed]).tolist())
+    pieces: dict[str, list[Piece]] = {}
+    for shards, _ in hashed:
+        _, rows, columns = shards.stack_BRC.shape
+        for name in shards.names:
+            pieces.setdefault(name, []).append(Piece(shards.row, shards.column, rows, columns, next(values)))
+    return pieces
+
+
+def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards]:
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            yield from _experts(path, layer)
+        elif isinstance(layer, LinearBase):
+            yield from _linear(path, layer, packed)
+        elif isinstance(layer, ParallelLMHead):
+            if not tied:
+                yield _vocabulary(f"{path}.weight", layer, _matrix(layer))
+        elif isinstance(layer, VocabParallelEmbedding):
+            yield _vocabulary(f"{path}.weight", layer, layer.weight)
+            if tied:
+                yield _vocabulary(f"{path}.weight", layer, _matrix(_output_layer(model)))
+        else:
+            for name, parameter in layer.named_parameters(path, recurse=False):
+                yield _plain([name], 0, 0, parameter)
+
+
+def _plain(names: list[str], row: int, column: int, tensor: Tensor) -> _Shards:
+    return _Shards(names, row, column, tensor.reshape(1, 1, -1) if tensor.ndim < 2 else tensor.reshape(1, tensor.shape[0], -1))
+
+
+def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Iterator[_Shards]:
+    """A linear layer of whatever parallel kind: its weight, and its bias if it has one, cut into the checkpoint's tensors."""
+    weight_OI = _matrix(layer)
+    parent, _, leaf = path.rpartition(".")
+    column = layer.tp_rank * weight_OI.shape[1] if isinstance(layer, RowParallelLinear) else 0
+    bias_O = getattr(layer, "bias", None)
+    start = 0
+    for name, rows, row in _outputs(layer, packed.get(leaf, [leaf]), weight_OI.shape[0]):
+        yield _plain([f"{parent}.{name}.weight"], row, column, weight_OI[start : start + rows])
+        if bias_O is not None:  # CPU kernels may widen the bias to fp32, which keeps every bit of it
+            yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype))
+        start += rows
+    if start != weight_OI.shape[0]:
+        raise NotImplementedError(f"{path}: {start} of its {weight_OI.shape[0]} output rows belong to known tensors")
+
+
+def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, int, int]]:
+    """(checkpoint name, rows held here, first row in the whole) of each tensor that is stacked in the layer."""
+    if isinstance(layer, QKVParallelLinear):
+        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+        q, k, v = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.v_head_size
+        return [(names[0], q, layer.tp_rank * q), (names[1], k, kv_rank * k), (names[2], v, kv_rank * v)]
+    if isinstance(layer, MergedColumnParallelLinear):
+        held = [size // layer.tp_size for size in layer.output_sizes]
+        return [(name, size, layer.tp_rank * size) for name, size in zip(names, held, strict=True)]
+    return [(names[0], rows, layer.tp_rank * rows if isinstance(layer, ColumnParallelLinear) else 0)]
+
+
+def _vocabulary(name: str, layer: VocabParallelEmbedding, weight_VI: Tensor) -> _Shards:
+    index = layer.shard_indices  # rows beyond the vocabulary are padding
+    return _plain([name], index.org_vocab_start_index, 0, weight_VI[: index.org_vocab_end_index - index.org_vocab_start_index])
+
+
+def _output_layer(model: nn.Module) -> VocabParallelEmbedding:
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, VocabParallelEmbedding):
+        raise NotImplementedError(f"{type(model).__name__} has no output layer called lm_head")
+    return head
+
+
+def _matrix(layer: LinearBase | VocabParallelEmbedding) -> Tensor:
+    """The weight [O, I] that the layer multiplies with."""
+    if not hasattr(layer, "cpu_linear"):  # vllm/model_executor/layers/utils.py:452: only the CPU backend repacks linear layers
+        return layer.weight
+    columns, dtype = _input_size(layer), layer.params_dtype
+    parts = []
+    for start in range(0, columns, _PROBE_COLUMNS):
+        count = min(_PROBE_COLUMNS, columns - start)
+        probe = torch.zeros(count, columns, dtype=dtype)
+        probe[:, start : start + count].fill_diagonal_(1)
+        parts.append(layer.quant_method.apply(layer, probe, None).t())
+    return torch.cat(parts, 1).to(dtype)
+
+
+def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.embedding_dim
+    return layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
+
+
+def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
+    """The experts of one layer: gate, up and down projection of each, unpacked from the kernel's layout."""
+    for name, _ in layer.named_parameters(recurse=False):
+        if name not in ("w13_weight", "w2_weight"):
+            raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights are not known here")
+    if layer.expert_map is not None:
+        raise NotImplementedError(f"{path}: expert parallel engines are not supported")
+    count, inner, hidden = layer.local_num_experts, layer.intermediate_size_per_partition, layer.hidden_size
+    order13, order2 = _layout(layer, 2 * inner, hidden, inner)
+    both = _unpack(path, layer.w13_weight, order13, count).view(count, 2, inner, hidden)
+    down = _unpack(path, layer.w2_weight, order2, count).view(count, hidden, inner)
+    prefix = path.removesuffix(".routed_experts")
+    rank = layer.moe_config.tp_rank
+    gate_name, up_name, down_name = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+    yield _Shards([f"{prefix}.{e}.{gate_name}.weight" for e in range(count)], rank * inner, 0, both[:, 0])
+    yield _Shards([f"{prefix}.{e}.{up_name}.weight" for e in range(count)], rank * inner, 0, both[:, 1])
+    yield _Shards([f"{prefix}.{e}.{down_name}.weight" for e in range(count)], 0, rank * inner, down)
+
+
+def _unpack(path: str, packed: Tensor, order_N: Tensor, experts: int) -> Tensor:
+    """[E, N] in the checkpoint's order. Elements of the packed form that belong to no weight must be zero."""
+    flat_EP = packed.reshape(experts, -1)
+    if len(order_N) == flat_EP.shape[1]:
+        return flat_EP[:, order_N]
+    padding = torch.ones(flat_EP.shape[1], dtype=torch.bool, device=flat_EP.device)
+    padding[order_N] = False
+    if flat_EP[:, padding].any():
+        raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
+    return flat_EP[:, order_N]
+
+
+def _layout(layer: RoutedExperts, rows13: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
+    """Where the packed forms of w13 and w2 keep each element of one expert: two index tensors [N], in row-major order of the element.
+
+    Learnt from vLLM's own packing, so it holds for any kernel that only moves elements and pads with zeros; checked to be one-to-one.
+    """
+    method = layer.quant_method
+    key = (type(method.moe_kernel.fused_experts), rows13, hidden, inner, layer.w13_weight.dtype, layer.w13_weight.device)
+    if key not in _LAYOUTS:
+        digits = 1
+        while _DIGIT**digits <= rows13 * hidden:
+            digits += 1
+        positions13: Tensor | int = 0
+        positions2: Tensor | int = 0
+        for digit in range(digits):
+            w13, w2 = (_index_digit(shape, digit, layer.w13_weight) for shape in ((1, rows13, hidden), (1, hidden, inner)))
+            packed13, packed2 = _kernel_form(layer, w13, w2)
+            positions13 = positions13 + packed13.reshape(-1).long() * _DIGIT**digit
+            positions2 = positions2 + packed2.reshape(-1).long() * _DIGIT**digit
+        assert isinstance(positions13, Tensor) and isinstance(positions2, Tensor)
+        _LAYOUTS[key] = _invert(positions13, rows13 * hidden), _invert(positions2, hidden * inner)
+    return _LAYOUTS[key]
+
+
+_LAYOUTS: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+def _index_digit(shape: tuple[int, int, int], digit: int, like: Tensor) -> Tensor:
+    """One base-256 digit of the numbers 1, 2, ... in row-major order; 0 stays free to mark padding."""
+    numbers = torch.arange(1, shape[1] * shape[2] + 1, device=like.device).view(shape)
+    return (numbers // _DIGIT**digit % _DIGIT).to(like.dtype)
+
+
+def _kernel_form(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """What vLLM makes of freshly loaded expert weights (mirrors UnquantizedFusedMoEMethod._setup_kernel on a throw-away layer)."""
+    method = layer.quant_method
+    w13, w2 = convert_to_unquantized_kernel_format(method.unquantized_backend, layer.moe_config, w13, w2)
+    if method.unquantized_backend != UnquantizedMoeBackend.CPU:
+        return w13, w2
+    shadow = nn.Module()
+    shadow.w13_weight, shadow.w2_weight = nn.Parameter(w13, requires_grad=False), nn.Parameter(w2, requires_grad=False)
+    method.moe_kernel.fused_experts.process_weights_after_loading(shadow)
+    return shadow.w13_weight.data, shadow.w2_weight.data
+
+
+def _invert(number_P: Tensor, count: int) -> Tensor:
+    """From the number (1 .. count, 0: padding) at each packed position to the position of each number."""
+    kept = number_P.nonzero().squeeze(1)
+    order_N = torch.empty(count, dtype=torch.int64, device=number_P.device)
+    order_N[number_P[kept] - 1] = kept
+    if len(kept) != count or not torch.equal(number_P[kept].sort().values, torch.arange(1, count + 1, device=number_P.device)):
+        raise NotImplementedError(f"the expert kernel does not merely rearrange its {count} weights")
+    return order_N

@@ -1,0 +1,179 @@
+"""Fingerprints of weights: what the trainer sent against what an engine holds, tensor by tensor, bit for bit.
+
+A fingerprint of a matrix W is sum over (i, j) of bits(W[i, j]) * key_row(i) * key_column(j) mod 2^64 with odd pseudo-random keys: a
+single changed element always changes it, moved or swapped elements change it, and two changes cancel with a chance of about 2^-63.
+It is linear, so the fingerprints of the shards of a matrix, each taken at its own offset, add up to that of the whole: a
+tensor-parallel engine never gathers its weights to be checked.
+
+Bits are the raw pattern of the element, except that zeros and subnormal numbers all count as 0: matrix units flush them.
+
+Both sides import this file; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# dtype -> (integer view, exponent bits). An element whose exponent bits are all 0 is a zero or subnormal.
+_BITS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+# Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and below 0.5 GB each on a GPU.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
+_ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
+
+
+@dataclass(frozen=True)
+class Print:
+    """The fingerprint of one tensor, or of one shard of it at its place in the whole."""
+
+    value: int  # signed 64-bit
+    numel: int  # elements covered
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A shard as a tensor-parallel worker holds it: where it lies in the whole tensor, and its fingerprint there."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    value: int
+
+
+class FingerprintMismatch(RuntimeError):
+    """An engine holds other weights than the trainer sent. `names` are the Hugging Face names of the tensors, sorted."""
+
+    def __init__(self, names: list[str], engine: str) -> None:
+        self.names = names
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(f"{engine} does not hold the weights that the trainer sent: {shown}")
+
+    def __reduce__(self) -> tuple[type[FingerprintMismatch], tuple[list[str], str]]:
+        return type(self), (self.names, str(self).partition(" does not hold")[0])
+
+
+def fingerprint(tensor: Tensor, row: int = 0, column: int = 0) -> Tensor:
+    """The fingerprint of `tensor` lying at (row, column) of its whole, as an int64 scalar on the tensor's device.
+
+    [n] counts as one row, [rows, columns]; more axes count as further columns. Raises TypeError for other than floating dtypes of 16
+    and 32 bits.
+    """
+    matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(tensor.shape[0], -1)
+    return fingerprints(matrix[None], row, column)[0]
+
+
+def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
+    """`fingerprint` of each matrix of a stack [B, R, C], as int64 [B]: one call for all the experts of a layer."""
+    if stack_BRC.dtype not in _BITS:
+        raise TypeError(f"no fingerprint for dtype {stack_BRC.dtype}")
+    integer, exponent = _BITS[stack_BRC.dtype]
+    count, rows, columns = stack_BRC.shape
+    device = stack_BRC.device
+    key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
+    stack = stack_BRC.detach().contiguous().view(integer)
+    total_B = torch.zeros(count, dtype=torch.int64, device=device)
+    chunk = _CHUNK[device.type]
+    together = max(1, chunk // max(1, rows * columns))
+    step = max(1, chunk // max(1, columns))
+    for first in range(0, count, together):
+        for start in range(0, rows, step):
+            bits = stack[first : first + together, start : start + step]
+            bits = bits * (bits & exponent).ne(0)
+            sum_BR = (bits.to(torch.int64) * key_C).sum(-1)
+            total_B[first : first + together] += (sum_BR * key_R[start : start + step]).sum(-1)
+    return total_B
+
+
+class Fingerprinter:
+    """Collects the fingerprints of a stream of (name, tensor). Values stay on the device until `digest`: one transfer for all."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor. Raises ValueError where the name came before."""
+        if name in self._values:
+            raise ValueError(f"{name} came twice in one weight stream")
+        self._values[name] = (fingerprint(tensor), tensor.numel())
+
+    def digest(self) -> dict[str, Print]:
+        """All fingerprints by name."""
+        if not self._values:
+            return {}
+        values = torch.stack([value for value, _ in self._values.values()]).tolist()
+        return {name: Print(value, numel) for value, (name, (_, numel)) in zip(values, self._values.items(), strict=True)}
+
+
+def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Print]]:
+    """The fingerprints of whole tensors from the pieces that the workers of one engine hold.
+
+    A tensor may be held in several places of one worker (tied embeddings: the lookup table and the packed output layer); each place is a
+    list entry of its own, in the workers' order. Pieces at the same place of the whole (replicated layers, replicated KV heads) must
+    agree; where they do not, the tensor gets a fingerprint that covers no element, which equals none.
+    """
+    copies: dict[str, list[dict[tuple[int, int, int, int], set[int]]]] = {}
+    for held in workers:
+        for name, pieces in held.items():
+            places = copies.setdefault(name, [])
+            for index, piece in enumerate(pieces):
+                if index == len(places):
+                    places.append({})
+                places[index].setdefault((piece.row, piece.column, piece.rows, piece.columns), set()).add(piece.value)
+    return {name: [_sum(place) for place in places] for name, places in copies.items()}
+
+
+def compare(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]]) -> list[str]:
+    """The names, sorted, of the tensors that differ: other bits, held in part, not held, or held though never sent."""
+    differing = {name for name in trainer.keys() ^ engine.keys()}
+    for name in trainer.keys() & engine.keys():
+        places = list(engine[name])
+        if not places or any(place != trainer[name] for place in places):
+            differing.add(name)
+    return sorted(differing)
+
+
+def check(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]], label: str) -> None:
+    """Raises FingerprintMismatch naming the tensors in which the engine called `label` differs."""
+    names = compare(trainer, engine)
+    if names:
+        raise FingerprintMismatch(names, label)
+
+
+def _sum(place: dict[tuple[int, int, int, int], set[int]]) -> Print:
+    if any(len(values) > 1 for values in place.values()):
+        return Print(0, 0)
+    total = sum(next(iter(values)) for values in place.values())
+    numel = sum(rows * columns for _, _, rows, columns in place)
+    return Print((total + (1 << 63)) % (1 << 64) - (1 << 63), numel)
+
+
+def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Odd 64-bit keys of the indices start .. start+count-1: splitmix64 of the index, int64 [count]."""
+    cache_key = (seed, device)
+    known = _KEYS.get(cache_key)
+    if known is None or len(known) < start + count:
+        size = max(1 << 14, 1 << (start + count - 1).bit_length())
+        z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15) + seed
+        z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+        z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+        known = _KEYS[cache_key] = (z ^ _shift(z, 31)) | 1
+    return known[start : start + count]
+
+
+_KEYS: dict[tuple[int, torch.device], Tensor] = {}  # grows to the largest dimension met: 8 bytes a row or column
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift: torch's is arithmetic
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
