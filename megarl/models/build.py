@@ -61,7 +61,7 @@ def build_chunks(config: TransformerConfig, hf: Mapping[str, Any], backend: Back
             # they belong to another group just as well: gradients would silently be wrong. Marked always, the optimizer also has the
             # same two parts (dense, experts) in every layout, which resharding its state needs.
             if ".experts." in name:
-                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.allreduce = False
             assert parameter.dtype == config.params_dtype, f"{name} is {parameter.dtype}, expected {config.params_dtype}"
     return chunks
 

@@ -7,6 +7,7 @@ N sequences of one length, L tokens of a whole sequence.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,15 +71,19 @@ class PackedAttention(MegatronModule):
         groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
         sizes = [length // ranks * count for length, count in groups]
         if ranks == 1:
-            kv = zip(k_TGD.split(sizes), v_TGD.split(sizes), strict=True)
+            ks, vs = k_TGD.split(sizes), v_TGD.split(sizes)
         else:
-            gathered = gather_from_sequence_parallel_region(
-                torch.cat([k_TGD, v_TGD], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
-            )
-            parts = gathered.view(ranks, *k_TGD.shape[:-1], -1).split(sizes, dim=1)
-            kv = (_unzigzag(part, count).split(k_TGD.shape[-1], dim=-1) for part, (_, count) in zip(parts, groups, strict=True))
-        mine = zip(q_THD.split(sizes), kv, groups, strict=True)
-        return torch.cat([self._attend(q, k, v, *group) for q, (k, v), group in mine]).flatten(1)
+            ks, vs = self._gather(torch.cat([k_TGD, v_TGD], dim=-1), sizes, groups)
+        parts = zip(q_THD.split(sizes), ks, vs, groups, strict=True)
+        return torch.cat([self._attend(q, k, v, *group) for q, k, v, group in parts]).flatten(1)
+
+    def _gather(self, kv: Tensor, sizes: list[int], groups: list[tuple[int, int]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Keys and values of the whole sequences, group by group, from this rank's [T, G, 2 D]."""
+        ranks = self.cp_group.size()
+        all_ranks = gather_from_sequence_parallel_region(kv, tensor_parallel_output_grad=True, group=self.cp_group)
+        parts = all_ranks.unflatten(0, (ranks, -1)).split(sizes, dim=1)
+        whole = [_unzigzag(part, count).chunk(2, dim=-1) for part, (_, count) in zip(parts, groups, strict=True)]
+        return [k for k, _ in whole], [v for _, v in whole]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int) -> Tensor:
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))  # N heads tokens D

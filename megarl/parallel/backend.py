@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import resource
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.config import ConfigError
+from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
 
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
@@ -63,21 +65,22 @@ class Backend:
 
 @functools.cache
 def choose() -> Backend:
-    """The backend of this process. Call it before anything imports megatron: on a CPU it installs the import hook and the patches.
+    """The backend of this process. Call it before anything imports megatron: it mends megatron, and on a CPU installs the hook.
 
     Raises ConfigError for any Megatron-core but the supported release.
     """
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON:
         raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
-    if torch.cuda.is_available():
-        import os
+    if not torch.cuda.is_available():
+        hook.install()
+        from megarl.parallel.cpu import patches
 
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return Backend("cuda", "nccl", device)
-    hook.install()
-    from megarl.parallel.cpu import patches
+        patches.apply()
+        upstream.apply()
+        return Backend("cpu", "gloo", torch.device("cpu"))
+    upstream.apply()
 
-    patches.apply()
-    return Backend("cpu", "gloo", torch.device("cpu"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Backend("cuda", "nccl", device)

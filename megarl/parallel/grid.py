@@ -61,17 +61,13 @@ class Grid:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Guards a collective over all ranks: a failure names the ranks that never arrived. `what` must differ from call to call."""
-        key = f"together/{what}"
-        self.store.set(f"{key}/{self.rank}", b"")
+        """Guards a collective over all ranks: where it fails, the error names the ranks that came here less often than this one."""
+        mine = self.store.add(f"together/{what}/{self.rank}", 1)
         try:
             yield
         except RuntimeError as error:
-            late = [rank for rank in range(self.world) if not self.store.check([f"{key}/{rank}"])]
-            raise RuntimeError(
-                f"{what}: rank {self.rank} waited {self.timeout_s:g} s at most; not there: ranks {late or 'none'}"
-            ) from error
-        self.store.delete_key(f"{key}/{self.rank}")
+            late = [rank for rank in range(self.world) if self.store.add(f"together/{what}/{rank}", 0) < mine]
+            raise RuntimeError(f"{what} failed on rank {self.rank}; ranks that did not arrive: {late or 'none'}") from error
 
 
 def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeout_s: float) -> Grid:
@@ -100,6 +96,7 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
     model_parallel_cuda_manual_seed(seed)
     world = dist.group.WORLD
     control = world if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    assert world is not None and control is not None
     return _describe(layout, store, timeout_s, world, control)
 
 

@@ -104,7 +104,7 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
 
 
 def _fuse(optimizer: ChainedOptimizer) -> None:
-    """One kernel a parameter instead of a dozen: without TE or apex Megatron takes torch's AdamW with its defaults (optimizer/__init__.py:357)."""
+    """One kernel a parameter instead of a dozen: without TE and apex Megatron makes a plain torch AdamW (optimizer/__init__.py:357)."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups if part.optimizer is not None else []:
             group["fused"] = True

@@ -26,7 +26,7 @@ class Packed:
     position_ids: Tensor  # int64 [1, R], inside the sequence
     padding_mask: Tensor | None  # bool [1, R], true for padding; None if there is none
     params: PackedSeqParams
-    entry_T: Tensor  # int64 [T local], entries of the micro-batch that this rank holds
+    entry_T: Tensor  # int64 [T local] on the CPU, entries of the micro-batch that this rank holds
     row_T: Tensor  # int64 [T local], their rows on the R axis, ascending
 
 
@@ -53,7 +53,7 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
         position_ids=positions[None].to(device),
         padding_mask=None if len(row_T) == len(source) else (~real)[None].to(device),
         params=_params(bounds.to(torch.int32).to(device), max([*padded, fill])),
-        entry_T=entry.to(device),
+        entry_T=entry,
         row_T=row_T.to(device),
     )
 

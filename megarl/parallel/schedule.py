@@ -112,7 +112,7 @@ class _Step:
         logits_RV = output_1RV.squeeze(0)
         if not len(batch):
             return logits_RV[0].float().sum() * 0, None
-        loss, result = self.visit(logits_RV, packed.row_T, batch.take(packed.entry_T))
+        loss, result = self.visit(logits_RV, packed.row_T, batch.take(packed.entry_T).to(logits_RV.device))
         assert self.forward_only or loss.requires_grad, "visit returned a loss without a graph"
         self.results.append(result)
         # Megatron multiplies by cp and divides by its micro-batches (schedules.py:276), then by dp * cp (distributed_data_parallel.py:239).
@@ -128,6 +128,4 @@ def _agree(count: int, grid: Grid) -> None:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=grid.groups.control)
     most, fewest = int(both[0]), -int(both[1])
     if most != fewest:
-        raise RuntimeError(
-            f"micro-batches differ between ranks: rank {grid.rank} has {count}, the ranks' numbers go from {fewest} to {most}"
-        )
+        raise RuntimeError(f"micro-batches differ between ranks: rank {grid.rank} brought {count}, others from {fewest} to {most}")

@@ -6,13 +6,13 @@ here, and not with a wrong gradient. Nothing in this file is used where CUDA is 
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.parallel.upstream import expect
 
 
 def apply() -> None:
@@ -28,16 +28,10 @@ def apply() -> None:
     _uneven_collectives(mappings)
 
 
-def _expect(function: Any, line: str) -> None:
-    if line not in inspect.getsource(function):
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise RuntimeError(f"{name} of megatron-core no longer holds {line!r}: megarl's CPU patch for it must be reviewed")
-
-
-def _rng_state(random: ModuleType) -> None:
+def _rng_state(random: Any) -> None:
     """random.py:41,72 reach past torch.cuda's Python names. Unpatched, setting a state only queues a call that never runs."""
-    _expect(random._get_cuda_rng_state, "torch.cuda.random.get_rng_state(device=device)")
-    _expect(random._set_cuda_rng_state, "_lazy_call(cb)")
+    expect(random._get_cuda_rng_state, "torch.cuda.random.get_rng_state(device=device)")
+    expect(random._set_cuda_rng_state, "_lazy_call(cb)")
 
     def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> Tensor:
         return torch.get_rng_state()
@@ -48,9 +42,9 @@ def _rng_state(random: ModuleType) -> None:
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
 
 
-def _router_gemm(moe_utils: ModuleType) -> None:
+def _router_gemm(moe_utils: Any) -> None:
     """moe_utils.py:22-40 imports `te_general_gemm` inside a try without an else; moe_utils.py:1192 then raises NameError without TE."""
-    _expect(moe_utils.RouterGatingLinearFunction, "if te_general_gemm is not None")
+    expect(moe_utils.RouterGatingLinearFunction, "if te_general_gemm is not None")
     if hasattr(moe_utils, "te_general_gemm"):
         raise RuntimeError(
             "megatron.core.transformer.moe.moe_utils now defines te_general_gemm: megarl's CPU patch for it must be reviewed"
@@ -58,9 +52,9 @@ def _router_gemm(moe_utils: ModuleType) -> None:
     moe_utils.te_general_gemm = None
 
 
-def _split_sizes(moe_utils: ModuleType, token_dispatcher: ModuleType) -> None:
+def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
     """moe_utils.py:1078 turns split sizes into numbers only if they are on a GPU; torch's all_to_all_single takes no tensor sizes."""
-    _expect(moe_utils.maybe_move_tensor_to_cpu, "if torch.is_tensor(tensor) and tensor.is_cuda:")
+    expect(moe_utils.maybe_move_tensor_to_cpu, "if torch.is_tensor(tensor) and tensor.is_cuda:")
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -68,11 +62,11 @@ def _split_sizes(moe_utils: ModuleType, token_dispatcher: ModuleType) -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = as_numbers
 
 
-def _uneven_collectives(mappings: ModuleType) -> None:
+def _uneven_collectives(mappings: Any) -> None:
     """mappings.py:150,187 hand uneven splits to all_gather and reduce_scatter (ETP > 1 with EP > 1); gloo's need equal sizes."""
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-    _expect(gather, "torch.distributed.all_gather(output_tensor_list, input_, group=group)")
-    _expect(scatter, "torch.distributed.reduce_scatter(output, input_tensor_list, group=group)")
+    expect(gather, "torch.distributed.all_gather(output_tensor_list, input_, group=group)")
+    expect(scatter, "torch.distributed.reduce_scatter(output, input_tensor_list, group=group)")
 
     def gather_uneven(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
         if output_split_sizes is None or group.size() == 1:

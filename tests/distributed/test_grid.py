@@ -1,0 +1,43 @@
+"""The grid and the schedule refuse what would hang or go wrong quietly, and listen on loopback alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config import Layout
+from tests.distributed.work import Job, disagree, forward_only, listening, make_checkpoint, not_finite, torch_is_untouched
+from tests.harness import Pool, RankError
+
+LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2))
+
+
+def test_every_listening_socket_is_on_loopback(pool: Pool) -> None:
+    addresses = pool.run(listening, Layout(ranks=4, tp=2, pp=2))
+    assert LOOPBACK in addresses[0]
+    assert set().union(*addresses) == {LOOPBACK}
+
+
+def test_torch_is_untouched_by_the_hook(pool: Pool) -> None:
+    assert pool.run(torch_is_untouched, Layout()) == [True]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(ranks=2, pp=2), Layout(ranks=2, cp=2)], ids=["one", "pp2", "cp2"])
+def test_empty_micro_batch_is_run_and_not_visited(pool: Pool, job: Job, layout: Layout) -> None:
+    visits = pool.run(forward_only, layout, job)
+    assert [len(seen) for seen in visits] == ([2, 2] if layout.cp == 2 else [0, 2] if layout.pp == 2 else [2])
+    [one] = pool.run(forward_only, Layout(), job)
+    assert sum(map(sum, visits)) == sum(one)
+
+
+def test_step_with_a_gradient_that_is_not_finite_is_skipped(pool: Pool, job: Job) -> None:
+    assert pool.run(not_finite, Layout(ranks=2, tp=2), job) == [(True, True)] * 2
+
+
+def test_different_numbers_of_micro_batches_are_refused(pool: Pool, job: Job) -> None:
+    with pytest.raises(RankError, match="micro-batches differ between ranks: rank 0 brought 1, others from 1 to 2"):
+        pool.run(disagree, Layout(ranks=2), job)

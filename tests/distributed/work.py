@@ -1,0 +1,227 @@
+"""What the ranks of the pool do in the distributed tests: build the tiny model, train on its share of one global batch, report.
+
+Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch, Sample, pack
+from megarl.config import ModelSettings, OptimizerSettings
+from megarl.models.build import build_chunks, transformer_config
+from megarl.models.families import family_of
+from megarl.models.hf import read_config
+from megarl.models.weights import load_hf
+from megarl.parallel import schedule
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.parallel.logprobs import logprob_entropy
+from megarl.parallel.optimizer import Trainable, make_trainable
+from megarl.parallel.packing import pack_micro
+
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 8,  # every expert takes every token: no near-ties for a layout to break differently
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+
+
+def make_checkpoint(path: Path, **changes: Any) -> Path:
+    """A Hugging Face directory with the tiny configuration and weights drawn from a fixed seed. No tokenizer."""
+    from safetensors.torch import save_file
+
+    hf = {**TINY, **changes}
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, shape in family_of(hf).expected(hf).items():
+        drawn = torch.randn(*shape, generator=generator)
+        tensors[name] = 1 + 0.1 * drawn if len(shape) == 1 else 0.06 * drawn
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+LISTEN = "0A"  # the state's number in /proc/net/tcp
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training comparison."""
+
+    path: Path
+    micro_batches: int = 4  # of the whole batch, over all data-parallel ranks
+    sequences: int = 12
+    steps: int = 1
+    dtype: str = "float32"
+    recompute: str = "none"
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw."""
+
+    loss: list[float]  # this rank's share of each step's loss; 0 on ranks that report nothing
+    grad_norm: list[float]
+    logp: dict[tuple[int, int], float]  # (sequence, position) -> log-prob in the last step
+    runs: int  # micro-batches that `visit` saw in the last step
+
+
+def global_batch(sequences: int) -> Batch:
+    """Sequences of 4 to 40 tokens with weights that differ from token to token."""
+    rng = np.random.default_rng(3)
+    samples = []
+    for index in range(sequences):
+        length = int(rng.integers(4, 41))
+        prompt = int(rng.integers(1, length))
+        tokens = rng.integers(0, TINY["vocab_size"], length).astype(np.int32)
+        samples.append(Sample(tokens, prompt, np.zeros(length - prompt, np.float32), "stop", index))
+    batch = pack(samples)
+    weight = torch.from_numpy(rng.normal(size=len(batch)).astype(np.float32)) / len(batch)
+    return batch.with_extra(weight=torch.where(batch.mask_T, weight, 0.0))
+
+
+def shares(batch: Batch, parts: int) -> list[Batch]:
+    """The batch in `parts` micro-batches of whole sequences."""
+    return [batch.take((batch.seq_T % parts == part).nonzero().squeeze(1)) for part in range(parts)]
+
+
+def build(grid: Grid, job: Job) -> Trainable:
+    """The loaded policy of this rank, ready to train."""
+    hf = read_config(job.path)
+    settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
+    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
+    load_hf(chunks, job.path, hf, grid)
+    return make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10)
+
+
+def train(grid: Grid, job: Job) -> Report:
+    """Optimizer steps on this rank's share of the global batch."""
+    policy = build(grid, job)
+    reports = grid.is_last_stage and grid.tp_rank == 0
+    losses, norms, logp, runs = [], [], {}, 0
+
+    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[float, Tensor, Tensor, Tensor]]:
+        lp_T, entropy_T = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
+        total = (batch.extra_T["weight"] * (lp_T + 0.1 * entropy_T)).sum()
+        return total, (float(total), batch.seq_T, batch.position_T, lp_T.detach())
+
+    mine = shares(global_batch(job.sequences), job.micro_batches)[grid.dp_rank :: grid.dp_size]
+    for _ in range(job.steps):
+        policy.zero_grad()
+        results = schedule.run(policy.chunks, mine, visit, grid, forward_only=False)
+        norms.append(policy.step().grad_norm)
+        losses.append(sum(loss for loss, *_ in results) if reports else 0.0)
+        runs = len(results)
+        if grid.is_last_stage:
+            for (_, seq_T, _, _), batch in zip(results, mine, strict=True):
+                assert set(seq_T.tolist()) <= set(batch.seq_T.tolist()), "results are not in the order of the micro-batches"
+        for _, seq_T, position_T, lp_T in results if reports else []:
+            logp |= {(int(s), int(p)): float(lp) for s, p, lp in zip(seq_T, position_T, lp_T, strict=True)}
+    return Report(losses, norms, logp, runs)
+
+
+def plain(grid: Grid, job: Job) -> Report:
+    """The same steps without Megatron's schedule, gradient buffers and optimizer: one row of tokens, autograd, torch's AdamW."""
+    hf = read_config(job.path)
+    settings = ModelSettings(path=job.path, dtype=job.dtype)
+    [model] = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
+    load_hf([model], job.path, hf, grid)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    batch = global_batch(job.sequences)
+    packed = pack_micro(batch, cp_rank=0, cp_size=1, tp=1, device=choose().device)
+    local = batch.take(packed.entry_T)
+    losses, norms = [], []
+    for _ in range(job.steps):
+        adam.zero_grad()
+        logits_RV = model(packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params)[0]
+        log_p = logits_RV.log_softmax(-1)
+        lp_T = log_p.gather(-1, local.target_T[:, None])[:, 0]
+        loss = (local.extra_T["weight"] * (lp_T - 0.1 * (log_p.exp() * log_p).sum(-1))).sum()
+        loss.backward()
+        losses.append(float(loss))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        adam.step()
+    logp = {(int(s), int(p)): float(lp) for s, p, lp in zip(local.seq_T, local.position_T, lp_T, strict=True)}
+    return Report(losses, norms, logp, 1)
+
+
+def disagree(grid: Grid, job: Job) -> None:
+    """Brings one micro-batch more than the others on the last rank."""
+    policy = build(grid, job)
+    batches = shares(global_batch(4), 2)[: 1 + (grid.rank == grid.world - 1)]
+    schedule.run(policy.chunks, batches, lambda *_: (torch.zeros(()), None), grid, forward_only=True)
+
+
+def forward_only(grid: Grid, job: Job) -> list[int]:
+    """Entries that each visit saw; the second of three micro-batches is empty."""
+    policy = build(grid, job)
+    first, last = shares(global_batch(4), 2)
+    batches = [first, first.take(torch.empty(0, dtype=torch.int64)), last]
+
+    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        assert not logits_RV.requires_grad
+        return torch.zeros(()), len(batch)
+
+    return schedule.run(policy.chunks, batches, visit, grid, forward_only=True)
+
+
+def not_finite(grid: Grid, job: Job) -> tuple[bool, bool]:
+    """(step skipped, weights as before) after a gradient that is not a number."""
+    policy = build(grid, job)
+    before = [parameter.clone() for chunk in policy.chunks for parameter in chunk.parameters()]
+
+    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
+        return logits_RV.sum() * torch.nan, None
+
+    policy.zero_grad()
+    schedule.run(policy.chunks, shares(global_batch(4), 2)[:1], visit, grid, forward_only=False)
+    skipped = policy.step().skipped
+    after = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    return skipped, all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def listening(grid: Grid) -> set[str]:
+    """The local addresses (hexadecimal, as the kernel prints them) on which this process listens."""
+    torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.tp)
+    mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def torch_is_untouched(grid: Grid) -> bool:
+    """Whether torch.cuda and the tensor's methods are torch's own although Megatron runs."""
+    return torch.cuda.current_device.__module__ == "torch.cuda" and torch.Tensor.cuda.__qualname__ == "TensorBase.cuda"
