@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -60,6 +62,10 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             ray.shutdown()
         return
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
     if settings.interface is None:
         os.environ.update(LOOPBACK)
     else:

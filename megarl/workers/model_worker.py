@@ -6,6 +6,7 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from megarl.algorithms import Loss
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, pack
 from megarl.config import OptimizerSettings, RunSettings
-from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
+from megarl.observe.metrics import Max, Mean, Metric, Std, Sum, merge
 from megarl.workers.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -62,14 +63,17 @@ class ModelWorker:
 
     def build(self, address: tuple[str, int]) -> None:
         """Joins the grid, builds this rank's part of the model and fills it from the Hugging Face directory."""
+        from megarl.parallel import backend
+
+        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # known, and so on purpose
+        self._backend = backend.choose()  # before anything imports megatron
         from megarl.models import hf
         from megarl.models.build import build_chunks, transformer_config
         from megarl.models.weights import load_hf
-        from megarl.parallel import backend, grid
+        from megarl.parallel import grid
         from megarl.parallel.optimizer import make_trainable
 
         config = self._config
-        self._backend = backend.choose()
         store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
         self._grid = grid.init_grid(
             config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s
@@ -183,7 +187,7 @@ class ModelWorker:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch)
         loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
-        return total, _loss_metrics(loss, total, batch)
+        return total, _loss_metrics(loss, float(total.detach()), batch)
 
 
 def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
@@ -193,14 +197,14 @@ def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
     batch = pack([samples[plan.place_N[n][0]][plan.place_N[n][1]] for n in members])
     index_N = torch.tensor(members, dtype=torch.int64)
     return batch.with_extra(
-        advantage=batch.spread(torch.from_numpy(plan.advantage_N)[index_N]),
-        weight=torch.where(batch.mask_T, batch.spread(torch.from_numpy(plan.weight_N)[index_N]), 0.0),
+        advantage=batch.spread(torch.tensor(plan.advantage_N)[index_N]),
+        weight=torch.where(batch.mask_T, batch.spread(torch.tensor(plan.weight_N)[index_N]), 0.0),
     )
 
 
-def _loss_metrics(loss: Loss, total: Tensor, batch: Batch) -> dict[str, Metric]:
+def _loss_metrics(loss: Loss, total: float, batch: Batch) -> dict[str, Metric]:
     tokens = float(batch.mask_T.sum())
-    metrics: dict[str, Metric] = {"actor/pg_loss": Sum(float(total))}
+    metrics: dict[str, Metric] = {"actor/pg_loss": Sum(total)}
     for name, value_T in loss.mean.items():
         metrics[name] = Mean(float(torch.where(batch.mask_T, value_T, 0.0).sum(dtype=torch.float64)), tokens)
     if tokens:
@@ -226,7 +230,7 @@ def _mismatch(batch: Batch) -> dict[str, Metric]:
     return {
         "training/rollout_probs_diff_mean": mean(gap),
         "training/rollout_probs_diff_max": Max(float(gap.max())),
-        "training/rollout_probs_diff_square": mean(gap.square()),
+        "training/rollout_probs_diff_std": Std(float(gap.sum()), float(gap.square().sum()), tokens),
         "training/logprob_gap_mean": mean(d.abs()),
         "training/logprob_gap_max": Max(float(d.abs().max())),
         "rollout_corr/kl": mean(-d),

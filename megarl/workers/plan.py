@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
-from megarl.rewards.score import Score
-from megarl.workers.rollout_worker import Response
+
+if TYPE_CHECKING:
+    from megarl.rewards.score import Score
+    from megarl.workers.rollout_worker import Response
 
 Split = list[list[list[list[int]]]]
 """[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""

@@ -27,11 +27,11 @@ class Ranks:
     timeout_s: float
 
     @classmethod
-    def start(cls, config: RunSettings, objective: Objective, places: Sequence[Any], gpus: bool) -> Ranks:
+    def start(cls, config: RunSettings, objective: Objective, places: Sequence[Any]) -> Ranks:
         """Builds the model on every rank and loads its weights."""
-        actor = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=1 if gpus else 0)
+        actor = ray.remote(ModelWorker)
         actors = [
-            actor.options(scheduling_strategy=place, name=f"{config.name}-rank-{rank}").remote(rank, config, objective)
+            actor.options(num_cpus=1, num_gpus=int(config.cluster.gpus), scheduling_strategy=place).remote(rank, config, objective)
             for rank, place in enumerate(places)
         ]
         ranks = cls(Group("rank", actors), config.cluster.phase_timeout_s)
@@ -61,13 +61,15 @@ class Engines:
     settings: RolloutSettings
 
     @classmethod
-    def start(cls, model: Path, config: RunSettings, settings: RolloutSettings, places: Sequence[Any], gpus: bool) -> Engines:
-        actor = ray.remote(RolloutWorker).options(num_cpus=1, num_gpus=settings.tp if gpus else 0)
+    def start(cls, model: Path, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
+        gpus = config.cluster.gpus
+        actor = ray.remote(RolloutWorker)
         actors = [
-            actor.options(scheduling_strategy=place, name=f"{config.name}-engine-{index}").remote() for index, place in enumerate(places)
+            actor.options(num_cpus=1, num_gpus=settings.tp if gpus else 0, scheduling_strategy=place).remote(f"engine {index}")
+            for index, place in enumerate(places)
         ]
         engines = cls(Group("engine", actors), settings)
-        engines.group.call("start", model, config.model.dtype, settings, config.seed, timeout_s=config.cluster.start_timeout_s)
+        engines.group.call("open", model, config.model.dtype, settings, config.seed, gpus, timeout_s=config.cluster.start_timeout_s)
         return engines
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
