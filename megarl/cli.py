@@ -1,0 +1,94 @@
+"""The command line: `megarl VERB CONFIG.yaml [a.b=c ...]`. Thin: nothing heavy is imported before a verb is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+FAULT, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Where a verb lives, as "module:name"; imported when it is called."""
+
+    help: str
+    config: str  # class of the configuration
+    check: str  # called by --check: refuses what can be refused before a process starts
+    run: str
+
+
+VERBS = {
+    "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
+    "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.checks:check_sft", "megarl.stages.sft:sft"),
+    "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    verbs = "\n".join(f"  {name:6} {verb.help}" for name, verb in VERBS.items())
+    top = argparse.ArgumentParser(
+        prog="megarl",
+        description="Reinforcement learning of large MoE language models.\n\nverbs:\n" + verbs,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
+    top.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
+    top.add_argument("--check", action="store_true", help="refuse what is wrong and stop before any process starts")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 1 for any other failure."""
+    given = parser().parse_intermixed_args(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _call(VERBS[given.verb], given.config, given.overrides, given.check)
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _call(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
+    from megarl.config import ConfigError, load
+
+    try:
+        root: Any = _find(verb.config)
+        config = load(path, overrides, root)
+        if check:
+            _find(verb.check)(config)
+            print(f"megarl: {path} passes every check")
+        else:
+            _find(verb.run)(config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"megarl: error: {line}", file=sys.stderr)
+        return FAULT
+    except Exception as error:
+        traceback.print_exc()
+        print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILURE
+    return 0
+
+
+def _find(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    # As Ctrl-C does: leave through every `with`, so that no process is left behind. Slurm and container runtimes stop a job this way.
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Progress for a person: one live line on a terminal, plain lines elsewhere (logs, CI, Slurm)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+# What a line shows of the last step: the metric, its label, its format.
+SHOWN = (
+    ("perf/tokens_per_second", "tok/s", "{:,.0f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("sft/loss", "loss", "{:.4f}"),
+    ("actor/entropy", "entropy", "{:.3f}"),
+    ("response_length/mean", "length", "{:.1f}"),
+    ("actor/grad_norm", "grad", "{:.3g}"),
+    ("training/logprob_gap_mean", "gap", "{:.1e}"),
+)
+
+
+class Console:
+    """Shows step i of N, the phase that runs now, and the last step's numbers."""
+
+    def __init__(self, name: str, steps: int, now: Callable[[], tuple[str, float]], rich: RichConsole | None = None) -> None:
+        self._name, self._steps, self._now = name, steps, now
+        self._rich = rich or RichConsole(file=sys.stderr, highlight=False)
+        self._step = 0
+        self._numbers = ""
+        self._rate = ""
+        self._live = Live(get_renderable=self._line, console=self._rich, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Console:
+        if self._rich.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def phase(self, name: str) -> None:
+        """A phase begins: worth a plain line before the first step is done, when there is nothing else to see for a while."""
+        if not self._rich.is_terminal and self._step == 0:
+            self._print(f"{name} ...")
+
+    def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
+        """A step is done."""
+        self._step = step
+        self._numbers = " ".join(f"{label} {form.format(values[name])}" for name, label, form in SHOWN if name in values)
+        if not self._rich.is_terminal:
+            times = " ".join(f"{name} {seconds:.1f}s" for name, seconds in phases.items() if seconds >= 0.05)
+            self._print(f"step {step}/{self._steps}  {self._numbers}  ({times})")
+
+    def rate(self, name: str, rates: Mapping[str, float]) -> None:
+        """Pass rates of an evaluation; they stay on the screen."""
+        self._rate = " ".join(f"{kind} {value:.3f}" for kind, value in rates.items())
+        self._print(f"pass rate {name}: {self._rate}")
+
+    def warn(self, message: str) -> None:
+        """Something that the user must see; it stays on the screen."""
+        self._print(f"warning: {message}")
+
+    def _print(self, message: str) -> None:
+        self._rich.print(Text(f"{self._name}: {message}"), soft_wrap=True)
+
+    def _line(self) -> Text:
+        phase, seconds = self._now()
+        parts = [f"{self._name}  step {self._step}/{self._steps}", f"{phase} {seconds:.1f}s", self._numbers, self._rate]
+        return Text(" | ".join(part for part in parts if part), overflow="ellipsis", no_wrap=True)

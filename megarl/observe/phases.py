@@ -1,0 +1,57 @@
+"""Where the time goes: every moment of a run belongs to exactly one phase."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+OTHER = "other"  # time outside every phase
+
+
+class Phases:
+    """`with phases("rollout"): ...` charges the time inside to "rollout", less the time of phases nested in it.
+
+    So the phases add up to the wall time, however they nest. Used by one thread; `current` may be read from any.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = clock()  # charged up to here
+        self._stack: list[tuple[str, float]] = [(OTHER, self._since)]
+        self._total: dict[str, float] = defaultdict(float)
+        self._taken: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """The phase `name` for the length of the block, also where the block raises."""
+        self._charge()
+        self._stack.append((name, self._since))
+        try:
+            yield
+        finally:
+            self._charge()
+            self._stack.pop()
+
+    def current(self) -> tuple[str, float]:
+        """The innermost phase and the seconds since it was entered."""
+        name, entered = self._stack[-1]
+        return name, self._clock() - entered
+
+    def total(self) -> dict[str, float]:
+        """Seconds by phase since the start; their sum is the wall time."""
+        self._charge()
+        return dict(self._total)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last `take`, phases that did not run left out."""
+        total = self.total()
+        spent = {name: seconds - self._taken.get(name, 0.0) for name, seconds in total.items()}
+        self._taken = total
+        return {name: seconds for name, seconds in spent.items() if seconds > 0}
+
+    def _charge(self) -> None:
+        now = self._clock()
+        self._total[self._stack[-1][0]] += now - self._since
+        self._since = now

@@ -1,0 +1,67 @@
+"""How much memory the processes of a run took at most, by kind of process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+RAY_DAEMONS = ("gcs_server", "raylet")
+
+
+class PeakMemory:
+    """The largest resident set that one process of each kind ever had, in MB (2^20 bytes).
+
+    Covers the driver and its descendants on this machine; `sample` must be called while they live. Linux only (VmHWM).
+    """
+
+    def __init__(self) -> None:
+        self._peak: dict[str, float] = {}
+
+    def sample(self) -> None:
+        """Reads the kernel's high-water mark of every process that is there now."""
+        driver = psutil.Process()
+        kinds = {driver.pid: "driver"}
+        # A parent comes before its children, so the parent's kind is known.
+        for process in driver.children(recursive=True):
+            try:
+                kinds[process.pid] = _kind(process.cmdline(), kinds.get(process.ppid(), "driver"))
+            except psutil.Error:
+                continue  # it has ended
+        for pid, kind in kinds.items():
+            peak = high_water_mb(pid)
+            if peak is not None:
+                self._peak[kind] = max(peak, self._peak.get(kind, 0.0))
+
+    def mb(self) -> dict[str, float]:
+        """MB by kind: driver, model_worker, rollout, engine_core, reward, ray."""
+        return {kind: round(peak, 1) for kind, peak in sorted(self._peak.items())}
+
+
+def _kind(command: list[str], parent: str) -> str:
+    # Ray's worker processes carry their actor's class as title ("ray::ModelWorker.update"), and the raylet is their parent.
+    title = " ".join(command)
+    if title.startswith("ray::ModelWorker"):
+        return "model_worker"
+    if title.startswith("ray::RolloutWorker"):
+        return "rollout"
+    if parent in ("rollout", "engine_core"):
+        return "engine_core"
+    if parent == "ray" or title.startswith("ray::") or any(os.path.basename(command[0]) == daemon for daemon in RAY_DAEMONS if command):
+        return "ray"
+    if parent == "driver" and f"{os.sep}ray{os.sep}" in title:
+        return "ray"  # its log monitor and other helpers, started by the driver
+    return "reward" if parent == "driver" else parent
+
+
+def high_water_mb(pid: int) -> float | None:
+    """VmHWM of a process in MB; None where it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (OSError, ProcessLookupError):
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return None  # a zombie has no memory

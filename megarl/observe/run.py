@@ -1,0 +1,153 @@
+"""One run as its loop sees it: phases, numbers, pass rates. Everything that is shown or kept of a run passes through here."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console as RichConsole
+
+from megarl.config import ConfigError, RunSettings, SftConfig, TrainConfig, dump
+from megarl.observe import report, summary
+from megarl.observe.alarms import Alarms
+from megarl.observe.console import Console
+from megarl.observe.metrics import Last, Metric, Sum, merge, scalars
+from megarl.observe.phases import Phases
+from megarl.observe.processes import PeakMemory
+from megarl.observe.writers import open_writers
+
+KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb")  # what a run writes besides its model
+GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
+EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
+
+
+class Run:
+    """`with Run(config) as run: ...` Leaves config.yaml, metrics.jsonl, tensorboard/, summary.json and report.png in the run's directory.
+
+    summary.json is written last, and only by a run that came to its end. What an earlier run of the same name left is moved to
+    earlier-<n>/. ConfigError on entry where another run is using the directory.
+    """
+
+    def __init__(self, config: RunSettings) -> None:
+        self._config = config
+        self.directory: Path = config.directory
+        self._phases = Phases()
+        self._memory = PeakMemory()
+        self._alarms = Alarms()
+        self._pass_rates: dict[str, Mapping[str, float]] = {}
+        self._whole: dict[str, Metric] = {}
+        self._step = 0
+        self._console = Console(config.name, _steps(config), self._phases.current)
+
+    def __enter__(self) -> Run:
+        self._lock = _claim(self.directory)
+        try:
+            _set_aside(self.directory)
+            (self.directory / "config.yaml").write_text(dump(self._config))
+            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._console.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._console.__exit__(kind, error, trace)
+        self._writers.close()
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._lock)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charges the time of the block to the phase `name`."""
+        self._console.phase(name)
+        with self._phases(name):
+            try:
+                yield
+            finally:
+                self._memory.sample()
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """The metrics of a step that is done, with the time since the last report."""
+        phases = self._phases.take()
+        seconds = sum(phases.values())
+        values = scalars(merge([metrics, _timing(phases), {"perf/time_per_step": Last(seconds)}]))
+        if "perf/tokens" in values:
+            values["perf/tokens_per_second"] = values["perf/tokens"] / seconds
+        self._whole = merge([self._whole, {name: metrics[name] for name in GAPS if name in metrics}])
+        self._step = max(self._step, step)
+        self._write(step, values)
+        self._console.step(step, values, phases)
+
+    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0) -> None:
+        """The held-out pass rates {"sampled": x, "greedy": y} of the weights called `name` (base, sft or rl); the last one counts."""
+        self._pass_rates[name] = dict(rates)
+        prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
+        values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}
+        self._write(step, values | scalars(_timing(self._phases.take())))
+        self._console.rate(name, rates)
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        for event, message in self._alarms.check(step, values).items():
+            values[f"events/{event}"] = 1.0
+            self._console.warn(message)
+        self._writers.write(step, values)
+
+    def _finish(self) -> None:
+        self._memory.sample()
+        whole = scalars(self._whole)
+        result = summary.Summary(
+            pass_rate_base=self._pass_rates.get("base"),
+            pass_rate_sft=self._pass_rates.get("sft"),
+            pass_rate_rl=self._pass_rates.get("rl"),
+            rl_steps=self._step if isinstance(self._config, TrainConfig) else 0,
+            wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
+            logprob_gap_mean=whole.get(GAPS[0]),
+            logprob_gap_max=whole.get(GAPS[1]),
+            peak_rss_mb=self._memory.mb(),
+            versions=summary.versions(),
+        )
+        if self._step:
+            report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
+        summary.write(self.directory / "summary.json", result)
+        summary.show(result, RichConsole())
+
+
+def _steps(config: RunSettings) -> int:
+    if isinstance(config, TrainConfig):
+        return config.train.steps
+    return config.sft.steps if isinstance(config, SftConfig) else 0
+
+
+def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:
+    return {f"timing_s/{name}": Sum(seconds) for name, seconds in phases.items()}
+
+
+def _claim(directory: Path) -> int:
+    """Makes the directory and locks it for this process; returns the lock's descriptor. ConfigError where another process holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(f"name: {directory} is in use by another run") from None
+    return lock
+
+
+def _set_aside(directory: Path) -> None:
+    """Moves what an earlier run wrote to earlier-<n>/, so that runs do not mix and nothing is lost."""
+    left = [directory / name for name in KEPT if (directory / name).exists()]
+    if left:
+        number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
+        aside = directory / f"earlier-{number}"
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)

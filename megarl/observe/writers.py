@@ -1,0 +1,110 @@
+"""Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases where the config asks for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.config import ConfigError, LogSettings
+
+
+class Writer(Protocol):
+    """Takes the scalars of a step, and is closed at the end."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, `step` first, flushed at once. JSON has no nan: a non-finite number is the string "nan", "inf" or "-inf"."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        row: dict[str, Any] = {"step": step}
+        row |= {name: value if math.isfinite(value) else str(value) for name, value in sorted(values.items())}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, float]]:
+    """The rows that `JsonLines` wrote, non-finite numbers included. A last line cut by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        rows.append({name: float(value) for name, value in json.loads(line).items()})
+    return rows
+
+
+class TensorBoard:
+    """Event files for `tensorboard --logdir runs`."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), flush_secs=10)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run. Without WANDB_API_KEY (or a mode in WANDB_MODE) it is recorded offline, for `wandb sync` later; it never asks."""
+
+    def __init__(self, directory: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
+        self._run = wandb.init(project="megarl", name=name, dir=str(directory), config=dict(config), mode=mode)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Writers:
+    """All writers of a run as one."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = writers
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def check(settings: LogSettings) -> None:
+    """ConfigError where a writer is asked for that is not installed."""
+    from importlib.util import find_spec
+
+    if settings.wandb and find_spec("wandb") is None:
+        raise ConfigError("log.wandb=true: the package wandb is not installed (the extra megarl[wandb] brings it)")
+
+
+def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings) -> Writers:
+    """The writers that `settings` asks for, below the run's directory."""
+    check(settings)
+    writers: list[Writer] = [JsonLines(directory / "metrics.jsonl")]
+    if settings.tensorboard:
+        writers.append(TensorBoard(directory / "tensorboard"))
+    if settings.wandb:
+        writers.append(WeightsAndBiases(directory, name, config))
+    return Writers(writers)
