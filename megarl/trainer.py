@@ -12,7 +12,7 @@ from megarl.stages.checks import check_train
 from megarl.stages.eval import evaluate, requests
 from megarl.workers.cluster import ray_session
 from megarl.workers.plan import plan_step
-from megarl.workers.team import sampling, start
+from megarl.workers.team import start, step_sampling
 
 
 def train(config: TrainConfig) -> None:
@@ -21,11 +21,10 @@ def train(config: TrainConfig) -> None:
     with Run(config) as run, ray_session(config.cluster, actors=config.layout.ranks + config.rollout.replicas), Scorer(config.reward) as scorer:
         with run.phase("start"):
             ranks, engines = start(config)
-            run.watch(ranks.group, engines.group, scorer)
         if config.model.base is not None:
             run.pass_rate("base", evaluate(data.eval, engines, scorer, run, config.seed))
         with run.phase("sync"):
-            run.log(0, ranks.sync(engines, 0))
+            run.log(0, ranks.sync(engines, 0, config.sync))
         if config.train.eval_at_start:
             run.pass_rate("sft", evaluate(data.eval, engines, scorer, run, config.seed))
 
@@ -33,7 +32,7 @@ def train(config: TrainConfig) -> None:
         for step in range(1, config.train.steps + 1):
             prompts = [data.train[index] for index in sampler.take(config.train.prompts_per_step)]
             with run.phase("rollout"):
-                responses = engines.generate(prompts, sampling(config, step))
+                responses = engines.generate(prompts, step_sampling(config, step))
             with run.phase("reward"):
                 scores = scorer.score(requests(prompts, responses))
             plan = plan_step(config, responses, scores)
@@ -43,7 +42,7 @@ def train(config: TrainConfig) -> None:
             with run.phase("update"):
                 metrics |= merge([ranks.update(mini_batch) for mini_batch in range(config.train.mini_batches)])
             with run.phase("sync"):
-                metrics |= ranks.sync(engines, step)
+                metrics |= ranks.sync(engines, step, config.sync)
             run.log(step, metrics)
             if config.train.eval_every and step % config.train.eval_every == 0 or step == config.train.steps:
                 run.pass_rate("rl", evaluate(data.eval, engines, scorer, run, config.seed), step)

@@ -65,7 +65,9 @@ class ModelWorker:
         """Joins the grid, builds this rank's part of the model and fills it from the Hugging Face directory."""
         from megarl.parallel import backend
 
-        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # known, and so on purpose
+        # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._backend = backend.choose()  # before anything imports megatron
         from megarl.models import hf
         from megarl.models.build import build_chunks, transformer_config

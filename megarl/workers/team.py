@@ -1,4 +1,4 @@
-"""The workers of an RL run behind the words of the algorithm: generate, score, update, sync, save."""
+"""The workers of a run behind the words of the algorithm: generate, score, update, sync, save."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
-from megarl.config import RolloutSettings, RunSettings
+from megarl.config import EvalConfig, RolloutSettings, RunSettings, SyncSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, merge
 from megarl.rollout.engine import Sampling
-from megarl.workers.cluster import Group
+from megarl.workers.cluster import Group, reserve
 from megarl.workers.model_worker import ModelWorker, Objective
 from megarl.workers.plan import StepPlan
 from megarl.workers.rollout_worker import Response, RolloutWorker
@@ -27,18 +27,19 @@ class Ranks:
     timeout_s: float
 
     @classmethod
-    def start(cls, config: RunSettings, objective: Objective, places: Sequence[Any]) -> Ranks:
-        """Builds the model on every rank and loads its weights."""
+    def create(cls, config: RunSettings, objective: Objective, places: Sequence[Any]) -> Ranks:
+        """Starts the processes; `build` makes them a model."""
         actor = ray.remote(ModelWorker)
         actors = [
             actor.options(num_cpus=1, num_gpus=int(config.cluster.gpus), scheduling_strategy=place).remote(rank, config, objective)
             for rank, place in enumerate(places)
         ]
-        ranks = cls(Group("rank", actors), config.cluster.phase_timeout_s)
-        start = config.cluster.start_timeout_s
-        [address] = Group("rank", actors[:1]).call("listen", timeout_s=start)
-        ranks.group.call("build", address, timeout_s=start)
-        return ranks
+        return cls(Group("rank", actors), config.cluster.phase_timeout_s)
+
+    def build(self, timeout_s: float) -> None:
+        """Builds the model on every rank and loads its weights."""
+        [address] = Group("rank", self.group.actors[:1]).call("listen", timeout_s=timeout_s)
+        self.group.call("build", address, timeout_s=timeout_s)
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Hands the step to the ranks; they compute log-probs of the policy it starts from, and the reference's."""
@@ -47,6 +48,14 @@ class Ranks:
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last scored plan."""
         return merge(self.group.call("update", mini_batch, timeout_s=self.timeout_s))
+
+    def train(self, plan: StepPlan) -> dict[str, Metric]:
+        """One optimizer step on a plan of one mini-batch that needs no scoring."""
+        return merge(self.group.call("train", plan, timeout_s=self.timeout_s))
+
+    def sync(self, engines: Engines, version: int, settings: SyncSettings) -> dict[str, Metric]:
+        """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
+        return merge(self.group.call("sync", engines.group.actors, version, settings, timeout_s=settings.timeout_s))
 
     def save(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory."""
@@ -61,27 +70,59 @@ class Engines:
     settings: RolloutSettings
 
     @classmethod
-    def start(cls, model: Path, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
-        gpus = config.cluster.gpus
-        actor = ray.remote(RolloutWorker)
+    def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
+        """Starts the processes; `open` gives them weights."""
+        actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
         actors = [
-            actor.options(num_cpus=1, num_gpus=settings.tp if gpus else 0, scheduling_strategy=place).remote(f"engine {index}")
+            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}")
             for index, place in enumerate(places)
         ]
-        engines = cls(Group("engine", actors), settings)
-        engines.group.call("open", model, config.model.dtype, settings, config.seed, gpus, timeout_s=config.cluster.start_timeout_s)
-        return engines
+        return cls(Group("engine", actors), settings)
+
+    def open(self, model: Path, config: RunSettings) -> list[Any]:
+        """Starts every engine with the weights of `model`; returns at once, with what to wait for."""
+        return self.group.start("open", model, config.model.dtype, self.settings, config.seed, config.cluster.gpus)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
         """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
-        numbered = list(enumerate(prompts))
-        shares = [[(number, prompt.tokens) for number, prompt in numbered[index :: len(self.group.actors)]] for index in range(len(self.group.actors))]
-        busy = [(actor, share) for actor, share in zip(self.group.actors, shares, strict=True) if share]
+        numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
+        replicas = len(self.group.actors)
+        busy = [(actor, numbered[index::replicas]) for index, actor in enumerate(self.group.actors) if index < len(numbered)]
         references = [actor.respond.remote(share, sampling) for actor, share in busy]
         answers = self.group.wait(references, "generate", self.settings.timeout_s)
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
 
 
+def start(config: TrainConfig) -> tuple[Ranks, Engines]:
+    """Ranks and engines, ready; both start at the same time. The engines begin with `model.base` where there is one."""
+    settings = config.cluster
+    gpus = int(settings.gpus)
+    bundles = [{"CPU": 1.0, "GPU": 1.0 * gpus}] * config.layout.ranks + [{"CPU": 1.0, "GPU": 1.0 * gpus * config.rollout.tp}] * config.rollout.replicas
+    places = reserve(bundles, settings.start_timeout_s)
+    engines = Engines.create(config, config.rollout, places[config.layout.ranks :])
+    opening = engines.open(config.model.base or config.model.path, config)
+    updates = config.train.steps * config.train.mini_batches
+    objective = Objective(config.algorithm, config.optimizer, updates, config.rollout.temperature)
+    ranks = Ranks.create(config, objective, places[: config.layout.ranks])
+    ranks.build(settings.start_timeout_s)
+    engines.group.wait(opening, "start", settings.start_timeout_s)
+    return ranks, engines
+
+
+def start_engines(config: EvalConfig) -> Engines:
+    """Engines alone, ready."""
+    gpus = 1.0 * config.cluster.gpus * config.rollout.tp
+    engines = Engines.create(config, config.rollout, reserve([{"CPU": 1.0, "GPU": gpus}] * config.rollout.replicas, config.cluster.start_timeout_s))
+    engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+    return engines
+
+
 def call_seed(run_seed: int, step: int) -> int:
     """The seed of one generate call: a function of the run's seed and the step alone."""
     return run_seed * 1_000_000 + step
+
+
+def step_sampling(config: TrainConfig, step: int) -> Sampling:
+    """How the responses of an RL step are drawn."""
+    rollout = config.rollout
+    return Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(config.seed, step))
