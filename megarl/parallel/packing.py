@@ -24,7 +24,7 @@ class Packed:
 
     input_ids: Tensor  # int64 [1, R]
     position_ids: Tensor  # int64 [1, R], inside the sequence
-    padding_mask: Tensor | None  # bool [1, R], true for padding; None if there is none
+    padding_mask: Tensor | None  # bool [1, R], true for padding; None if no rank has any
     params: PackedSeqParams
     entry_T: Tensor  # int64 [T local] on the CPU, entries of the micro-batch that this rank holds
     row_T: Tensor  # int64 [T local], their rows on the R axis, ascending
@@ -51,7 +51,7 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
     return Packed(
         input_ids=ids[None].to(device),
         position_ids=positions[None].to(device),
-        padding_mask=None if len(row_T) == len(source) else (~real)[None].to(device),
+        padding_mask=(~real)[None].to(device) if sum(padded) + fill > sum(lengths) else None,
         params=_params(bounds.to(torch.int32).to(device), max([*padded, fill])),
         entry_T=entry,
         row_T=row_T.to(device),

@@ -31,12 +31,16 @@ def apply() -> None:
 
 
 def _shape_exchange(communicator: Any) -> None:
-    """p2p_communication.py:216-237 posts sends and receives in the order previous, next.
+    """p2p_communication.py:216-243 posts sends and receives in the order previous, next, and waits for all of them.
 
     With two pipeline stages both neighbours are one process, and what it sends to its previous stage arrives at our next: when both
-    directions are in flight (the interleaved schedule) the two shapes come out swapped. Receives must stand in the peer's order.
+    directions are in flight (the interleaved schedule) the two shapes come out swapped. Receives must stand in the peer's order. And a
+    stage may send a gradient to one that still waits for its own activation to be taken: waiting for that send is a deadlock wherever
+    small sends are not buffered (gloo), so a send is waited for in the next exchange only.
     """
-    expect(communicator._communicate_shapes, "ops.append(send_prev_op)", "ops.append(recv_prev_op)", "ops.append(recv_next_op)")
+    expect(
+        communicator._communicate_shapes, "ops.append(send_prev_op)", "ops.append(recv_prev_op)", "ops.append(recv_next_op)", "req.wait()"
+    )
 
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -45,21 +49,20 @@ def _shape_exchange(communicator: Any) -> None:
 
         backend = choose()
         from_prev, from_next = torch.zeros(2, 3, dtype=torch.int64, device=backend.device)
-        ops = []
-
-        def post(way: Any, tensor: Tensor, peer: int) -> None:
-            ops.append(dist.P2POp(way, tensor, peer, self.pp_group))
-
-        if tensor_send_prev is not None:
-            post(dist.isend, torch.tensor(tensor_send_prev.shape, device=backend.device), self.prev_rank)
-        if recv_next:
-            post(dist.irecv, from_next, self.next_rank)
-        if tensor_send_next is not None:
-            post(dist.isend, torch.tensor(tensor_send_next.shape, device=backend.device), self.next_rank)
-        if recv_prev:
-            post(dist.irecv, from_prev, self.prev_rank)
-        for request in dist.batch_isend_irecv(ops) if ops else []:
+        receives = [(from_next, self.next_rank)] * recv_next + [(from_prev, self.prev_rank)] * recv_prev
+        sends = [
+            (torch.tensor(tensor.shape, device=backend.device), peer)
+            for tensor, peer in ((tensor_send_prev, self.prev_rank), (tensor_send_next, self.next_rank))
+            if tensor is not None
+        ]
+        for request in getattr(self, "_megarl_sends", ()):
             request.wait()
+        ops = [dist.P2POp(dist.irecv, shape, peer, self.pp_group) for shape, peer in receives]
+        ops += [dist.P2POp(dist.isend, shape, peer, self.pp_group) for shape, peer in sends]
+        requests = dist.batch_isend_irecv(ops) if ops else []
+        for request in requests[: len(receives)]:  # NCCL gives one request for all, gloo one for each
+            request.wait()
+        self._megarl_sends = requests[len(receives) :]
         backend.synchronize()  # as upstream does, against a race of batch_isend_irecv
         return from_prev.tolist(), from_next.tolist()
 
