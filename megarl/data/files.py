@@ -1,0 +1,78 @@
+"""Rows of .jsonl and .parquet files in the column layout of DAPO and verl.
+
+    {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
+
+`prompt` may also be a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, FileSource
+
+BATCH = 4096  # Parquet rows in memory at a time
+
+
+def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
+    """(place for messages, prompt as it stands, answer, other columns) of every row, streamed.
+
+    Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
+    """
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    path = source.path
+    if not path.is_file():
+        raise ConfigError(f"{key}.path: no such file: {path}")
+    if path.suffix not in readers:
+        raise ConfigError(f"{key}.path: {path} must end in .jsonl or .parquet")
+    for number, row in readers[path.suffix](path, f"{key}.path"):
+        place = f"{key}.path: {path}:{number}"
+        prompt = _at(row, source.prompt_key, place, f"{key}.prompt_key")
+        answer = _at(row, source.answer_key, place, f"{key}.answer_key")
+        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
+        yield place, prompt, text, {name: value for name, value in row.items() if name not in used}
+
+
+def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                raise ConfigError(f"{key}: {path}:{number}: empty line")
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise ConfigError(f"{key}: {path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{key}: {path}:{number}: must hold an object, not {type(row).__name__}")
+            yield number, row
+
+
+def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {error}") from None
+
+
+def _at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
+    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name."""
+    value: Any = row.get(dotted)
+    if dotted not in row:
+        value = row
+        for name in dotted.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
+        raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")
+    return value

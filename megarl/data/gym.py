@@ -1,0 +1,43 @@
+"""Questions from reasoning-gym."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from megarl.config import ConfigError, ReasoningGymSource
+
+
+def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]], int]:
+    """The entries (question, answer, metadata) of a source, and how many were dropped because `exclude` asks the same question.
+
+    reasoning-gym draws item i from Random(seed + i), so sources with nearby seeds share almost all items: `exclude` compares questions.
+    Raises ConfigError with the dotted key for an unknown dataset or parameter.
+    """
+    excluded = set()
+    if source.exclude is not None:
+        excluded = {entry["question"] for entry in read_gym(source.exclude, f"{key}.exclude")[0]}
+    dataset = _make(source, key)
+    entries = [dataset[index] for index in range(source.items)]
+    kept = [entry for entry in entries if entry["question"] not in excluded]
+    return kept, len(entries) - len(kept)
+
+
+def _make(source: ReasoningGymSource, key: str) -> Any:
+    # Two to three seconds (sympy, matplotlib): only runs that ask for it pay.
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if source.dataset not in DATASETS:
+        guess = difflib.get_close_matches(source.dataset, sorted(DATASETS), n=1)
+        hint = f" (did you mean {guess[0]!r}?)" if guess else ""
+        raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint}")
+    known = DATASETS[source.dataset][1].__dataclass_fields__
+    for name in source.params:
+        if name in ("seed", "size"):
+            raise ConfigError(f"{key}.params.{name}: set {key}.{'seed' if name == 'seed' else 'items'} instead")
+        if name not in known:
+            raise ConfigError(f"{key}.params.{name}: {source.dataset} has no such parameter ({', '.join(sorted(known))})")
+    try:
+        return create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{key}.params: {source.dataset} refuses {source.params}: {error}") from None

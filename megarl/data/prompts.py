@@ -1,0 +1,137 @@
+"""Prompts from reasoning-gym and from JSONL and Parquet files, tokenised and checked before any process starts."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import ConfigError, PromptSource, ReasoningGymSource
+from megarl.data.files import read_file
+from megarl.data.gym import read_gym
+from megarl.data.tokenizer import Message, encode, first_line, render_chats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+CHUNK = 4096  # rows tokenised together
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, and what its verifier needs."""
+
+    id: int  # place in its source
+    text: str  # the question: the last message of a chat
+    ids: Sequence[int] = field(repr=False)  # tokens of the whole prompt, 4 bytes each
+    answer: str
+    meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt's tokens, chat template included."""
+        return list(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source before tokenisation."""
+
+    place: str  # what a refusal calls it: "data.train.path: train.jsonl:3"
+    prompt: str | list[Message]
+    answer: str
+    meta: dict[str, Any]
+
+
+def load_prompts(
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    template: str,
+    max_prompt_tokens: int,
+    key: str,
+    limit_key: str = "rollout.max_prompt_tokens",
+) -> list[Prompt]:
+    """Every prompt of `source`, whose dotted key is `key` (say "data.train").
+
+    With `chat` each prompt goes through the tokenizer's chat template, otherwise `template` is filled in. Raises ConfigError in one
+    line for the first row that is malformed, empty or longer than `max_prompt_tokens` (named `limit_key` in the message).
+    """
+    section = key.rpartition(".")[0]
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")
+    if not chat and "{prompt}" not in template:
+        raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
+    prompts: list[Prompt] = []
+    rows = _rows(source, key)
+    while chunk := list(islice(rows, CHUNK)):
+        texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
+            if len(tokens) > max_prompt_tokens:
+                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {limit_key}={max_prompt_tokens}")
+            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta))
+    return prompts
+
+
+def _rows(source: PromptSource, key: str) -> Iterator[Row]:
+    """The rows of a source. ConfigError where there is none."""
+    empty = True
+    if isinstance(source, ReasoningGymSource):
+        entries, dropped = read_gym(source, key)
+        if dropped:
+            log.info("%s: %d of %d items left out, their questions are in %s.exclude", key, dropped, source.items, key)
+        if not entries:
+            raise ConfigError(f"{key}.items: all {source.items} items are in {key}.exclude")
+        # Scoring makes the dataset again, with the same parameters.
+        for number, entry in enumerate(entries):
+            meta = {**entry["metadata"], "source_params": source.params}
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            yield Row(f"{key}: item {number}", _checked(entry["question"], f"{key}: item {number}"), answer, meta)
+        return
+    for place, prompt, answer, meta in read_file(source, key):
+        empty = False
+        yield Row(place, _checked(prompt, place), answer, meta)
+    if empty:
+        raise ConfigError(f"{key}.path: {source.path} holds no prompts")
+
+
+def _checked(prompt: Any, place: str) -> str | list[Message]:
+    """The prompt, if it is a text or a list of chat messages with something in it."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ConfigError(f"{place}: the prompt is empty")
+        return prompt
+    if not isinstance(prompt, list):
+        raise ConfigError(f"{place}: the prompt must be a text or a list of chat messages, not {type(prompt).__name__}")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ConfigError(f"{place}: message {number} of the prompt needs a text 'role' and a text 'content'")
+    if not prompt or not prompt[-1]["content"].strip():
+        raise ConfigError(f"{place}: the prompt is empty")
+    return prompt
+
+
+def _text(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+
+
+def _question(row: Row, section: str) -> str:
+    """The text that goes into a template."""
+    if isinstance(row.prompt, list) and len(row.prompt) > 1:
+        raise ConfigError(f"{row.place}: a chat of {len(row.prompt)} messages needs {section}.chat=true")
+    return _text(row)
+
+
+def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[str]:
+    chats = [[{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt for row in rows]
+    try:
+        return render_chats(tokenizer, chats)
+    except Exception as error:  # a template may raise anything
+        if len(rows) > 1:  # find the row
+            return [text for row in rows for text in _chat_texts(tokenizer, [row])]
+        raise ConfigError(f"{rows[0].place}: the model's chat template refuses the prompt: {first_line(error)}") from None

@@ -1,0 +1,56 @@
+"""The tokenizer of a Hugging Face directory: offline, and never with code from that directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]  # of a chat: role and content
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        if (path / "tokenizer.json").is_file():
+            # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"model.path: no usable tokenizer in {path}: {first_line(error)}") from None
+
+
+def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]]) -> list[str]:
+    """Each chat as the text after which the assistant speaks. Raises whatever the model's template raises."""
+    return tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """Tokens of each text. `special` adds what the tokenizer puts around a raw text (a rendered chat already has it)."""
+    return tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, finished: bool) -> str:
+    """The text of a response: a finished one loses its last token, the one that ended it.
+
+    Special tokens inside a response stay visible, so that no verifier takes `12<|pad|>3` for 123.
+    """
+    kept = tokens[:-1] if finished else tokens
+    return tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def first_line(error: Any) -> str:
+    """What an error says, as one line of at most 300 characters."""
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else type(error).__name__)[:300]
