@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megarl.config import RolloutSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, Sum
-from megarl.rewards.score import Score
-from megarl.workers.rollout_worker import Response
+
+if TYPE_CHECKING:
+    from megarl.rewards.score import Score
+    from megarl.workers.rollout_worker import Response
 
 
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score], settings: RolloutSettings) -> dict[str, Metric]:

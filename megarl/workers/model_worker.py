@@ -5,6 +5,7 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
 
 from __future__ import annotations
 
+import collections
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,12 +20,13 @@ from torch import Tensor
 from megarl.algorithms import Loss
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, pack
-from megarl.config import OptimizerSettings, RunSettings
+from megarl.config import OptimizerSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Max, Mean, Metric, Std, Sum, merge
 from megarl.workers.plan import StepPlan
 
 if TYPE_CHECKING:
     from megarl.parallel.routing import RouterWatch
+    from megarl.workers.push import Pusher
 
 
 class LossFunction(Protocol):
@@ -57,9 +59,9 @@ class ModelWorker:
         """On rank 0: opens the rendezvous of the ranks. Returns its address."""
         from megarl.parallel.grid import listen_store
 
-        host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
-        self._store, port = listen_store(host, self._config.layout.ranks, self._config.cluster.start_timeout_s)
-        return host, port
+        self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
+        self._store, port = listen_store(self._host, self._config.layout.ranks, self._config.cluster.start_timeout_s)
+        return self._host, port
 
     def build(self, address: tuple[str, int]) -> None:
         """Joins the grid, builds this rank's part of the model and fills it from the Hugging Face directory."""
@@ -91,6 +93,7 @@ class ModelWorker:
         self._policy = make_trainable(load(grad=True), self._objective.optimizer, self._objective.updates)
         self._reference = load(grad=False) if self._objective.algorithm.needs_reference else None
         self._routing: list[dict[str, Metric]] = []
+        self._pusher: Pusher | None = None
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes the log-probs of the policy that the step starts from.
@@ -121,9 +124,18 @@ class ModelWorker:
         [mini_batch] = plan.split
         return self._step([_assemble(plan, members) for members in mini_batch[self._grid.dp_rank]])
 
-    def sync(self, engines: Sequence[Any], version: int) -> dict[str, Any]:
+    def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
-        raise NotImplementedError
+        from megarl.sync.export import export
+        from megarl.workers.push import Pusher
+
+        stream = export(self._policy.chunks, self._hf, self._grid, self._transformer.params_dtype)
+        if self._rank != 0:
+            collections.deque(stream, maxlen=0)
+            return {}
+        if self._pusher is None:
+            self._pusher = Pusher(engines, workers_per_engine, settings, self._host, self._backend.device)
+        return self._pusher.push(stream, version)
 
     def save(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory (rank 0 writes, all gather)."""

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from megarl.config import RolloutSettings
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.rollout.engine import EngineInfo, Prompt, Sampling
 from megarl.rollout.vllm import RolloutEngine
 
@@ -45,7 +45,7 @@ class RolloutWorker(RolloutEngine):
                 responses.append(
                     Response(
                         prompt=int(generated.prompt_id),
-                        text=self._tokenizer.decode(sample.tokens[sample.prompt_length :].tolist(), skip_special_tokens=True),
+                        text=decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=sample.finish_reason == "stop"),
                         prompt_length=sample.prompt_length,
                         length=sample.response_length,
                         finished=sample.finish_reason == "stop",

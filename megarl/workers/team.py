@@ -55,7 +55,8 @@ class Ranks:
 
     def sync(self, engines: Engines, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
-        return merge(self.group.call("sync", engines.group.actors, version, settings, timeout_s=settings.timeout_s))
+        arguments = (engines.group.actors, engines.settings.tp, version, settings)
+        return merge(self.group.call("sync", *arguments, timeout_s=settings.timeout_s))
 
     def save(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory."""

@@ -1,0 +1,64 @@
+"""New weights into the engines, from rank 0: the control calls go through Ray, the bytes through the sender's transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from megarl.config import SyncSettings
+from megarl.observe.metrics import Last, Metric
+from megarl.sync.fingerprint import Fingerprinter, check
+from megarl.sync.send import Sender
+
+
+class Pusher:
+    """Rank 0's connection to the engines."""
+
+    def __init__(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device) -> None:
+        self._engines, self._per_engine, self._settings = engines, workers_per_engine, settings
+        self._sender = Sender(
+            settings.transport,
+            workers=len(engines) * workers_per_engine,
+            host=host,
+            bucket_mb=settings.bucket_mb,
+            timeout_s=settings.timeout_s,
+            device=device,
+        )
+        self._sender.connect(self._meet)
+
+    def push(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
+        """Moves the whole stream into every engine and puts it to work as `version`.
+
+        Raises FingerprintMismatch naming the tensors, where an engine holds other bits than were exported (`sync.verify`), and whatever an
+        engine or the transport raised.
+        """
+        begun, timeout_s = time.perf_counter(), self._settings.timeout_s
+        prints = Fingerprinter()
+        self._all("start_update", timeout_s)()
+        sent = self._sender.send(stream, lambda header: self._all("receive", header, timeout_s), prints.add if self._settings.verify else None)
+        self._all("finish_update", version, timeout_s)()
+        moved = time.perf_counter()
+        if self._settings.verify:
+            mine = prints.digest()
+            for index, held in enumerate(self._all("fingerprints", timeout_s)()):
+                check(mine, held, f"engine {index}")
+        return {
+            "sync/tensors": Last(sent.tensors),
+            "sync/mb": Last(sent.nbytes / 2**20),
+            "timing_s/sync_move": Last(moved - begun),
+            "timing_s/sync_verify": Last(time.perf_counter() - moved),
+        }
+
+    def _all(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        """Starts a call on every engine; the result waits for all of them."""
+        references = [getattr(engine, method).remote(*arguments) for engine in self._engines]
+        return lambda: ray.get(references, timeout=self._settings.timeout_s)
+
+    def _meet(self, rendezvous: dict[str, Any]) -> Callable[[], object]:
+        references = [engine.connect.remote(rendezvous, 1 + index * self._per_engine) for index, engine in enumerate(self._engines)]
+        return lambda: ray.get(references, timeout=self._settings.timeout_s)
