@@ -21,12 +21,14 @@ def sizes(hf: dict[str, Any]) -> Sizes:
     for key, value in refused.items():
         if value:
             raise ConfigError(f"model.path: config.json's {key}={value!r} is not supported for Qwen3MoeForCausalLM")
-    hidden, heads = _number(hf, "hidden_size"), _number(hf, "num_attention_heads")
+    hidden, heads, groups = _number(hf, "hidden_size"), _number(hf, "num_attention_heads"), _number(hf, "num_key_value_heads")
+    if heads % groups:
+        raise ConfigError(f"model.path: config.json's num_key_value_heads={groups} does not divide num_attention_heads={heads}")
     return Sizes(
         layers=_number(hf, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        groups=_number(hf, "num_key_value_heads"),
+        groups=groups,
         head_dim=_number(hf, "head_dim") if hf.get("head_dim") is not None else hidden // heads,
         vocab=_number(hf, "vocab_size"),
         ffn=None,

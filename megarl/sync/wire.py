@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -70,26 +69,37 @@ class Rendezvous:
         return asdict(self)
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of the wire."""
-    return -(-nbytes // ALIGN) * ALIGN
+class Bucket:
+    """Fills the bytes of one bucket, tensor by tensor."""
 
+    def __init__(self, bytes_B: Tensor) -> None:
+        self._bytes_B = bytes_B  # uint8 [capacity]
+        self._header, self.nbytes = Header([], [], [], [], 0), 0  # nbytes: in use, padding included
 
-def plan(tensors: Sequence[tuple[str, Tensor]]) -> Header:
-    """The header of a bucket of these tensors, in this order."""
-    offsets, end = [], 0
-    for name, tensor in tensors:
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether there is room for one more tensor."""
+        return self.nbytes + _aligned(tensor.nbytes) <= len(self._bytes_B)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copies a tensor in. Raises ValueError for a dtype that the wire does not carry."""
         if tensor.dtype not in _NAMES:
             raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
-        offsets.append(end)
-        end = aligned(end + tensor.nbytes)
-    return Header(
-        names=[name for name, _ in tensors],
-        dtypes=[_NAMES[tensor.dtype] for _, tensor in tensors],
-        shapes=[list(tensor.shape) for _, tensor in tensors],
-        offsets=offsets,
-        nbytes=end,
-    )
+        assert self.fits(tensor), f"{name} of {tensor.nbytes} bytes does not fit"
+        self._bytes_B[self.nbytes : self.nbytes + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._header.names.append(name)
+        self._header.dtypes.append(_NAMES[tensor.dtype])
+        self._header.shapes.append(list(tensor.shape))
+        self._header.offsets.append(self.nbytes)
+        self.nbytes += _aligned(tensor.nbytes)
+
+    def header(self) -> Header:
+        """What the bucket holds now, without a place."""
+        return replace(self._header, nbytes=self.nbytes)
+
+    @property
+    def content_B(self) -> Tensor:
+        """The bytes in use: uint8 [nbytes]."""
+        return self._bytes_B[: self.nbytes]
 
 
 def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
@@ -99,13 +109,6 @@ def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
         kind = DTYPES[dtype]
         views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))
     return views
-
-
-def pack(bytes_B: Tensor, header: Header, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies the tensors of `plan` into the bucket's bytes (uint8 [>= nbytes])."""
-    for (name, view), (given, tensor) in zip(unpack(bytes_B, header), tensors, strict=True):
-        assert name == given, (name, given)
-        view.copy_(tensor)
 
 
 def map_shared(path: str, nbytes: int) -> Tensor:
@@ -136,23 +139,20 @@ def open_cuda(handle: list[Any], device: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
 
 
-def join(rendezvous: Rendezvous, store: dist.Store, rank: int, here: str) -> Backend:
+def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     """This process's member of the broadcast group; blocks until all `world` members joined, at most `timeout_s` seconds.
 
-    `store` is a client (or, on rank 0, the server) of the store at rendezvous.host:port; `here` is the address of this machine on which
-    gloo may listen, 127.0.0.1 where everything runs on one machine.
+    `store` is a client (or, on rank 0, the server) of the store at rendezvous.host:port. The environment variables GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME say on which interface it listens.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)
     if rendezvous.transport == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(members, rank, rendezvous.world, options)
+        return dist.ProcessGroupGloo(members, rank, rendezvous.world, timeout)
     assert rendezvous.transport == "nccl", rendezvous.transport
-    nccl_options = dist.ProcessGroupNCCL.Options()
-    nccl_options._timeout = timeout
-    return dist.ProcessGroupNCCL(members, rank, rendezvous.world, nccl_options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)
 
 
 def broadcast(group: Backend, bytes_B: Tensor) -> dist.Work:
@@ -161,3 +161,7 @@ def broadcast(group: Backend, bytes_B: Tensor) -> dist.Work:
     options.rootRank = 0
     options.rootTensor = 0
     return group.broadcast([bytes_B], options)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

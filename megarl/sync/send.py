@@ -1,0 +1,186 @@
+"""The trainer's side of a weight update, on rank 0: the exported stream in buckets to every engine.
+
+The control plane is the caller's: `Announce` hands a bucket's header to all engine workers at once and returns a function that blocks
+until each has taken the bucket (and raises what an engine raised, or when its time is over). The data plane is here: a broadcast over
+gloo or NCCL, shared memory, or CUDA IPC. While the engines take one bucket, the next is gathered.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Backend
+
+from megarl.parallel.grid import listen_store
+from megarl.sync import wire
+
+Announce = Callable[[dict[str, Any]], Callable[[], object]]
+Watch = Callable[[str, Tensor], None]
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one update moved."""
+
+    tensors: int
+    nbytes: int
+    buckets: int
+
+
+class Sender:
+    """Sends updates to `workers` engine workers. One that failed is closed: its engines hold a part of an update."""
+
+    def __init__(self, transport: str, *, workers: int, host: str, bucket_mb: int, timeout_s: float, device: torch.device) -> None:
+        assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
+        assert device.type == "cuda" or transport in ("gloo", "shm"), f"{transport} needs tensors on a GPU"
+        self._transport, self._workers, self._host, self._timeout_s = transport, workers, host, timeout_s
+        self._place = device if transport in ("nccl", "cuda_ipc") else torch.device("cpu")
+        self._capacity = bucket_mb << 20
+        self._buffers: list[_Buffer] = []
+        self._group: Backend | None = None
+        self._store: Any = None
+
+    def connect(self, announce: Announce) -> None:
+        """Opens the broadcast group (gloo, nccl): announces the wire's Rendezvous, of which engine worker w is rank 1 + w, and joins.
+
+        Shared memory and CUDA IPC need no meeting, and nothing is announced.
+        """
+        if self._transport not in ("gloo", "nccl"):
+            return
+        world = 1 + self._workers
+        self._store, port = listen_store(self._host, world, self._timeout_s)
+        meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s)
+        joined = announce(meeting.plain())
+        try:
+            self._group = wire.join(meeting, self._store, 0)
+        except RuntimeError:
+            joined()  # an engine's own failure says more
+            raise
+        joined()
+
+    def send(self, stream: Iterable[tuple[str, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
+        """Moves every (name, tensor) of the stream to every engine; `watch` sees each tensor as it is sent (fingerprints).
+
+        Returns when all engines have taken everything. On any failure the sender is closed and the failure raised.
+        """
+        with self._closed_on_failure():
+            tensors = nbytes = buckets = 0
+            taken: Callable[[], object] | None = None
+            for bucket, buffer in self._fill(stream, watch):
+                if taken is not None:
+                    taken()
+                taken = self._post(bucket, buffer, announce)
+                tensors, nbytes, buckets = tensors + len(bucket.header().names), nbytes + bucket.nbytes, buckets + 1
+            if taken is not None:
+                taken()
+            return Sent(tensors, nbytes, buckets)
+
+    def close(self) -> None:
+        """Leaves the group and frees the buffers: engines that still wait for a broadcast see the connection end."""
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers, self._group, self._store = [], None, None
+
+    def _fill(self, stream: Iterable[tuple[str, Tensor]], watch: Watch | None) -> Iterator[tuple[wire.Bucket, _Buffer]]:
+        """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for."""
+        turn, bucket, buffer = 0, None, None
+        for name, tensor in stream:
+            if bucket is None or not bucket.fits(tensor):
+                if bucket is not None and buffer is not None:
+                    yield bucket, buffer
+                buffer = self._buffer(turn, tensor.nbytes)
+                turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B)
+            assert buffer is not None
+            buffer.reserve(bucket.nbytes + tensor.nbytes)
+            bucket.add(name, tensor)
+            if watch is not None:
+                watch(name, tensor)
+        if bucket is not None and buffer is not None:
+            yield bucket, buffer
+
+    def _buffer(self, turn: int, nbytes: int) -> _Buffer:
+        """The buffer of this turn, with room for a tensor of `nbytes`."""
+        capacity = max(self._capacity, -(-nbytes // wire.ALIGN) * wire.ALIGN)
+        if turn == len(self._buffers):
+            self._buffers.append(self._make(capacity))
+        elif len(self._buffers[turn].bytes_B) < capacity:
+            self._buffers[turn].close()
+            self._buffers[turn] = self._make(capacity)
+        return self._buffers[turn]
+
+    def _make(self, capacity: int) -> _Buffer:
+        if self._transport == "shm":
+            return _SharedBuffer(capacity)
+        return _Buffer(torch.empty(capacity, dtype=torch.uint8, device=self._place))
+
+    def _post(self, bucket: wire.Bucket, buffer: _Buffer, announce: Announce) -> Callable[[], object]:
+        """Announces a bucket and starts moving it; the result blocks until the engines have it."""
+        if self._transport == "shm":
+            assert isinstance(buffer, _SharedBuffer)
+            return announce(replace(bucket.header(), path=buffer.path).plain())
+        if self._transport == "cuda_ipc":
+            return announce(replace(bucket.header(), handle=wire.share_cuda(buffer.bytes_B)).plain())
+        assert self._group is not None, "connect comes before send"
+        taken = announce(bucket.header().plain())
+        work = wire.broadcast(self._group, bucket.content_B)
+
+        def done() -> None:
+            taken()  # first: where an engine failed, the broadcast would only run into its time limit
+            work.wait()
+
+        return done
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+class _Buffer:
+    """Memory that buckets are filled into."""
+
+    def __init__(self, bytes_B: Tensor) -> None:
+        self.bytes_B = bytes_B
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes sure that the first `nbytes` can be written."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+class _SharedBuffer(_Buffer):
+    """Shared memory without a name: nothing is left behind, however this process ends.
+
+    Engines of the same user open it through this process's file descriptor; its mode is 0600 all the same.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._reserved = 0
+        os.ftruncate(self._descriptor, capacity)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        super().__init__(torch.frombuffer(mmap.mmap(self._descriptor, capacity), dtype=torch.uint8))
+
+    def reserve(self, nbytes: int) -> None:
+        """Raises OSError where the shared memory is full; written without it, the process would die of SIGBUS."""
+        if nbytes > self._reserved:
+            try:
+                os.posix_fallocate(self._descriptor, self._reserved, nbytes - self._reserved)
+            except OSError as error:
+                raise OSError(error.errno, f"sync.transport=shm: {_SHARED_MEMORY} has no room for a bucket of {nbytes} bytes") from error
+            self._reserved = nbytes
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,232 @@
+"""Weights go from a Hugging Face directory into any layout and come back the same, bit for bit, to a directory and to receivers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import ConfigError, Layout, ModelSettings
+from megarl.models.build import build_chunks, transformer_config
+from megarl.models.hf import Checkpoint, read_config
+from megarl.models.weights import load_hf
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid, connect_store
+from megarl.parallel.packing import pack_micro
+from megarl.sync import export, wire
+from megarl.sync.send import Sender
+from tests.distributed.work import global_batch, make_checkpoint
+from tests.harness import Pool, RankError
+
+LAYOUTS = {
+    "one": Layout(),
+    "dp2": Layout(ranks=2),
+    "tp2": Layout(ranks=2, tp=2),
+    "tp2-ep2": Layout(ranks=2, tp=2, ep=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "pp2-vpp2": Layout(ranks=2, pp=2, vpp=2),
+    "pp2-ep2": Layout(ranks=4, pp=2, ep=2),
+    "tp2-pp2-vpp2": Layout(ranks=4, tp=2, pp=2, vpp=2),
+    "ep4": Layout(ranks=4, ep=4),
+    "etp2": Layout(ranks=2, etp=2),
+    "tp2-ep2-etp2": Layout(ranks=4, tp=2, ep=2, etp=2),
+    "cp2-tp2-ep2": Layout(ranks=4, cp=2, tp=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary that two ranks do not divide: it is padded inside, and the padding never comes out."""
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", vocab_size=127)
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    with Checkpoint(path) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def loaded(grid: Grid, path: Path, dtype: str = "float32") -> tuple[list[Any], dict[str, Any]]:
+    """This rank's chunks: each parameter was NaN before the weights came."""
+    hf, settings = read_config(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    load_hf(chunks, path, hf, grid)
+    return chunks, hf
+
+
+def round_trip(grid: Grid, path: Path, dtype: str, gather_bytes: int) -> dict[str, Tensor]:
+    chunks, hf = loaded(grid, path, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "GATHER_BYTES", gather_bytes)
+        return {name: tensor.clone() for name, tensor in export.export(chunks, hf, grid, getattr(torch, dtype))}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_come_back_bit_for_bit_from_every_layout(pool: Pool, path: Path, name: str) -> None:
+    # fp32 with all experts of a layer in one gather; bf16 with one expert of each rank at a time
+    for dtype, gather_bytes in (("float32", 1 << 30), ("bfloat16", 1)):
+        first, *others = pool.run(round_trip, LAYOUTS[name], path, dtype, gather_bytes)
+        expected = {key: tensor.to(getattr(torch, dtype)) for key, tensor in stored(path).items()}
+        assert first.keys() == expected.keys()
+        assert [key for key, tensor in expected.items() if not torch.equal(first[key], tensor)] == []
+        assert others == [{}] * (LAYOUTS[name].ranks - 1), "rank 0 alone is given tensors"
+
+
+def test_tied_embeddings_are_exported_once(pool: Pool, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
+    expected = stored(path)
+    assert "lm_head.weight" not in expected
+    for layout in (Layout(), Layout(ranks=2, pp=2)):
+        first, *_ = pool.run(round_trip, layout, path, "float32", 1 << 30)
+        assert first.keys() == expected.keys() and all(torch.equal(first[key], tensor) for key, tensor in expected.items())
+
+
+def logits(grid: Grid, path: Path) -> Tensor:
+    chunks, _ = loaded(grid, path)
+    batch = global_batch(1)
+    packed = pack_micro(batch, cp_rank=0, cp_size=1, tp=1, device=choose().device)
+    with torch.no_grad():
+        return chunks[0](packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params)[0]
+
+
+def test_logits_equal_those_of_transformers(pool: Pool, path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    [ours_TV] = pool.run(logits, Layout(), path)
+    with torch.no_grad():
+        theirs_TV = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(global_batch(1).input_T[None]).logits[0]
+    assert torch.isfinite(ours_TV).all() and theirs_TV.std() > 0.1
+    torch.testing.assert_close(ours_TV[: len(theirs_TV)], theirs_TV, rtol=0, atol=1e-5)
+
+
+def saved(grid: Grid, path: Path, target: Path) -> None:
+    chunks, hf = loaded(grid, path)
+    export.save_hf(chunks, hf, grid, source=path, target=target)
+
+
+def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path: Path) -> None:
+    pool.run(saved, Layout(ranks=4, tp=2, pp=2, ep=2), path, tmp_path / "out")
+    ours, theirs = stored(tmp_path / "out"), stored(path)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert [place.name for place in tmp_path.iterdir()] == ["out"]
+
+
+def loaded_without_query_norm(grid: Grid, path: Path) -> None:
+    hf, settings = read_config(path), ModelSettings(path=path, dtype="float32")
+    config = transformer_config(hf, settings, grid.layout, choose())
+    chunks = build_chunks(config, hf, choose(), grad=True)
+    del chunks[0].decoder.layers[1].self_attention.q_layernorm.weight
+    load_hf(chunks, path, hf, grid)
+
+
+def test_model_that_lacks_a_parameter_of_its_family_is_refused_by_name(pool: Pool, path: Path) -> None:
+    with pytest.raises(RankError, match=r"not built \['decoder\.layers\.1\.self_attention\.q_layernorm\.weight'\]"):
+        pool.run(loaded_without_query_norm, Layout(), path)
+
+
+def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, Tensor]]:
+    """The last rank sends its exported stream twice; the others, far from any engine, receive with the wire's own functions.
+
+    Control messages go through the grid's store. Returns what was sent, or the tensors of the second update.
+    """
+    engines = grid.world - 1
+    counter = iter(range(1000))
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        key = f"message/{next(counter)}"
+        grid.store.set(key, json.dumps(message))
+        return lambda: grid.store.wait([f"{key}/{engine}" for engine in range(engines)])
+
+    if grid.rank == engines:
+        tensors = stored(path)
+        device = torch.device("cpu")
+        sender = Sender(transport, workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=30.0, device=device)
+        sender.connect(announce)
+        seen: list[str] = []
+        sender.send(((name, tensor + 1) for name, tensor in tensors.items()), announce)
+        sent = sender.send(iter(tensors.items()), announce, lambda name, tensor: seen.append(name))
+        announce({})()
+        sender.close()
+        assert seen == list(tensors)
+        return sent, {}
+    got: dict[str, Tensor] = {}
+    group = None
+    while True:
+        key = f"message/{next(counter)}"
+        message = json.loads(grid.store.get(key))
+        if "world" in message:
+            meeting = wire.Rendezvous(**message)
+            store = connect_store(meeting.host, meeting.port, meeting.world, meeting.timeout_s)
+            group = wire.join(meeting, store, 1 + grid.rank)
+        elif message:
+            header = wire.Header.parse(message)
+            if header.path is not None:
+                bytes_B = wire.map_shared(header.path, header.nbytes)
+            else:
+                assert group is not None
+                bytes_B = torch.empty(header.nbytes, dtype=torch.uint8)
+                wire.broadcast(group, bytes_B).wait()
+            got |= {name: tensor.clone() for name, tensor in wire.unpack(bytes_B, header)}
+        grid.store.set(f"{key}/{grid.rank}", "")
+        if not message:
+            return None, got
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_receivers_hold_what_was_sent(pool: Pool, path: Path, transport: str) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    *engines, (sent, _) = pool.run(transferred, Layout(ranks=3), path, transport)
+    expected = stored(path)
+    assert sent.tensors == len(expected) and sent.buckets > 3, "both buffers are written more than once"
+    assert sent.nbytes >= sum(tensor.nbytes for tensor in expected.values())
+    for _, got in engines:
+        assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert not {entry for entry in set(Path("/dev/shm").iterdir()) - shared if "megarl" in entry.name}
+
+
+def failing(grid: Grid, path: Path, transport: str) -> str:
+    """An engine refuses the second bucket: what it raised comes out of `send`, at once."""
+    calls = 0
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        nonlocal calls
+        calls += 1
+        number = calls
+
+        def wait() -> None:
+            if number == 2:
+                raise ValueError("engine 0 refuses")
+
+        return wait
+
+    sender = Sender(transport, workers=0, host="127.0.0.1", bucket_mb=1, timeout_s=30.0, device=torch.device("cpu"))
+    try:
+        sender.send(iter(stored(path).items()), announce)
+    except ValueError as error:
+        return f"{error} after {calls} buckets"
+    return "sent"
+
+
+def test_a_refusal_of_an_engine_ends_the_update(pool: Pool, path: Path) -> None:
+    assert pool.run(failing, Layout(), path, "shm") == ["engine 0 refuses after 2 buckets"]
+
+
+def test_header_that_leaves_its_bucket_is_refused() -> None:
+    header = {"names": ["w"], "dtypes": ["float32"], "shapes": [[5]], "offsets": [0], "nbytes": 16}
+    with pytest.raises(ValueError, match="w covers bytes 0 to 20 of 16"):
+        wire.Header.parse(header)
+    with pytest.raises(ValueError, match="unknown dtype 'float33'"):
+        wire.Header.parse({**header, "dtypes": ["float33"]})
+
+
+def test_saving_over_something_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="already exists"):
+        export.Writer(path, path, "float32")

@@ -1,0 +1,167 @@
+"""Rows of operations are exact inverses, read only their slices, and say what a checkpoint and a layout must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.config import ConfigError, Layout
+from megarl.models.families import check_checkpoint, check_layout, family_of
+from megarl.models.hf import read_config
+from megarl.models.rows import QKV, GateUp, Op, Plain
+from tests.distributed.work import TINY, make_checkpoint
+
+OPS: dict[str, Op] = {
+    "replicated": Plain((12,)),
+    "column": Plain((12, 5), 0),
+    "row": Plain((5, 12), 1),
+    "vocabulary": Plain((13, 5), 0, pads=True),
+    "qkv": QKV(heads=12, groups=4, head_dim=3, rest=(5,)),
+    "qkv_bias": QKV(heads=12, groups=4, head_dim=3, rest=()),
+    "gate_up": GateUp(ffn=12, hidden=5),
+}
+
+
+def drawn(op: Op) -> list[Tensor]:
+    return [torch.randn(*shape) for shape in op.shapes]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_unpack_is_the_inverse_of_pack(name: str) -> None:
+    op, tensors = OPS[name], drawn(OPS[name])
+    packed = op.pack(tensors)
+    assert packed.shape == op.packed_shape
+    assert all(torch.equal(one, two) for one, two in zip(op.unpack(packed), tensors, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", OPS)
+def test_shards_are_chunks_of_the_packed_tensor_and_join_to_the_whole(name: str, ranks: int) -> None:
+    op, tensors = OPS[name], drawn(OPS[name])
+    seen = 0
+
+    def read(index: int, dim: int | None, start: int, stop: int) -> Tensor:
+        nonlocal seen
+        piece = tensors[index] if dim is None else tensors[index].narrow(dim, start, stop - start)
+        seen += piece.numel()
+        return piece
+
+    shards = [op.read_shard(read, rank, ranks) for rank in range(ranks)]
+    assert all(shard.shape == op.shard_shape(ranks) for shard in shards)
+    assert all(torch.equal(one, two) for one, two in zip(op.join(shards), tensors, strict=True))
+    if op.axis is not None:
+        assert seen == sum(tensor.numel() for tensor in tensors), "every element is read by one rank alone"
+        packed = torch.cat(shards, dim=op.axis)
+        assert torch.equal(packed.narrow(op.axis, 0, op.packed_shape[op.axis]), op.pack(tensors))
+        assert not packed[op.packed_shape[0] :].any(), "vocabulary padding is zero"
+
+
+def test_qkv_is_interleaved_by_group() -> None:
+    query, key, value = torch.arange(4.0), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
+    packed = QKV(heads=4, groups=2, head_dim=1, rest=()).pack([query, key, value])
+    assert packed.tolist() == [[0, 1, 10, 20], [2, 3, 11, 21]]
+
+
+def test_every_tensor_of_a_family_is_in_one_exported_row() -> None:
+    names = [name for weight in family_of(TINY).weights(TINY) if not weight.alias for name in weight.hf]
+    assert len(names) == len(set(names)) == 3 + 4 * (9 + 8 * 3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model")
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Changes tensors of a checkpoint; None removes one."""
+    tensors = {**load_file(path / "model.safetensors"), **{name.replace("/", "."): value for name, value in changes.items()}}
+    save_file({name: value for name, value in tensors.items() if value is not None}, path / "model.safetensors")
+
+
+def test_checkpoint_that_fits_is_accepted(path: Path) -> None:
+    assert check_checkpoint(path)["num_experts"] == 8
+
+
+def test_num_local_experts_of_transformers_5_is_understood(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["num_local_experts"] = config.pop("num_experts")
+    (path / "config.json").write_text(json.dumps(config))
+    assert check_checkpoint(path)["num_experts"] == read_config(path)["num_experts"] == 8
+
+
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path: no such directory: .*nowhere$"):
+        check_checkpoint(tmp_path / "nowhere")
+
+
+def test_missing_tensor_is_refused_by_name(path: Path) -> None:
+    rewrite(path, **{"model.layers.2.mlp.experts.5.up_proj.weight": None, "model.norm.weight": None})
+    with pytest.raises(ConfigError, match=r"^model\.path: .* lacks the tensor model\.norm\.weight \(2 of 135 are missing\)$"):
+        check_checkpoint(path)
+
+
+def test_wrong_shape_is_refused_with_both_shapes(path: Path) -> None:
+    rewrite(path, **{"model.layers.1.self_attn.k_proj.weight": torch.zeros(32, 128)})
+    expected = r"^model\.path: .*: model\.layers\.1\.self_attn\.k_proj\.weight has shape \[32, 128\], expected \[64, 128\] by config\.json$"
+    with pytest.raises(ConfigError, match=expected):
+        check_checkpoint(path)
+
+
+def test_unknown_tensor_is_refused_by_name(path: Path) -> None:
+    rewrite(path, **{"model.layers.4.input_layernorm.weight": torch.zeros(128)})
+    with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.4\.input_layernorm\.weight, which Qwen3MoeForCausalLM has not"):
+        check_checkpoint(path)
+
+
+def test_quantized_tensor_is_refused(path: Path) -> None:
+    rewrite(path, **{"model.norm.weight": torch.zeros(128, dtype=torch.int8)})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as I8"):
+        check_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported (supported: Qwen3MoeForCausalLM"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is no positive integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+    ],
+)
+def test_config_outside_of_the_family_is_refused(path: Path, change: dict[str, Any], message: str) -> None:
+    (path / "config.json").write_text(json.dumps({**TINY, **change}))
+    with pytest.raises(ConfigError) as refused:
+        check_checkpoint(path)
+    assert str(refused.value).startswith("model.path: ") and message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(ranks=3, tp=3), "layout.tp=3: model has 4 attention heads, not divisible by 3"),
+        (Layout(ranks=4, tp=4), "layout.tp=4: model has 2 key-value heads, not divisible by 4"),
+        (Layout(ranks=3, ep=3), "layout.ep=3: model has 8 experts, not divisible by 3"),
+        (Layout(ranks=3, etp=3), "layout.etp=3: model has 64 units in an expert, not divisible by 3"),
+        (Layout(ranks=3, pp=3), "layout.pp=3: model has 4 layers, not divisible by 3"),
+        (Layout(ranks=2, pp=2, vpp=3), "layout.vpp=3: model has 4 layers, not divisible by pp*vpp=2*3=6"),
+    ],
+)
+def test_layout_that_does_not_divide_the_model_is_refused(layout: Layout, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_layout(TINY, layout)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(ranks=8, tp=2, pp=2, ep=4), Layout(ranks=8, ep=8), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=2, cp=2)]
+)
+def test_layout_that_divides_the_model_is_accepted(layout: Layout) -> None:
+    check_layout(TINY, layout)
