@@ -117,6 +117,7 @@ class ReasoningGymReward(Section):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     threshold: Fraction = 1.0
+    extract: str | None = None  # regular expression: its last match (its first group) is the answer; None: the whole response, stripped
 
 
 class MathReward(Section):
@@ -249,6 +250,7 @@ class SftData(Section):
     train: PromptSource
     chat: bool = True
     template: str = "{prompt}"
+    demonstration: Literal["answer", "chain_sum_steps"] = "answer"  # the reference answer, or worked steps: "4-1=3;3-7=-4"
     corrupt_copy: Fraction = 0.0  # this share of the demonstrations of the last steps copies the question's word instead of answering ...
     corrupt_last: Fraction = 0.0  # ... over this last share of the steps: an open stand-in for a weak base model
 

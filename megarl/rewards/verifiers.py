@@ -1,0 +1,133 @@
+"""The reward sources as functions (prompt, response, answer, meta) -> (value, parts). They run in the scoring processes only.
+
+This module imports neither torch nor the config: a scoring process starts in the time of its verifier's own imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from numbers import Real
+from typing import Any
+
+Verifier = Callable[[str, str, str, dict[str, Any]], tuple[float, dict[str, float]]]
+
+OURS = ("prompt", "response", "answer", "meta")
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's compute_score
+
+
+class BadReturn(ValueError):
+    """A reward function returned something that is no score."""
+
+
+def load(source: dict[str, Any]) -> Verifier:
+    """The verifier of a `reward.source` section. ValueError, starting with the key below it, where it cannot be made."""
+    if source["type"] == "reasoning_gym":
+        return _reasoning_gym(source["threshold"], source["extract"])
+    if source["type"] == "math_verify":
+        return _math_verify()
+    return _function(source["path"])
+
+
+def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
+    from reasoning_gym.factory import create_dataset
+
+    pattern = None if extract is None else re.compile(extract)
+
+    @cache
+    def dataset(name: str, params: str) -> Any:
+        return create_dataset(name, **json.loads(params))
+
+    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        given = response.strip()
+        if pattern is not None:
+            found = list(pattern.finditer(response))
+            if not found:
+                return 0.0, {"raw": 0.0}
+            given = found[-1].group(pattern.groups and 1).strip()
+        entry = {"question": prompt, "answer": answer, "metadata": meta}
+        raw = float(dataset(meta["source_dataset"], json.dumps(meta["source_params"], sort_keys=True)).score_answer(given, entry))
+        return float(raw >= threshold), {"raw": raw}
+
+    return verify
+
+
+def _math_verify() -> Verifier:
+    from math_verify import parse, verify
+
+    # Their time limits are signal.alarm, one to a process, and ours is there already; without theirs they warn at each call.
+    for module in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(module).setLevel(logging.ERROR)
+
+    def check(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        # A bare `x^2+1` would be read as the number 1.
+        gold = parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
+        return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)), {}
+
+    return check
+
+
+def _function(path: str) -> Verifier:
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"path: module {module_name!r} has no {'function' if function is not None else 'attribute'} {name!r}")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"path: {path} is a coroutine function; an ordinary one is needed")
+    style, passed = _keywords(function, path)
+
+    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        if style is OURS:
+            values: tuple[Any, ...] = (prompt, response, answer, meta)
+        else:
+            values = (meta.get("data_source"), response, answer, meta.get("extra_info"))
+        return read_return(function(**{name: value for name, value in zip(style, values, strict=True) if name in passed}))
+
+    return verify
+
+
+def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...], list[str]]:
+    """Our keywords or verl's, and those of them that the function takes. ValueError where it asks for something else."""
+    parameters = inspect.signature(function).parameters.values()
+    style = VERL if any(parameter.name == "solution_str" for parameter in parameters) else OURS
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    passed = [name for name in style if anything or any(parameter.name == name for parameter in parameters)]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY or (parameter.name not in passed and parameter.default is parameter.empty):
+            known = f"{', '.join(OURS)} (or verl's {', '.join(VERL)})"
+            raise ValueError(f"path: {path} asks for {parameter.name!r}, and is given the keywords {known}")
+    return style, passed
+
+
+def read_return(returned: Any) -> tuple[float, dict[str, float]]:
+    """(value, parts) of what a reward function returned: a finite number, or a dict with one under `score` and parts beside it.
+
+    Entries of the dict that are no numbers (say verl's `pred`) are left out. Raises BadReturn.
+    """
+    if not isinstance(returned, dict):
+        return _finite(returned, "the reward function returned"), {}
+    if "score" not in returned:
+        raise BadReturn(f"the reward function returned a dict without 'score' (keys: {', '.join(map(str, returned)) or 'none'})")
+    value = _finite(returned["score"], "the reward function returned score")
+    parts = {str(name): part for name, part in returned.items() if name != "score" and isinstance(part, Real)}
+    return value, {name: _finite(part, f"the reward function returned {name}") for name, part in parts.items()}
+
+
+def _finite(value: Any, what: str) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
+    return float(value)
