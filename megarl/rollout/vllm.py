@@ -246,7 +246,10 @@ class RolloutEngine:
     # ---------------------------------------------------------------- weights
 
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
-        """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w."""
+        """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
+
+        Returns when all members of the group, the trainer too, are there.
+        """
         await self._weights("megarl_connect", rendezvous, first_rank, timeout_s=rendezvous["timeout_s"])
 
     async def start_update(self, timeout_s: float) -> None:
@@ -288,7 +291,12 @@ class RolloutEngine:
         """`method` of the extension on every worker; one result each."""
         if self._llm is None:
             raise EngineDead(f"{self._label}: is closed")
-        return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
+        try:
+            return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
+        except RolloutError:
+            raise
+        except Exception as error:  # what a worker raises arrives as a bare Exception with the text
+            raise RolloutError(f"{self._label}: {method}: {error}") from error
 
     async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
         """`work`, unless the engine dies or the time is over first: neither waits for the other."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.sync.wire import Header, Rendezvous, map_shared, unpack
+from megarl.sync.wire import Header, Rendezvous, broadcast, join, map_shared, open_cuda, unpack
 
 
 class WeightError(ValueError):
@@ -51,7 +51,7 @@ class Inventory:
 class Receiver:
     """Takes the buckets of one worker and reloads its model."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, vllm_config, device
         self._inventory: Inventory | None = None
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
@@ -59,17 +59,20 @@ class Receiver:
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
         """Joins the trainer's broadcast group as `rank` (the trainer is 0). Blocks until all have joined or the time is over."""
-        self._store, self._group = join_group(rendezvous, rank, self._device)
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
+        self._group = join(rendezvous, self._store, rank)
 
     def start(self, shapes: Mapping[str, Sequence[int]], dtype: str) -> None:
         """Begins an update that must bring exactly the tensors of `shapes`."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with self._context():
-            if self._inventory is None:  # a failed update has begun it already
-                if self._device.type == "cpu":
-                    reset_moe_kernels(self._model)
-                initialize_layerwise_reload(self._model)
+            if self._inventory is not None:  # the last update failed midway: drop what vLLM has buffered of it
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            if self._device.type == "cpu":
+                reset_moe_kernels(self._model)
+            initialize_layerwise_reload(self._model)
         self._inventory = Inventory(shapes, dtype)
 
     def receive(self, header: Header) -> None:
@@ -102,36 +105,23 @@ class Receiver:
         self._group = self._store = None
 
     def _bytes(self, header: Header) -> Tensor:
+        """The bucket in memory of this worker's own: vLLM keeps views of it, and the sender uses a shared buffer again."""
         if header.path is not None:
-            return map_shared(header.path, header.nbytes).clone()  # the sender writes the next bucket into the same file
+            return map_shared(header.path, header.nbytes).clone()
         if header.handle is not None:
-            raise WeightError(f"{header.names[0]}: came through CUDA IPC, which this receiver cannot open")
+            bytes_B = open_cuda(header.handle, self._device.index).clone()
+            torch.accelerator.synchronize(self._device)
+            return bytes_B
         if self._group is None:
             raise WeightError(f"{header.names[0]}: came before this worker joined the trainer's group")
         bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([bytes_B], options).wait()
+        broadcast(self._group, bytes_B).wait()
         return bytes_B
 
     def _context(self) -> Any:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._config)
-
-
-def join_group(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[Any, Any]:
-    """A process group of its own beside whatever else the process runs, over the trainer's store."""
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    store = dist.TCPStore(rendezvous.host, rendezvous.port, rendezvous.world, False, timeout, wait_for_workers=False)
-    scoped = dist.PrefixStore("weights", store)
-    if rendezvous.transport == "gloo":
-        return store, dist.ProcessGroupGloo(scoped, rank, rendezvous.world, timeout)
-    if rendezvous.transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return store, dist.ProcessGroupNCCL(scoped, rank, rendezvous.world, options)
-    raise WeightError(f"transport {rendezvous.transport!r} has no broadcast group")
 
 
 def reset_moe_kernels(model: nn.Module) -> None:
@@ -146,7 +136,9 @@ def reset_moe_kernels(model: nn.Module) -> None:
 
     source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
     guard = source.find("if not is_weight_update:")
-    if "is_weight_update = self.moe_kernel is not None" not in source or not 0 < guard < source.find("process_weights_after_loading"):
+    if "is_weight_update = self.moe_kernel is not None" not in source or not 0 < guard < source.find(
+        "fused_experts.process_weights_after_loading"
+    ):
         raise WeightError("vLLM's UnquantizedFusedMoEMethod._setup_kernel is not that of 0.30.0: look at the mend of its CPU reload again")
     for module in model.modules():
         method = getattr(module, "quant_method", None)

@@ -1,0 +1,38 @@
+"""A worker extension for tests: damages what the engine holds, behind the back of everything that could notice."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.rollout.extension import WorkerExtension
+
+
+class CorruptingExtension(WorkerExtension):
+    """`megarl_corrupt(what)` changes one spot of one tensor in the form that the engine uses."""
+
+    @torch.no_grad()
+    def megarl_corrupt(self, what: str) -> None:
+        layer = self.get_model().model.layers[1]
+        experts = layer.mlp.experts.routed_experts
+        if what == "norm":
+            layer.input_layernorm.weight[7] *= 1.01
+        elif what == "q_norm":
+            layer.self_attn.q_norm.weight[0] += 1e-3
+        elif what == "embedding":
+            self.get_model().model.embed_tokens.weight[33, 5] += 1e-2
+        elif what == "down":  # one block of the packed memory of expert 5: whatever its layout, that is expert 5's down projection
+            experts.w2_weight[5].view(-1)[64:80] += 0.5
+        elif what == "swap":  # two experts change places
+            experts.w13_weight[[2, 3]] = experts.w13_weight[[3, 2]]
+            experts.w2_weight[[2, 3]] = experts.w2_weight[[3, 2]]
+        else:
+            raise AssertionError(what)
+
+    @torch.no_grad()
+    def megarl_corrupt_linear(self, name: str, weight: list[list[float]]) -> None:
+        """Gives the linear layer `name` of layer 1 another weight, packed as vLLM packs it."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        linear = self.get_model().get_submodule(f"model.layers.1.{name}")
+        linear.weight = torch.nn.Parameter(torch.tensor(weight, dtype=linear.params_dtype), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(linear, remove_weight=True)

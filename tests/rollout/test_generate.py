@@ -1,0 +1,200 @@
+"""Generation: deterministic, complete, bounded; and the engine's processes end with whatever ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config import RolloutSettings
+from megarl.rollout.engine import EngineDead, Generated, Prompt, RolloutTimeout, Sampling, request_seed
+from megarl.rollout.vllm import RolloutEngine
+from tests.rollout.host import Host
+from tests.rollout.reference import PROMPTS, TIMEOUT_S
+
+SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S)
+END = 1
+
+
+async def _start(tiny: Path, **settings: object) -> tuple[RolloutEngine, list[int]]:
+    engine = RolloutEngine("engine 0")
+    info = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    return engine, info.pids
+
+
+def _prompts(count: int) -> list[Prompt]:
+    rng = random.Random(0)
+    return [Prompt(i, [rng.randrange(3, 128) for _ in range(rng.randrange(4, 33))]) for i in range(count)]
+
+
+def _same(left: list[Generated], right: list[Generated]) -> bool:
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x.samples, y.samples, strict=True)]
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.rollout_logp, b.rollout_logp) and np.array_equal(a.routes, b.routes)
+        for a, b in pairs
+    )
+
+
+async def _deterministic(tiny: Path) -> None:
+    """More responses than the engine decodes together, so that requests also queue and finish at different times."""
+    prompts, sampling = _prompts(64), Sampling(n=8, temperature=1.0, max_tokens=48, seed=7)
+    runs = []
+    for _ in range(2):
+        engine, _ = await _start(tiny)
+        try:
+            runs += [await engine.generate(prompts, sampling), await engine.generate(prompts, sampling)]
+        finally:
+            await engine.close()
+    assert all(_same(runs[0], run) for run in runs[1:])
+    drawn = {tuple(sample.tokens.tolist()) for answer in runs[0] for sample in answer.samples}
+    assert len(drawn) > 500  # no two samples share their draws
+
+
+def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path) -> None:
+    host.run(_deterministic, tiny)
+
+
+async def _complete(tiny: Path) -> None:
+    engine, _ = await _start(tiny)
+    try:
+        generated = await engine.generate(_prompts(32), Sampling(n=4, temperature=1.0, max_tokens=96, seed=3))
+        samples = [sample for answer in generated for sample in answer.samples]
+        assert [answer.prompt_id for answer in generated] == list(range(32))
+        assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+        for sample in samples:
+            response = sample.tokens[sample.prompt_length :].tolist()
+            assert (response[-1] == END) == (sample.finish_reason == "stop") and END not in response[:-1]
+            assert len(sample.rollout_logp) == len(response) and (sample.rollout_logp < 0).all()
+            assert sample.tokens.dtype == np.int32 and sample.rollout_logp.dtype == np.float32
+            assert sample.routes is not None and sample.routes.shape == (len(sample.tokens) - 1, 2, 2) and sample.routes.max() < 8
+            assert sample.weight_version == 0
+        with pytest.raises(ValueError, match="prompt 5: 40 tokens and up to 96 more; the engine takes 1 \\+ 1 to 128 in all"):
+            await engine.generate([Prompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
+        with pytest.raises(ValueError, match="same id"):
+            await engine.generate([PROMPTS[0], PROMPTS[0]], Sampling(n=1, temperature=1.0, max_tokens=9, seed=3))
+    finally:
+        await engine.close()
+
+
+def test_samples_are_complete_and_hold_the_end_token(host: Host, tiny: Path) -> None:
+    host.run(_complete, tiny)
+
+
+async def _late(tiny: Path) -> None:
+    engine, pids = await _start(tiny, timeout_s=0.4)
+    try:
+        with pytest.raises(RolloutTimeout, match=r"engine 0: \d+ of 512 responses not done after 0.4 s"):
+            await engine.generate(_prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1))
+        engine._settings = SETTINGS  # the late responses are gone: the next call is served at once
+        begun = time.monotonic()
+        await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+        assert time.monotonic() - begun < 2.0
+    finally:
+        await engine.close()
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_a_late_call_says_how_many_responses_are_late_and_leaves_the_engine_usable(host: Host, tiny: Path) -> None:
+    host.run(_late, tiny)
+
+
+async def _dies(tiny: Path, tp: int) -> None:
+    engine, pids = await _start(tiny, tp=tp)
+    try:
+        pending = asyncio.create_task(engine.generate(_prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1)))
+        await asyncio.sleep(0.5)
+        os.kill(pids[-1], signal.SIGKILL)  # tp=1: the engine's process; tp=2: one of its workers
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match="engine 0"):
+            await pending
+        with pytest.raises(EngineDead):
+            await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+        with pytest.raises(EngineDead):
+            await engine.fingerprints(TIMEOUT_S)
+        with pytest.raises(EngineDead):
+            await engine.start_update(TIMEOUT_S)
+        assert time.monotonic() - begun < 15.0
+    finally:
+        await engine.close()
+    with pytest.raises(EngineDead, match="closed"):
+        await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_dead_engine_is_an_error_on_the_pending_and_on_every_later_call(host: Host, tiny: Path, tp: int) -> None:
+    host.run(_dies, tiny, tp)
+
+
+async def _footprint(tiny: Path, tp: int) -> tuple[list[str], set[str]]:
+    before = set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))
+    engine, pids = await _start(tiny, tp=tp)
+    try:
+        await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+        exposed = [address for pid in [os.getpid(), *pids] for address in _listening(pid) if not _loopback(address)]
+    finally:
+        await engine.close()
+    left = set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))
+    return exposed, {name for name in left - before if "vllm" in name or "megarl" in name}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sockets_stay_on_loopback_and_no_file_is_left(host: Host, tiny: Path, tp: int) -> None:
+    exposed, left = host.run(_footprint, tiny, tp)
+    assert exposed == [] and left == set()
+
+
+def _listening(pid: int) -> list[str]:
+    """Local addresses, in the kernel's hexadecimal, of the TCP sockets on which the process listens."""
+    inodes = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        target = os.readlink(entry.path)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def _loopback(address: str) -> bool:
+    host = address.partition(":")[0]
+    return host in ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+async def _open_two(tiny: Path) -> list[int]:
+    """Two engines that stay: one of each kind of executor."""
+    engines.extend([await _start(tiny), await _start(tiny, tp=2)])
+    return [pid for _, pids in engines for pid in pids]
+
+
+engines: list[tuple[RolloutEngine, list[int]]] = []
+
+
+def test_no_process_outlives_a_killed_parent(tiny: Path) -> None:
+    doomed = Host()
+    try:
+        pids = doomed.run(_open_two, tiny)
+        assert len(pids) == 4 and all(_alive(pid) for pid in pids)
+    finally:
+        doomed.kill()
+    deadline = time.monotonic() + 10.0
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_request_seeds_depend_on_seed_prompt_and_sample_alone() -> None:
+    seeds = {request_seed(seed, prompt, sample) for seed in (1, 2) for prompt in (1, "1", 2) for sample in (0, 1)}
+    assert len(seeds) == 12 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert request_seed(1, 1, 0) == request_seed(1, 1, 0)

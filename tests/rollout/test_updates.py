@@ -1,0 +1,180 @@
+"""Weight updates: what the engine holds and says afterwards is what was sent, and every fault is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import RolloutSettings
+from megarl.rollout.engine import Sampling, WeightSyncError
+from megarl.rollout.vllm import RolloutEngine
+from megarl.sync.fingerprint import compare
+from megarl.sync.receive import Inventory, WeightError
+from tests.rollout.host import Host
+from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, greedy, logp, other_weights
+
+SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S)
+END = 1
+
+
+class Corruptible(RolloutEngine):
+    extension = "tests.rollout.corrupting.CorruptingExtension"
+
+
+async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:
+    engine = Corruptible()
+    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False)
+    return engine
+
+
+async def _check_update(engine: RolloutEngine, trainer: Trainer, model: Any) -> None:
+    """After an update with the weights of `model`: every fingerprint, every greedy token and every log-prob agrees."""
+    digest = await trainer.update(checkpoint(model))
+    assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
+    generated = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
+    samples = [answer.samples[0] for answer in generated]
+    assert [sample.tokens[sample.prompt_length :].tolist() for sample in samples] == greedy(model, PROMPTS, 24, END)
+    sampled = await engine.generate(PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=1))
+    gaps = [
+        (torch.from_numpy(sample.rollout_logp) - logp(model, sample.tokens, sample.prompt_length, 0.7)).abs()
+        for answer in sampled
+        for sample in answer.samples
+    ]
+    assert float(torch.cat(gaps).mean()) <= 1e-5 and float(torch.cat(gaps).max()) <= 1e-3
+
+
+async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
+    engine = await _start(tiny, tp=tp)
+    trainer = Trainer(engine, transport, tp)
+    try:
+        for seed in (1, 2, 3, 1, 4):
+            await _check_update(engine, trainer, other_weights(tiny, seed))
+        last = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
+        assert {answer.samples[0].weight_version for answer in last} == {5}
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize(("transport", "tp"), [("gloo", 1), ("shm", 1), ("gloo", 2)])
+def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, transport: str, tp: int) -> None:
+    host.run(_five_updates, tiny, transport, tp)
+
+
+async def _fingerprints_follow_bf16(tiny: Path) -> None:
+    engine = await _start(tiny, "bfloat16")
+    trainer = Trainer(engine, "shm")
+    try:
+        for seed in range(1, 6):
+            digest = await trainer.update(checkpoint(other_weights(tiny, seed, torch.bfloat16)))
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
+    finally:
+        await engine.close()
+
+
+def test_fingerprints_agree_after_five_updates_in_bf16(host: Host, tiny: Path) -> None:
+    host.run(_fingerprints_follow_bf16, tiny)
+
+
+async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
+    engine = await _start(tiny, dtype, tp)
+    trainer = Trainer(engine, "shm")
+    tensors = checkpoint(other_weights(tiny, 1, getattr(torch, dtype)))
+    weights = dict(tensors)
+    experts = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in (2, 3) for part in ("down", "gate", "up")]
+    cases = {
+        "norm": ["model.layers.1.input_layernorm.weight"],
+        "q_norm": ["model.layers.1.self_attn.q_norm.weight"],
+        "embedding": ["model.embed_tokens.weight"],
+        "down": ["model.layers.1.mlp.experts.5.down_proj.weight"],
+        "swap": experts,
+    }
+    try:
+        for what, names in cases.items():
+            digest = await trainer.update(tensors)
+            await engine._call("megarl_corrupt", what, timeout_s=TIMEOUT_S)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == names
+        if tp == 1:
+            qkv = [weights[f"model.layers.1.self_attn.{part}_proj.weight"].clone() for part in "qkv"]
+            qkv[1][63, 127] *= 1.01
+            digest = await trainer.update(tensors)
+            await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", torch.cat(qkv).tolist(), timeout_s=TIMEOUT_S)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == ["model.layers.1.self_attn.k_proj.weight"]
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
+def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, tp: int) -> None:
+    host.run(_corruptions_are_named, tiny, dtype, tp)
+
+
+async def _unmended_reload(tiny: Path, dtype: str) -> list[str]:
+    from megarl.sync import receive
+
+    mend, receive.reset_moe_kernels = receive.reset_moe_kernels, lambda model: None  # the engine forks with it
+    try:
+        engine = await _start(tiny, dtype)
+    finally:
+        receive.reset_moe_kernels = mend
+    try:
+        digest = await Trainer(engine, "shm").update(checkpoint(other_weights(tiny, 1, getattr(torch, dtype))))
+        return compare(digest, await engine.fingerprints(TIMEOUT_S))
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_upstreams_reload_without_the_mend_is_caught(host: Host, tiny: Path, dtype: str) -> None:
+    names = host.run(_unmended_reload, tiny, dtype)
+    assert len(names) == 2 * 8 * 3 and all(".mlp.experts." in name for name in names)
+
+
+async def _faulty_streams(tiny: Path) -> None:
+    """Each faulty update is refused by the tensor's name, nothing is generated from its half, and a good one mends all."""
+    engine = await _start(tiny)
+    trainer = Trainer(engine, "shm")
+    model = other_weights(tiny, 1)
+    tensors = checkpoint(model)
+    index = next(i for i, (name, _) in enumerate(tensors) if name == "model.layers.1.mlp.experts.3.up_proj.weight")
+    name, weight = tensors[index]
+    faults = {
+        f"{name}: did not come": tensors[:index] + tensors[index + 1 :],
+        f"{name}: came with shape": [*tensors[:index], (name, weight[:-1])],
+        f"{name}: came as bfloat16": [*tensors[:index], (name, weight.bfloat16())],
+        "model.layers.9.norm.weight: the engine's model has no such tensor": [*tensors[:index], ("model.layers.9.norm.weight", weight)],
+    }
+    try:
+        for message, stream in faults.items():
+            with pytest.raises(WeightSyncError, match=message):
+                await trainer.update(stream)
+            with pytest.raises(WeightSyncError, match="not finished"):
+                await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
+        await _check_update(engine, trainer, model)
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+def test_faulty_updates_are_refused_by_name_and_mended_by_a_good_one(host: Host, tiny: Path) -> None:
+    host.run(_faulty_streams, tiny)
+
+
+def test_an_update_brings_every_tensor_exactly_once() -> None:
+    inventory = Inventory({"a": [2, 3], "b": [4]}, "float32")
+    inventory.take("a", torch.Size([2, 3]), "float32")
+    for arguments, message in [
+        (("a", [2, 3], "float32"), "a: came twice in one update"),
+        (("c", [1], "float32"), "c: the engine's model has no such tensor"),
+        (("b", [5], "float32"), r"b: came with shape \[5\], and the engine's model has \[4\]"),
+        (("b", [4], "bfloat16"), "b: came as bfloat16, and the engine runs in float32"),
+    ]:
+        with pytest.raises(WeightError, match=message):
+            inventory.take(*arguments)
+    with pytest.raises(WeightError, match=r"b: did not come \(1 of 2 tensors missing\)"):
+        inventory.complete()
+    inventory.take("b", [4], "float32")
+    inventory.complete()
