@@ -4,15 +4,14 @@
 #     bash examples/quickstart.sh [a.b=c ...]     SEED=2 bash examples/quickstart.sh layout.ranks=2 layout.tp=2 layout.ep=2
 #
 # SEED (1) seeds all of it and names the runs. Arguments are overrides of the RL job's configuration. What is done is not done again:
-# delete runs/quickstart-seed$SEED* to start over.
+# delete runs/quickstart-seed$SEED to start over.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seed=${SEED:-1}
 [[ $seed =~ ^[0-9]+$ ]] || { echo "quickstart: error: SEED: $seed is not a number" >&2; exit 2; }
 run=quickstart-seed$seed
-base=runs/$run-base
-sft=runs/$run-sft
+base=runs/$run/tiny
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 report=()
@@ -38,13 +37,14 @@ make_model() {
 begun=$SECONDS
 bash tools/setup.sh
 report+=("$(printf '%-12s %4ds' set-up $((SECONDS - begun)))")
-mkdir -p runs
+mkdir -p "runs/$run"
 step "tiny model" "$base" make_model
-step "warm start" "$sft/summary.json" .venv/bin/megarl sft examples/quickstart/sft.yaml "name=$run-sft" "seed=$seed" "model.path=$base"
-step "RL" "runs/$run/summary.json" \
-    .venv/bin/megarl train examples/quickstart/rl.yaml "name=$run" "seed=$seed" "model.path=$sft/model" "model.base=$base" "$@"
+step "warm start" "runs/$run/sft/summary.json" \
+    .venv/bin/megarl sft examples/quickstart/sft.yaml "name=$run/sft" "seed=$seed" "model.path=$base"
+step "RL" "runs/$run/rl/summary.json" \
+    .venv/bin/megarl train examples/quickstart/rl.yaml "name=$run/rl" "seed=$seed" "model.path=runs/$run/sft/model" "model.base=$base" "$@"
 
 echo
 printf 'quickstart: %s\n' "${report[@]}"
-echo "quickstart: runs/$run/summary.json:"
-cat "runs/$run/summary.json"
+echo "quickstart: runs/$run/rl/summary.json:"
+cat "runs/$run/rl/summary.json"

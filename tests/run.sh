@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The whole suite: set-up, lint, format, types, tests. Stops at the first that fails and says which; every part has a time limit.
+# Arguments go to pytest.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+# part NAME SECONDS COMMAND...
+part() {
+    local name=$1 limit=$2 begun=$SECONDS status=0
+    shift 2
+    echo "== $name"
+    # SIGINT, as from a person: pytest then tears its fixtures down and no process is left.
+    timeout --foreground --signal=INT --kill-after=30 "$limit" "$@" </dev/null || status=$?
+    if ((status)); then
+        ((status == 124)) && echo "run.sh: $name: not done after ${limit}s"
+        [[ $name == tests ]] || echo "run.sh: FAILED: $name (exit $status)"
+        exit "$status"
+    fi
+    [[ $name == tests ]] || echo "   passed in $((SECONDS - begun))s" # pytest's own closing line is the last
+}
+
+part set-up 600 bash tools/setup.sh
+part lint 60 .venv/bin/ruff check megarl tests tools
+part format 60 .venv/bin/ruff format --check megarl tests tools
+part types 300 .venv/bin/mypy
+part tests 1200 .venv/bin/python -m pytest --durations=15 "$@"

@@ -1,0 +1,90 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+
+EXAMPLE = """
+name: cli
+model: {path: nowhere/at/all}
+algorithm: {type: gspo}
+data:
+  train: {type: reasoning_gym, dataset: spell_backward, seed: 1, items: 8}
+  eval: {type: reasoning_gym, dataset: spell_backward, seed: 2, items: 8}
+reward: {source: {type: reasoning_gym}}
+train: {steps: 1, prompts_per_step: 8}
+"""
+
+
+def megarl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+@pytest.fixture
+def termination() -> Iterator[None]:
+    """Gives SIGTERM back its meaning after a test that runs the command in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_help_comes_at_once() -> None:
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        shown = megarl("--help")
+        seconds.append(time.perf_counter() - begun)
+    assert shown.returncode == 0
+    assert all(verb in shown.stdout for verb in ("train", "sft", "eval"))
+    assert min(seconds) < 0.5
+
+
+def test_an_unknown_verb_is_refused() -> None:
+    refused = megarl("trian", "x.yaml")
+    assert refused.returncode == 2
+    assert "megarl: error: argument VERB: invalid choice: 'trian'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.stesp=3", "megarl: error: train.stesp: unknown key (did you mean 'steps'?)"),
+        ("train.steps=0", "megarl: error: train.steps: Input should be greater than or equal to 1 (got 0)"),
+        ("layout.ranks=3 layout.tp=2", "megarl: error: layout: ranks=3 is not divisible by tp*pp*cp=2*1*1=2"),
+        ("name", "megarl: error: override 'name': expected key.subkey=value"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    tmp_path: Path, override: str, line: str, capsys: pytest.CaptureFixture[str], termination: None
+) -> None:
+    (tmp_path / "config.yaml").write_text(EXAMPLE)
+    assert cli.main(["train", str(tmp_path / "config.yaml"), *override.split(), f"run_dir={tmp_path}"]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.splitlines()) == ("", [line])
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]  # nothing was begun
+
+
+def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], termination: None) -> None:
+    (tmp_path / "config.yaml").write_text(EXAMPLE)
+    assert cli.main(["train", str(tmp_path / "config.yaml"), "train.stesp=3", "seed=-1"]) == 2
+    assert [line.split(":")[2].strip() for line in capsys.readouterr().err.splitlines()] == ["seed", "train.stesp"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(EXAMPLE)
+    refused = megarl("train", tmp_path / "config.yaml", *flags, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("megarl: error: model.path: ") and len(refused.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

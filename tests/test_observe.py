@@ -1,0 +1,279 @@
+"""What is measured and kept of a run: reductions, phases, writers, memory, summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console as RichConsole
+
+from megarl.config import ConfigError, LogSettings, TrainConfig, load
+from megarl.observe import summary
+from megarl.observe.alarms import Alarms
+from megarl.observe.console import Console
+from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
+from megarl.observe.phases import Phases
+from megarl.observe.processes import PeakMemory
+from megarl.observe.run import Run
+from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
+
+CONFIG = """
+name: watched
+model: {path: nowhere}
+algorithm: {type: gspo}
+data:
+  train: {type: reasoning_gym, dataset: spell_backward, seed: 1, items: 8}
+  eval: {type: reasoning_gym, dataset: spell_backward, seed: 2, items: 8}
+reward: {source: {type: reasoning_gym}}
+train: {steps: 3, prompts_per_step: 8}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return load(tmp_path / "config.yaml", [f"run_dir={tmp_path / 'runs'}"], TrainConfig)
+
+
+def report(values: list[float]) -> dict[str, Metric]:
+    """What a rank that holds these values says."""
+    if not values:
+        return {"mean": Mean(0.0, 0.0), "sum": Sum(0.0)}
+    return {
+        "mean": Mean(math.fsum(values), float(len(values))),
+        "std": Std(math.fsum(values), math.fsum(value * value for value in values), float(len(values))),
+        "sum": Sum(math.fsum(values)),
+        "max": Max(max(values)),
+        "min": Min(min(values)),
+    }
+
+
+@given(st.lists(st.lists(st.floats(-100, 100)), min_size=1, max_size=6))
+def test_metrics_do_not_depend_on_the_layout(shards: list[list[float]]) -> None:
+    merged, whole = scalars(merge(report(shard) for shard in shards)), scalars(report([value for shard in shards for value in shard]))
+    assert merged == pytest.approx(whole, rel=1e-9, abs=1e-5)
+
+
+def test_std_is_that_of_the_values() -> None:
+    values = list(np.random.default_rng(0).normal(3.0, 0.5, 1000))
+    assert scalars(merge([report(values[:400]), report(values[400:])]))["std"] == pytest.approx(float(np.std(values)), rel=1e-9)
+
+
+def test_a_mean_of_nothing_has_no_value_and_last_follows_the_order() -> None:
+    assert scalars(merge([{"a": Mean(0.0, 0.0), "b": Last(1.0)}, {"b": Last(2.0)}])) == {"b": 2.0}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_nan_survives_every_reduction(order: int) -> None:
+    for kind in (Max, Min, Sum):
+        [value] = scalars(merge([{"x": kind(math.nan)}, {"x": kind(1.0)}][::order])).values()
+        assert math.isnan(value)
+
+
+def test_one_name_with_two_reductions_is_refused() -> None:
+    with pytest.raises(AssertionError, match="loss: Mean merged with Sum"):
+        merge([{"loss": Mean(1.0, 1.0)}, {"loss": Sum(1.0)}])
+
+
+def test_metrics_travel_between_processes() -> None:
+    metrics = report([1.0, 2.0]) | {"last": Last(3.0)}
+    assert pickle.loads(pickle.dumps(metrics)) == metrics
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_add_up_to_the_wall_time_however_they_nest() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+    clock.now = 1.0
+    with phases("update"):
+        clock.now = 3.0
+        with phases("eval"):
+            clock.now = 6.0
+            assert phases.current() == ("eval", 3.0)
+        clock.now = 7.0
+    assert phases.take() == {"other": 1.0, "update": 3.0, "eval": 3.0}
+    with pytest.raises(ValueError, match="inside"), phases("eval"):
+        clock.now = 9.0
+        raise ValueError("inside")
+    assert phases.take() == {"eval": 2.0}
+    clock.now = 10.0
+    assert phases.total() == {"other": 2.0, "update": 3.0, "eval": 5.0}
+
+
+def test_json_lines_keep_every_digit_and_non_finite_numbers(tmp_path: Path) -> None:
+    writer = JsonLines(tmp_path / "metrics.jsonl")
+    values = {"a": 0.1 + 0.2, "tiny": 5e-324, "nan": math.nan, "inf": -math.inf}
+    writer.write(7, values)
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()  # flushed: there before close
+    assert json.loads(line) == {"step": 7, "a": 0.1 + 0.2, "tiny": 5e-324, "nan": "nan", "inf": "-inf"}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "a": 0.')  # a crash
+    [row] = read_json_lines(tmp_path / "metrics.jsonl")
+    assert math.isnan(row.pop("nan"))
+    assert row == {"step": 7, "a": 0.1 + 0.2, "tiny": 5e-324, "inf": -math.inf}
+    writer.close()
+
+
+def test_tensorboard_reads_what_was_written_and_needs_no_tensorflow(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoard(tmp_path)
+    for step in (1, 2):
+        writer.write(step, {"reward/mean": step / 4})
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.skipif("wandb" in sys.modules, reason="wandb is installed")
+def test_a_writer_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"log.wandb=true: the package wandb is not installed"):
+        check(LogSettings(wandb=True))
+
+
+def test_peak_memory_is_that_of_the_largest_process_of_a_kind() -> None:
+    code = "data = bytearray(300 << 20); data[::4096] = b'x' * len(data[::4096]); del data; print('ready', flush=True); input()"
+    memory = PeakMemory()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        memory.sample()
+        child.communicate("\n")
+    memory.sample()  # the child has ended: what it took is kept
+    peak = memory.mb()
+    assert 300 < peak["reward"] < 400
+    assert peak["driver"] >= psutil.Process().memory_info().rss / 2**20 - 1
+
+
+def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
+    import ray
+
+    from megarl.config import ClusterSettings
+    from megarl.workers.cluster import ray_session
+
+    class ModelWorker:
+        def ready(self) -> int:
+            return 1
+
+    class RolloutWorker(ModelWorker):
+        def ready(self) -> int:
+            self.child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE)
+            return 2
+
+    memory = PeakMemory()
+    with ray_session(ClusterSettings(), actors=2):
+        actors = [ray.remote(kind).options(num_cpus=1).remote() for kind in (ModelWorker, RolloutWorker)]  # type: ignore[attr-defined]
+        assert ray.get([actor.ready.remote() for actor in actors], timeout=120) == [1, 2]
+        memory.sample()
+    assert set(memory.mb()) >= {"driver", "model_worker", "rollout", "engine_core", "ray"}
+    assert "reward" not in memory.mb()
+
+
+def test_a_summary_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary.write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        summary.write_json(path, {"a": 2, "b": math.nan})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def run_steps(config: TrainConfig) -> Path:
+    with Run(config) as run:
+        with run.phase("sync"):
+            run.log(0, {"training/logprob_gap_mean": Mean(3e-6, 1.0), "training/logprob_gap_max": Max(4e-6)})
+        run.pass_rate("sft", {"sampled": 0.25, "greedy": 0.5})
+        for step in (1, 2, 3):
+            with run.phase("rollout"):
+                metrics = {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": Mean(1e-6, 1.0)}
+            run.log(step, metrics)
+        run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
+    return run.directory
+
+
+def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run_steps(config)
+    result = json.loads((directory / "summary.json").read_text())
+    assert list(result) == [
+        *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "rl_steps", "wall_s"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions"),
+    ]
+    assert result["pass_rate_base"] is None
+    assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
+    assert result["pass_rate_rl"] == {"sampled": 0.5, "greedy": 0.75}
+    assert result["rl_steps"] == 3
+    assert result["logprob_gap_mean"] == pytest.approx(6e-6 / 4)  # over all tokens of the run, not over its steps
+    assert result["logprob_gap_max"] == 4e-6
+    assert result["peak_rss_mb"]["driver"] > 50
+    assert result["versions"]["megatron-core"] == "0.16.1"
+    rows = read_json_lines(directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3]
+    assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [0.25, 0.5, 0.75]
+    assert sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/")) <= sum(result["wall_s"].values())
+    assert (directory / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert load(directory / "config.yaml", [], TrainConfig) == config
+    assert "pass rate rl" in capsys.readouterr().out
+
+
+def test_an_earlier_run_of_the_same_name_is_set_aside(config: TrainConfig) -> None:
+    directory = run_steps(config)
+    first = (directory / "metrics.jsonl").read_bytes()
+    with pytest.raises(RuntimeError, match="broken"), Run(config):
+        raise RuntimeError("broken")
+    assert (directory / "earlier-1" / "metrics.jsonl").read_bytes() == first
+    assert not (directory / "summary.json").exists()  # a run that failed leaves none
+    run_steps(config)
+    assert (directory / "earlier-2" / "config.yaml").exists()
+    assert (directory / "summary.json").exists()
+
+
+def test_two_runs_do_not_share_a_directory(config: TrainConfig) -> None:
+    with Run(config), pytest.raises(ConfigError, match="name: .*watched is in use by another run"), Run(config):
+        pass
+
+
+def test_the_console_is_plain_where_there_is_no_terminal() -> None:
+    screen = io.StringIO()
+    with Console("r", 3, lambda: ("rollout", 1.0), RichConsole(file=screen, width=200)) as console:
+        console.phase("start")
+        console.step(1, {"reward/mean": 0.5, "perf/tokens_per_second": 12345.6}, {"rollout": 1.25, "sync": 0.001})
+        console.phase("rollout")
+        console.rate("rl", {"sampled": 0.5, "greedy": 0.75})
+    assert screen.getvalue().splitlines() == [
+        "r: start ...",
+        "r: step 1/3  tok/s 12,346 reward 0.500  (rollout 1.2s)",
+        "r: pass rate rl: sampled 0.500 greedy 0.750",
+    ]
+
+
+def test_the_console_shows_one_live_line_on_a_terminal() -> None:
+    screen = io.StringIO()
+    with Console("r", 3, lambda: ("rollout", 1.0), RichConsole(file=screen, width=120, force_terminal=True)) as console:
+        console.step(2, {"reward/mean": 0.5}, {})
+        console.rate("rl", {"sampled": 0.5})
+    assert "r  step 2/3 | rollout 1.0s | reward 0.500 | sampled 0.500" in screen.getvalue()
+
+
+def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
+    alarms = Alarms()
+    assert alarms.check(1, {"actor/entropy": 1.0, "response_length/mean": 50.0}) == {}
+    found = alarms.check(2, {"actor/entropy": 0.01, "response_length/mean": 4.0, "actor/grad_norm": math.nan})
+    assert set(found) == {"entropy_collapse", "length_collapse", "non_finite/actor/grad_norm"}
+    assert "actor/entropy is 0.01, and was 1 at first" in found["entropy_collapse"]
+    assert alarms.check(3, {"actor/entropy": 0.01}) == {}
