@@ -8,7 +8,7 @@ from megarl.observe.metrics import merge
 from megarl.observe.run import Run
 from megarl.observe.signs import rollout_metrics
 from megarl.rewards.score import Scorer
-from megarl.stages.checks import check_train
+from megarl.stages.checks import check_gap, check_train
 from megarl.stages.eval import evaluate, requests
 from megarl.workers.cluster import ray_session
 from megarl.workers.plan import plan_step
@@ -39,6 +39,8 @@ def train(config: TrainConfig) -> None:
             metrics = rollout_metrics(responses, scores, config.rollout)
             with run.phase("old_logp"):
                 metrics |= ranks.score(plan)
+            if step == 1:
+                check_gap(config, metrics)
             with run.phase("update"):
                 metrics |= merge([ranks.update(mini_batch) for mini_batch in range(config.train.mini_batches)])
             with run.phase("sync"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.megatron_fields import check_fields
+from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.score import check as check_reward
 
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
@@ -70,3 +72,11 @@ def check_eval(config: EvalConfig) -> Data:
     check_length(check_model(config), config.rollout)
     check_reward(config.reward)
     return check_prompts(config, config.data, config.rollout)
+
+
+def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:
+    """RuntimeError where engines and trainer disagree about the log-probs of the first step's responses: they do not run one model."""
+    limit = config.sync.logprob_gap or {"float32": 1e-4, "bfloat16": 5e-2}[config.model.dtype]
+    gap = scalars(metrics)["training/logprob_gap_mean"]
+    if not gap <= limit:
+        raise RuntimeError(f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}, more than sync.logprob_gap={limit:g}")

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.run import Run
+from megarl.observe.summary import write_json
 from megarl.rewards.score import Request, Scorer
 from megarl.rollout.engine import Sampling
+from megarl.stages.checks import check_eval
+from megarl.workers.cluster import ray_session
 from megarl.workers.rollout_worker import Response
-from megarl.workers.team import Engines, call_seed
+from megarl.workers.team import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
@@ -34,3 +37,14 @@ def evaluate(prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: R
             scores = scorer.score(requests(prompts, responses))
             rates[name] = sum(score.value for score in scores) / len(scores)
     return rates
+
+
+def run_eval(config: EvalConfig) -> None:
+    """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
+    data = check_eval(config)
+    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), Scorer(config.reward) as scorer:
+        with run.phase("start"):
+            engines = start_engines(config)
+        rates = evaluate(data.eval, engines, scorer, run, config.seed)
+        run.pass_rate("eval", rates)
+        write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(data.eval), **rates})
