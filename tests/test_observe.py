@@ -179,7 +179,7 @@ def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
 
     memory = PeakMemory()
     with ray_session(ClusterSettings(), actors=2):
-        actors = [ray.remote(kind).options(num_cpus=1).remote() for kind in (ModelWorker, RolloutWorker)]  # type: ignore[attr-defined]
+        actors = [ray.remote(kind).options(num_cpus=1).remote() for kind in (ModelWorker, RolloutWorker)]
         assert ray.get([actor.ready.remote() for actor in actors], timeout=120) == [1, 2]
         memory.sample()
     assert set(memory.mb()) >= {"driver", "model_worker", "rollout", "engine_core", "ray"}
@@ -201,8 +201,8 @@ def run_steps(config: TrainConfig) -> Path:
         run.pass_rate("sft", {"sampled": 0.25, "greedy": 0.5})
         for step in (1, 2, 3):
             with run.phase("rollout"):
-                metrics = {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": Mean(1e-6, 1.0)}
-            run.log(step, metrics)
+                gap = Mean(1e-6, 1.0)
+            run.log(step, {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
     return run.directory
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.config import RolloutSettings
-from megarl.observe.metrics import Max, Mean, Metric, Min, Sum
+from megarl.observe.metrics import Max, Mean, Metric, Min, Sum, merge
 
 if TYPE_CHECKING:
     from megarl.rewards.score import Score
@@ -36,7 +36,7 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score], sett
             parts[name].append(value)
         if score.error is not None:
             kind = "events/reward_timeout" if score.error == "timeout" else "events/reward_error"
-            metrics[kind] = Sum(1.0).merge(metrics[kind]) if kind in metrics else Sum(1.0)
+            metrics = merge([metrics, {kind: Sum(1.0)}])
     for name, values in parts.items():
         metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
     metrics["frac_reward_zero_std"] = Mean(sum(len(values) == 1 for values in groups.values()), float(len(groups)))
