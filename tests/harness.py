@@ -46,12 +46,15 @@ class Pool:
         self._pipes: list[Connection] = []
         self._template: Any = None
         self._tasks = 0
+        self._broken = False  # a rank died
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, timeout_s: float = 180.0) -> list[Any]:
         """function(grid, *arguments) on each of `layout.ranks` ranks of a fresh grid; their results in rank order.
 
         Raises RankError with the tracebacks, the first failure first, or TimeoutError naming the ranks that are late.
         """
+        if self._broken:
+            self.close()
         if self._template is None:
             self._start()
         self._tasks += 1
@@ -72,7 +75,6 @@ class Pool:
                 if not ok:
                     errors.append(f"rank {rank}:\n{results[rank]}")
         if errors:
-            self.close()
             raise RankError("\n".join(errors))
         return [results[rank] for rank in range(layout.ranks)]
 
@@ -83,7 +85,7 @@ class Pool:
             self._template.join()
         for pipe in self._pipes:
             pipe.close()
-        self._template, self._pipes = None, []
+        self._template, self._pipes, self._broken = None, [], False
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -104,6 +106,7 @@ class Pool:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
+            self._broken = True
             return False, "the process died"
 
 

@@ -26,7 +26,7 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 
 def transformer_config(hf: Mapping[str, Any], model: ModelSettings, layout: Layout, backend: Backend) -> TransformerConfig:
-    """Megatron's configuration of the model that `hf` (config.json of the Qwen3 and Qwen3-MoE families) describes.
+    """Megatron's configuration of the model that `hf` (config.json of the Qwen3-MoE family) describes.
 
     `model.megatron` may set any field of TransformerConfig that neither the weights nor the layout nor the gradient's scaling fix.
     Raises ConfigError for an unknown field, a fixed one, or a model feature that is not supported.
@@ -96,39 +96,31 @@ def rope_theta(hf: Mapping[str, Any]) -> float:
 
 
 def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("hidden_act") != "silu":
-        raise ConfigError(f"model.path: config.json has hidden_act={hf.get('hidden_act')!r}; supported: 'silu'")
-    experts = hf.get("num_experts")
-    fields = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "num_query_groups": hf["num_key_value_heads"],
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": bool(hf.get("attention_bias")),
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    if not experts:
-        return fields
-    return fields | {
-        "num_moe_experts": experts,
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        # Hugging Face normalises the chosen probabilities to 1, which is a softmax over the chosen logits alone.
-        "moe_router_pre_softmax": not hf["norm_topk_prob"],
-        "moe_layer_freq": [
-            int(layer not in (hf.get("mlp_only_layers") or []) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0)
-            for layer in range(hf["num_hidden_layers"])
-        ],
-    }
+    """What the family's rows (`families.py`) presuppose, too: no dense layers, no biases."""
+    try:
+        return {
+            "num_layers": hf["num_hidden_layers"],
+            "hidden_size": hf["hidden_size"],
+            "num_attention_heads": hf["num_attention_heads"],
+            "num_query_groups": hf["num_key_value_heads"],
+            "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            "ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "num_moe_experts": hf["num_experts"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            # norm_topk_prob scales the chosen probabilities to a sum of 1, which is a softmax over the chosen logits alone.
+            "moe_router_pre_softmax": not hf["norm_topk_prob"],
+            "layernorm_epsilon": hf["rms_norm_eps"],
+            "normalization": "RMSNorm",
+            "qk_layernorm": True,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+    except KeyError as missing:
+        raise ConfigError(f"model.path: config.json lacks {missing.args[0]}") from None
 
 
 def _layout(layout: Layout) -> dict[str, Any]:

@@ -2,17 +2,23 @@
 
 Megatron names "cuda" in its sources (`torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`, `"torch.cuda.FloatTensor"`,
 `pin_memory=True`). The hook rewrites the syntax tree of `megatron.core.*` modules as they are imported: those names become their CPU
-counterparts and `torch.cuda` becomes the small stand-in below. torch itself stays untouched, and so does every file.
+counterparts and `torch.cuda` becomes the small stand-in below. torch itself stays untouched, and so does every source file.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import marshal
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -125,8 +131,15 @@ class _Loader(importlib.machinery.SourceFileLoader):
         source = self.get_data(path)
         if not any(name in source for name in _NAMED):
             return super().get_code(fullname)  # as it is, with Python's own byte code cache
-        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(source, path)))
-        return compile(tree, path, "exec", dont_inherit=True)
+        # Compiling what is rewritten takes a second for all of Megatron: it is kept beside Python's own byte code, under another name.
+        cache = importlib.util.cache_from_source(path, optimization="megarl")
+        stamp = hashlib.sha256(importlib.util.MAGIC_NUMBER + _own_source() + source).digest()
+        code = _read(cache, stamp)
+        if code is None:
+            tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(source, path)))
+            code = compile(tree, path, "exec", dont_inherit=True)
+            _write(cache, stamp + marshal.dumps(code))
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[STAND_IN] = _CpuStandIn(STAND_IN)
@@ -134,6 +147,28 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if module.__name__ == "megatron.core.jit":
             # Upstream's own switch: its `jit_fuser` is torch.compile, which costs a C++ compiler run per small function here.
             module.disable_jit_fuser()
+
+
+@functools.cache
+def _own_source() -> bytes:
+    return Path(__file__).read_bytes()
+
+
+def _read(cache: str, stamp: bytes) -> CodeType | None:
+    try:
+        data = Path(cache).read_bytes()
+    except OSError:
+        return None
+    return marshal.loads(data[len(stamp) :]) if data.startswith(stamp) else None
+
+
+def _write(cache: str, data: bytes) -> None:
+    """Whole or not at all: other ranks import at the same time. A read-only installation goes without."""
+    with contextlib.suppress(OSError):
+        part = Path(f"{cache}.{os.getpid()}")
+        part.parent.mkdir(exist_ok=True)
+        part.write_bytes(data)
+        part.replace(cache)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,81 @@
+"""The built model is transformers' model; configurations that cannot be are refused in one line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import ConfigError, Layout, ModelSettings
+from megarl.models.build import transformer_config
+from megarl.parallel import schedule
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.harness import Pool
+
+
+def logits(grid: Grid, job: Job) -> Tensor:
+    """Logits of the whole batch, sequence after sequence."""
+    policy, batch = build(grid, job), global_batch(job.sequences)
+
+    def visit(logits_RV: Tensor, row_T: Tensor, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return torch.zeros(()), (logits_RV[row_T], batch.extra_T["entry"])
+
+    parts = shares(batch.with_extra(entry=torch.arange(len(batch))), job.micro_batches)
+    results = schedule.run(policy.chunks, parts, visit, grid, forward_only=True)
+    whole_TV = torch.empty(len(batch), TINY["vocab_size"])
+    for logits_TV, entry_T in results:
+        whole_TV[entry_T] = logits_TV
+    return whole_TV
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_logits_equal_those_of_transformers(pool: Pool, tmp_path: Path, norm_topk_prob: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = make_checkpoint(tmp_path / "model", num_experts_per_tok=2, norm_topk_prob=norm_topk_prob)
+    [ours_TV] = pool.run(logits, Layout(), Job(path))
+    batch = global_batch(Job.sequences)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        theirs_TV = torch.cat([model(batch.input_T[None, batch.seq_T == n]).logits[0] for n in range(Job.sequences)])
+    assert theirs_TV.std() > 0.1
+    torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=1e-5)
+
+
+def refusal(grid: Grid, changes: dict[str, Any], megatron: dict[str, Any]) -> str:
+    settings = ModelSettings(path=Path("model"), megatron=megatron)
+    try:
+        transformer_config({**TINY, **changes}, settings, grid.layout, choose())
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_overrides_are_checked_by_name(pool: Pool) -> None:
+    def said(changes: dict[str, Any], **megatron: Any) -> str:
+        return pool.run(refusal, Layout(), changes, megatron)[0]
+
+    assert said({}, moe_aux_loss_coeff=0.01) == "accepted"
+    assert said({}, moe_aux_los_coeff=0.01) == (
+        "model.megatron.moe_aux_los_coeff: no such field of Megatron's TransformerConfig (did you mean 'moe_aux_loss_coeff'?)"
+    )
+    assert said({}, num_layers=3).startswith("model.megatron.num_layers: set by model.path, model.dtype, layout or megarl itself (to 4)")
+    assert said({}, moe_token_dispatcher_type="allgather").startswith("model.megatron: refused by Megatron: Token dispatcher type")
+
+
+def test_scaled_rope_is_refused(pool: Pool, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", rope_parameters={"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(AssertionError, match="model.path: config.json asks for RoPE of type 'yarn'; supported: 'default'"):
+        pool.run(build, Layout(), Job(path))
+
+
+def test_another_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.0")
+    with pytest.raises(ConfigError, match="megatron-core: megarl runs on 0.16.1, and 0.19.0 is installed"):
+        choose.__wrapped__()
