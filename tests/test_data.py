@@ -1,0 +1,250 @@
+"""Prompts from every kind of source, refusals with file and line, the sampler, demonstrations."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megarl.config import ConfigError, FileSource, ReasoningGymSource
+from megarl.data.demonstrations import Demonstration, copied_text, demonstration_text, demonstrations, mix
+from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.sampler import Sampler
+from megarl.data.tokenizer import decode, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LETTERS = {"min_word_len": 3, "max_word_len": 8}
+TERMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+ROW = {"prompt": "17 + 17?", "reward_model": {"ground_truth": "34", "style": "rule"}, "data_source": "sums", "extra_info": {"index": 7}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    spec = importlib.util.spec_from_file_location("make_tiny_model", Path(__file__).parents[1] / "tools" / "make_tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    out = tmp_path_factory.mktemp("tokenizer")
+    tool.fast_tokenizer(tool.train_sentencepiece(seed=1)).save_pretrained(out)
+    return load_tokenizer(out)
+
+
+Load = Callable[..., list[Prompt]]
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerBase) -> Load:
+    def load(source: Any, *, chat: bool = True, template: str = "{prompt}", limit: int = 64) -> list[Prompt]:
+        return load_prompts(source, tokenizer, chat, template, limit, "data.train")
+
+    return load
+
+
+def write(path: Path, *rows: Any) -> FileSource:
+    """A JSONL file; a text row is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return FileSource(path=path)
+
+
+def gym(dataset: str = "spell_backward", *, seed: int = 5, items: int = 50, **more: Any) -> ReasoningGymSource:
+    params = LETTERS if dataset == "spell_backward" else TERMS
+    return ReasoningGymSource(**{"dataset": dataset, "params": params, "seed": seed, "items": items, **more})
+
+
+def test_gym_prompts_hold_question_tokens_answer_and_metadata(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = load(gym())
+    assert [prompt.id for prompt in prompts] == list(range(50))
+    for prompt in prompts:
+        word = prompt.text.split()[-1]
+        assert prompt.answer == word[::-1] and prompt.meta["word"] == word and prompt.meta["source_params"] == LETTERS
+        assert tokenizer.decode(prompt.tokens) == f"<|user|>{prompt.text}<|assistant|>"
+    assert load(gym()) == prompts
+
+
+def test_exclude_leaves_out_questions_of_the_other_source(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    held_out = load(gym(seed=20))  # items 15..49 of seed 5 are its items 0..34: reasoning-gym draws item i from seed + i
+    assert {prompt.text for prompt in held_out} & {prompt.text for prompt in load(gym())}
+    with caplog.at_level("INFO"):
+        kept = load(gym(exclude=gym(seed=20)))
+    assert not {prompt.text for prompt in held_out} & {prompt.text for prompt in kept}
+    assert f"{50 - len(kept)} of 50 items left out" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data.train.items: all 50 items are in data.train.exclude$"):
+        load(gym(exclude=gym()))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"dataset": "spell_backwards"}, r"data\.train\.dataset: .* no dataset 'spell_backwards' \(did you mean 'spell_backward'\?\)"),
+        ({"params": {"min_len": 3}}, r"data\.train\.params\.min_len: spell_backward has no such parameter \(.*min_word_len.*\)"),
+        ({"params": {"size": 3}}, r"data\.train\.params\.size: set data\.train\.items instead"),
+        ({"params": {"min_word_len": 9, "max_word_len": 4}}, r"data\.train\.params: spell_backward refuses .*9.*4.*"),
+    ],
+)
+def test_gym_faults_are_refused(load: Load, fault: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load(gym(**fault))
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(load: Load, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]}]
+    as_chat = [{**ROW, "prompt": [{"role": "user", "content": ROW["prompt"]}]}, rows[1]]
+    parquet.write_table(pyarrow.Table.from_pylist(as_chat), tmp_path / "a.parquet")
+    from_jsonl = load(write(tmp_path / "a.jsonl", *rows, ROW))  # the third is a duplicate, and stays
+    from_parquet = load(FileSource(path=tmp_path / "a.parquet"))
+    assert from_jsonl[:2] == from_parquet and len(from_jsonl) == 3
+    first, second = from_parquet
+    assert (first.text, first.answer, first.meta) == ("17 + 17?", "34", {"data_source": "sums", "extra_info": {"index": 7}})
+    assert len(second.tokens) == len(first.tokens) + len("Add.") + 1
+
+
+def test_columns_can_be_named(load: Load, tmp_path: Path) -> None:
+    row = {"q": {"text": "1+1?"}, "a.b": 2}
+    source = write(tmp_path / "a.jsonl", row).model_copy(update={"prompt_key": "q.text", "answer_key": "a.b"})
+    (prompt,) = load(source)
+    assert (prompt.text, prompt.answer, prompt.meta) == ("1+1?", "2", {})
+
+
+def test_template_replaces_the_chat_template(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ROW, {**ROW, "prompt": [{"role": "user", "content": "{x}?"}]})
+    assert [tokenizer.decode(prompt.tokens) for prompt in load(source, chat=False, template="Q: {prompt} {}\n")] == [
+        "Q: 17 + 17? {}\n",
+        "Q: {x}? {}\n",
+    ]
+    with pytest.raises(ConfigError, match=r"^data\.template: 'Q' has no \{prompt\} in it$"):
+        load(source, chat=False, template="Q")
+
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"FILE holds no prompts"),
+        ([ROW, "", ROW], r"FILE:2: empty line"),
+        ([ROW, ROW, '{"prompt": '], r"FILE:3: not JSON: Expecting value.*"),
+        ([ROW, "[1]"], r"FILE:2: must hold an object, not list"),
+        ([{"text": "1"}], r"FILE:1: no value for data\.train\.prompt_key='prompt'; the row has text"),
+        ([{"prompt": "1", "reward_model": {}}], r"FILE:1: no value for data\.train\.answer_key='reward_model\.ground_truth'; .*"),
+        ([ROW, {**ROW, "prompt": " \n"}], r"FILE:2: the prompt is empty"),
+        ([{**ROW, "prompt": []}], r"FILE:1: the prompt is empty"),
+        ([{**ROW, "prompt": 3}], r"FILE:1: the prompt must be a text or a list of chat messages, not int"),
+        ([{**ROW, "prompt": [{"role": "user", "content": ["a"]}]}], r"FILE:1: message 0 of the prompt needs .*"),
+        ([ROW, {**ROW, "prompt": "x" * 63}], r"FILE:2: prompt of 65 tokens is longer than rollout\.max_prompt_tokens=64"),
+    ],
+)
+def test_faulty_rows_are_refused_with_file_line_and_numbers(load: Load, tmp_path: Path, rows: list[Any], message: str) -> None:
+    source = write(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(ConfigError, match="^data.train.path: " + message.replace("FILE", str(source.path)) + "$"):
+        load(source)
+
+
+def test_faulty_files_are_refused(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: no such file: .*x\.jsonl$"):
+        load(FileSource(path=tmp_path / "x.jsonl"))
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.csv must end in \.jsonl or \.parquet$"):
+        load(FileSource(path=tmp_path / "a.csv"))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.parquet is not readable as Parquet after row 0: .*$"):
+        load(FileSource(path=tmp_path / "a.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*latin\.jsonl:1: not JSON: .*$"):
+        load(FileSource(path=tmp_path / "latin.jsonl"))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: a chat of 3 messages needs data\.chat=true$"):
+        load(write(tmp_path / "a.jsonl", {**ROW, "prompt": MESSAGES}), chat=False)
+
+
+def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    kept, tokenizer.chat_template = tokenizer.chat_template, "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x"
+    try:
+        with pytest.raises(ConfigError, match=r"a\.jsonl:2: the model's chat template refuses the prompt: one only$"):
+            load(write(tmp_path / "a.jsonl", ROW, {**ROW, "prompt": MESSAGES}))
+        tokenizer.chat_template = None
+        with pytest.raises(ConfigError, match=r"^data\.chat: the tokenizer has no chat template; .*$"):
+            load(write(tmp_path / "a.jsonl", ROW))
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path: no usable tokenizer in .*"):
+        load_tokenizer(tmp_path)
+
+
+def test_decode_drops_the_ending_token_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = [*tokenizer.encode("12"), tokenizer.pad_token_id, *tokenizer.encode("3 "), tokenizer.eos_token_id]
+    assert decode(tokenizer, tokens, finished=True) == "12<|pad|>3 "
+    assert decode(tokenizer, tokens[:-1], finished=False) == "12<|pad|>3 "
+    assert decode(tokenizer, [tokenizer.eos_token_id], finished=True) == ""
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.lists(st.integers(0, 30), max_size=12))
+def test_every_epoch_is_a_permutation_and_the_sampler_resumes_anywhere(count: int, seed: int, shuffle: bool, takes: list[int]) -> None:
+    sampler, drawn = Sampler(count, seed, shuffle), []
+    for k in takes:
+        resumed = Sampler(count, seed, shuffle)
+        resumed.restore(json.loads(json.dumps(sampler.state())))
+        part = sampler.take(k)
+        assert len(part) == k and resumed.take(k) == part and resumed.state() == sampler.state()
+        drawn += part
+    for start in range(0, len(drawn) - count + 1, count):
+        epoch = drawn[start : start + count]
+        assert sorted(epoch) == list(range(count)) and (shuffle or epoch == sorted(epoch))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    sampler = Sampler(100, 1, True)
+    orders = [sampler.take(100), sampler.take(100), Sampler(100, 2, True).take(100)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_state_of_other_data_is_refused() -> None:
+    state = Sampler(10, 1, True).state()
+    with pytest.raises(ValueError, match="saved with count=10, and this run has count=11"):
+        Sampler(11, 1, True).restore(state)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        Sampler(0, 1, True)
+
+
+def test_demonstrations_end_with_the_end_token_and_hold_the_answer(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = load(gym())
+    clean = demonstrations(prompts, tokenizer, "answer", copied=False, max_tokens=32, key="data.train")
+    copied = demonstrations(prompts, tokenizer, "answer", copied=True, max_tokens=32, key="data.train")
+    for prompt, right, wrong in zip(prompts, clean, copied, strict=True):
+        assert right.tokens[: right.prompt_length].tolist() == prompt.tokens and right.tokens[-1] == tokenizer.eos_token_id
+        assert decode(tokenizer, right.tokens[right.prompt_length :].tolist(), finished=True) == prompt.answer
+        assert decode(tokenizer, wrong.tokens[wrong.prompt_length :].tolist(), finished=True) == prompt.answer[::-1]
+    with pytest.raises(ConfigError, match=r"^data\.train: prompt \d+ and its response are \d+ tokens, more than sft\.max_tokens=10$"):
+        demonstrations(prompts, tokenizer, "answer", copied=False, max_tokens=10, key="data.train")
+    with pytest.raises(ConfigError, match=r"^data\.train: demonstration=chain_sum_steps: prompt 0 has no sum to work out: .*$"):
+        demonstrations(prompts, tokenizer, "chain_sum_steps", copied=False, max_tokens=32, key="data.train")
+
+
+def test_chain_sum_steps_lead_to_the_answer(load: Load) -> None:
+    prompt = Prompt(0, "State the answer: 4 - 1 - 7 =", [], "-4", {})
+    assert demonstration_text(prompt, "chain_sum_steps") == "4-1=3;3-7=-4"
+    assert copied_text(prompt, "chain_sum_steps") == "4-1=4;4-7=4"
+    for prompt in load(gym("chain_sum")):
+        steps = demonstration_text(prompt, "chain_sum_steps").split(";")
+        assert len(steps) == prompt.meta["num_terms"] - 1 and steps[-1].endswith("=" + prompt.answer)
+
+
+def test_mix_draws_the_share_and_repeats_itself() -> None:
+    make = lambda length: [Demonstration(None, length)] * 1000  # type: ignore[arg-type]  # noqa: E731
+    clean, copied = make(1), make(2)
+    drawn = mix(clean, copied, range(1000), 0.4, seed=1, step=7)
+    assert drawn == mix(clean, copied, range(1000), 0.4, seed=1, step=7) != mix(clean, copied, range(1000), 0.4, seed=1, step=8)
+    assert 340 < sum(demonstration.prompt_length == 2 for demonstration in drawn) < 460
+    assert mix(clean, copied, range(1000), 0.0, seed=1, step=7) == clean and mix(clean, copied, range(1000), 1.0, seed=1, step=7) == copied
