@@ -68,6 +68,7 @@ class WeightsAndBiases:
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
         self._run = wandb.init(project="megarl", name=name, dir=str(directory), config=dict(config), mode=mode)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
