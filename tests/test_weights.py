@@ -15,6 +15,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.rows import QKV, GateUp, Op, Plain
+from megarl.models.weights import canonical
 from tests.distributed.work import TINY, make_checkpoint
 
 OPS: dict[str, Op] = {
@@ -73,6 +74,24 @@ def test_every_tensor_of_a_family_is_in_one_exported_row() -> None:
     assert len(names) == len(set(names)) == 3 + 4 * (9 + 8 * 3)
 
 
+@pytest.mark.parametrize(
+    ("built", "name"),
+    [
+        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.5.input_layernorm.weight"),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.5.self_attention.linear_qkv.weight"),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight3", "decoder.layers.4.mlp.experts.local_experts.11.linear_fc1.weight"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+            "decoder.layers.4.mlp.experts.local_experts.11.linear_fc2.weight",
+        ),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+    ],
+)
+def test_names_of_both_layer_specs_become_canonical(built: str, name: str) -> None:
+    assert canonical(built, layers=[4, 5], first_expert=8) == name
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model")
@@ -128,9 +147,14 @@ def test_quantized_tensor_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported (supported: Qwen3MoeForCausalLM"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architecture 'LlamaForCausalLM' is not supported (supported: Qwen3Moe",
+        ),
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for Qwen3MoeForCausalLM"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is no positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),

@@ -43,7 +43,7 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, torch.nn.
     for chunk in map(unwrap, chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1, over all stages and chunks
         for name, parameter in chunk.named_parameters():
-            name = _canonical(name, numbers, ep_rank * _local_experts(chunk))
+            name = canonical(name, numbers, ep_rank * _local_experts(chunk))
             assert name not in found, f"{name} twice on one rank"
             found[name] = parameter
     return found
@@ -105,7 +105,8 @@ def _local_experts(chunk: Any) -> int:
     return (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
 
 
-def _canonical(name: str, layers: list[int], first_expert: int) -> str:
+def canonical(name: str, layers: list[int], first_expert: int) -> str:
+    """The canonical name of a chunk's parameter, given the global numbers of the chunk's layers and of its first expert."""
     for pattern, replacement in _TRANSFORMER_ENGINE:
         name = pattern.sub(replacement, name)
     name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", name)
