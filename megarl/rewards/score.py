@@ -98,6 +98,7 @@ class Scorer:
                 waiting.append(number)
             else:
                 scores[number] = Score(0.0)
+        self._processes = [_Process(self.settings) if process.died_idle else process for process in self._processes]
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
             while len(scores) < len(requests):
@@ -162,6 +163,10 @@ class _Process:
     @property
     def idle(self) -> bool:
         return self.ready and not self.pending
+
+    @property
+    def died_idle(self) -> bool:
+        return self.idle and self._child.poll() is not None
 
     def give(self, work: list[tuple[int, Request]]) -> None:
         self.pending.extend(number for number, _ in work)
