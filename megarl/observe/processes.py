@@ -42,12 +42,12 @@ class PeakMemory:
 def _kind(command: list[str], parent: str) -> str:
     # Ray's worker processes carry their actor's class as title ("ray::ModelWorker.update"), and the raylet is their parent.
     title = " ".join(command)
+    if parent in ("rollout", "engine_core"):
+        return "engine_core"  # forked: it keeps its parent's title for a while
     if title.startswith("ray::ModelWorker"):
         return "model_worker"
     if title.startswith("ray::RolloutWorker"):
         return "rollout"
-    if parent in ("rollout", "engine_core"):
-        return "engine_core"
     if parent == "ray" or title.startswith("ray::") or any(os.path.basename(command[0]) == daemon for daemon in RAY_DAEMONS if command):
         return "ray"
     if parent == "driver" and f"{os.sep}ray{os.sep}" in title:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megarl.config import ConfigError, DataSettings, EvalConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import ConfigError, DataSettings, EvalConfig, RolloutSettings, RunSettings, SftConfig, TrainConfig
+from megarl.data.demonstrations import Demonstration, demonstrations
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import check_checkpoint, check_layout
@@ -65,6 +67,20 @@ def check_train(config: TrainConfig) -> Data:
     if len(data.train) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.train holds {len(data.train)} prompts")
     return data
+
+
+def check_sft(config: SftConfig) -> tuple[list[Demonstration], list[Demonstration]]:
+    """All checks of `megarl sft`: the right demonstrations, and the imperfect ones of the same prompts (none where none are asked for)."""
+    check_model(config)
+    tokenizer, data = load_tokenizer(config.model.path), config.data
+    limit = config.sft.max_tokens
+    if limit > config.sft.micro_batch_tokens:
+        raise ConfigError(f"sft.micro_batch_tokens={config.sft.micro_batch_tokens} is below sft.max_tokens={limit}")
+    if config.sft.batch_size < config.layout.dp:
+        raise ConfigError(f"sft.batch_size={config.sft.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
+    prompts = load_prompts(data.train, tokenizer, data.chat, data.template, limit, "data.train", "sft.max_tokens")
+    make = partial(demonstrations, prompts, tokenizer, data.demonstration, max_tokens=limit, key="data.train")
+    return make(copied=False), make(copied=True) if data.corrupt_copy and data.corrupt_last else []
 
 
 def check_eval(config: EvalConfig) -> Data:

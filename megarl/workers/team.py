@@ -94,12 +94,20 @@ class Engines:
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
 
 
+def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
+    """A place for each model rank, then one for each engine."""
+
+    def bundle(gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, "GPU": float(gpus)} if config.cluster.gpus else {"CPU": 1.0}
+
+    bundles = [bundle(1)] * ranks + ([bundle(engines.tp)] * engines.replicas if engines is not None else [])
+    return reserve(bundles, config.cluster.start_timeout_s)
+
+
 def start(config: TrainConfig) -> tuple[Ranks, Engines]:
     """Ranks and engines, ready; both start at the same time. The engines begin with `model.base` where there is one."""
     settings = config.cluster
-    gpus = int(settings.gpus)
-    bundles = [{"CPU": 1.0, "GPU": 1.0 * gpus}] * config.layout.ranks + [{"CPU": 1.0, "GPU": 1.0 * gpus * config.rollout.tp}] * config.rollout.replicas
-    places = reserve(bundles, settings.start_timeout_s)
+    places = reserve_workers(config, ranks=config.layout.ranks, engines=config.rollout)
     engines = Engines.create(config, config.rollout, places[config.layout.ranks :])
     opening = engines.open(config.model.base or config.model.path, config)
     updates = config.train.steps * config.train.mini_batches
@@ -112,8 +120,7 @@ def start(config: TrainConfig) -> tuple[Ranks, Engines]:
 
 def start_engines(config: EvalConfig) -> Engines:
     """Engines alone, ready."""
-    gpus = 1.0 * config.cluster.gpus * config.rollout.tp
-    engines = Engines.create(config, config.rollout, reserve([{"CPU": 1.0, "GPU": gpus}] * config.rollout.replicas, config.cluster.start_timeout_s))
+    engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
     engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
     return engines
 
