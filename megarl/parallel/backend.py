@@ -72,6 +72,7 @@ def choose() -> Backend:
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON:
         raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
+    upstream.quiet()
     if not torch.cuda.is_available():
         hook.install()
         from megarl.parallel.cpu import patches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.work import Job, disagree, forward_only, listening, make_checkpoint, not_finite, torch_is_untouched
+from tests.distributed.work import Job, disagree, forward_only, listening, make_checkpoint, missing, not_finite, torch_is_untouched
 from tests.harness import Pool, RankError
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
@@ -17,9 +17,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_every_listening_socket_is_on_loopback(pool: Pool) -> None:
-    addresses = pool.run(listening, Layout(ranks=4, tp=2, pp=2))
-    assert LOOPBACK in addresses[0]
-    assert set().union(*addresses) == {LOOPBACK}
+    assert pool.run(listening, Layout(ranks=4, tp=2, pp=2)) == [{LOOPBACK}] * 4
 
 
 def test_torch_is_untouched_by_the_hook(pool: Pool) -> None:
@@ -41,3 +39,8 @@ def test_step_with_a_gradient_that_is_not_finite_is_skipped(pool: Pool, job: Job
 def test_different_numbers_of_micro_batches_are_refused(pool: Pool, job: Job) -> None:
     with pytest.raises(RankError, match="micro-batches differ between ranks: rank 0 brought 1, others from 1 to 2"):
         pool.run(disagree, Layout(ranks=2), job)
+
+
+def test_rank_that_does_not_come_is_named(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"meet failed on rank 0; ranks that did not arrive: \[1\]"):
+        pool.run(missing, Layout(ranks=2))

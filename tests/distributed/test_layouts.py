@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_auxiliary_loss_is_independent_of_the_layout(run: Run, top2: Path, name:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_changes_nothing(run: Run, path: Path, recompute: str) -> None:
+def test_recomputation_changes_nothing(run: Run, path: Path, recompute: Literal["selective", "full"]) -> None:
     assert_equal(run, LAYOUTS["tp2_pp2"], Job(path, recompute=recompute), rel=1e-5, reference=Job(path))
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -80,8 +80,8 @@ class Job:
     micro_batches: int = 4  # of the whole batch, over all data-parallel ranks
     sequences: int = 12
     steps: int = 1
-    dtype: str = "float32"
-    recompute: str = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
     megatron: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,7 +127,8 @@ def train(grid: Grid, job: Job) -> Report:
     """Optimizer steps on this rank's share of the global batch."""
     policy = build(grid, job)
     reports = grid.is_last_stage and grid.tp_rank == 0
-    losses, norms, logp, runs = [], [], {}, 0
+    losses, norms, runs = [], [], 0
+    logp: dict[tuple[int, int], float] = {}
 
     def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[float, Tensor, Tensor, Tensor]]:
         lp_T, entropy_T = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
@@ -207,6 +208,13 @@ def not_finite(grid: Grid, job: Job) -> tuple[bool, bool]:
     skipped = policy.step().skipped
     after = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     return skipped, all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def missing(grid: Grid) -> None:
+    """A collective to which the last rank does not come."""
+    if grid.rank < grid.world - 1:
+        with grid.together("meet"):
+            torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.control)
 
 
 def listening(grid: Grid) -> set[str]:
