@@ -184,6 +184,7 @@ class RolloutEngine:
             return f"{sum(sample is None for sample in done)} of {len(done)} responses"
 
         async with self._lock:
+            self._check_alive()
             if self._updating:
                 raise WeightSyncError(f"{self._label}: a weight update was begun and not finished")
             await self._bounded(self._respond(requests, sampling, done), self._settings.timeout_s, late)
@@ -255,6 +256,7 @@ class RolloutEngine:
     async def start_update(self, timeout_s: float) -> None:
         """Stops generating and gets ready for buckets that bring every tensor of the checkpoint once."""
         async with self._lock:
+            self._check_alive()
             self._updating = True
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
             await self._weights("megarl_start", self._shapes, self._dtype, timeout_s=timeout_s)
@@ -289,8 +291,7 @@ class RolloutEngine:
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
         """`method` of the extension on every worker; one result each."""
-        if self._llm is None:
-            raise EngineDead(f"{self._label}: is closed")
+        self._check_alive()
         try:
             return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
         except RolloutError:
@@ -309,13 +310,12 @@ class RolloutEngine:
             if task.done() and not self._dead.is_set():
                 return task.result()
         except EngineDeadError:
-            raise EngineDead(f"{self._label}: its process has ended") from None
+            raise EngineDead(f"{self._label}: its process has failed, see its log") from None
         finally:
             for waiting in (task, death):
                 waiting.cancel()
             await asyncio.gather(task, death, return_exceptions=True)
-        if self._dead.is_set():
-            raise EngineDead(f"{self._label}: its process has ended ({self._exits()})")
+        self._check_alive()
         raise RolloutTimeout(f"{self._label}: {late()} not done after {timeout_s:g} s")
 
     def _watch(self) -> None:
@@ -323,8 +323,14 @@ class RolloutEngine:
         for process in self._watched:
             asyncio.get_running_loop().add_reader(process.sentinel, self._dead.set)
 
-    def _exits(self) -> str:
-        return ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
+    def _check_alive(self) -> None:
+        if self._llm is None:
+            raise EngineDead(f"{self._label}: is closed")
+        if self._dead.is_set() or self._llm.errored:
+            for process in self._watched:
+                process.join(0.5)  # gone already, but perhaps not yet reaped
+            exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
+            raise EngineDead(f"{self._label}: its process has ended ({exits})")
 
 
 def _has_experts(config: dict[str, Any]) -> bool:

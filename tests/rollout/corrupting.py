@@ -17,7 +17,7 @@ class CorruptingExtension(WorkerExtension):
         if what == "norm":
             layer.input_layernorm.weight[7] *= 1.01
         elif what == "q_norm":
-            layer.self_attn.q_norm.weight[0] += 1e-3
+            layer.self_attn.q_norm.weight[0] += 0.1
         elif what == "embedding":
             self.get_model().model.embed_tokens.weight[33, 5] += 1e-2
         elif what == "down":  # one block of the packed memory of expert 5: whatever its layout, that is expert 5's down projection
