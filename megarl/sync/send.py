@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,12 +61,11 @@ class Sender:
         self._store, port = listen_store(self._host, world, self._timeout_s)
         meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s)
         joined = announce(meeting.plain())
-        try:
-            self._group = wire.join(meeting, self._store, 0)
-        except RuntimeError:
-            joined()  # an engine's own failure says more
-            raise
+        # In a thread of its own: an engine that fails to join is heard at once, and not when the time of the others is over.
+        member: Future[Backend] = Future()
+        threading.Thread(target=_resolve, args=(member, lambda: wire.join(meeting, self._store, 0)), daemon=True).start()
         joined()
+        self._group = member.result(self._timeout_s)
 
     def send(self, stream: Iterable[tuple[str, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
         """Moves every (name, tensor) of the stream to every engine; `watch` sees each tensor as it is sent (fingerprints).
@@ -145,6 +146,13 @@ class Sender:
         except BaseException:
             self.close()
             raise
+
+
+def _resolve(future: Future[Backend], work: Callable[[], Backend]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class _Buffer:

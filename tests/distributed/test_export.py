@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,25 @@ def failing(grid: Grid, path: Path, transport: str) -> str:
 
 def test_a_refusal_of_an_engine_ends_the_update(pool: Pool, path: Path) -> None:
     assert pool.run(failing, Layout(), path, "shm") == ["engine 0 refuses after 2 buckets"]
+
+
+def unmet(grid: Grid) -> tuple[str, float]:
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        def wait() -> None:
+            raise ValueError("engine 0 has died")
+
+        return wait
+
+    begun = time.monotonic()
+    sender = Sender("gloo", workers=1, host="127.0.0.1", bucket_mb=1, timeout_s=10.0, device=torch.device("cpu"))
+    with pytest.raises(ValueError) as refused:
+        sender.connect(announce)
+    return str(refused.value), time.monotonic() - begun
+
+
+def test_an_engine_that_cannot_join_is_heard_at_once(pool: Pool) -> None:
+    [(message, seconds)] = pool.run(unmet, Layout())
+    assert message == "engine 0 has died" and seconds < 5
 
 
 def test_header_that_leaves_its_bucket_is_refused() -> None:
