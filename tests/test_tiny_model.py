@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -24,18 +25,21 @@ ASCII = st.text(alphabet="".join(map(chr, range(32, 127))) + "\n\t")
 PIECES = st.lists(st.one_of(st.sampled_from([SPELL, SUM, SPELL[:9], SPELL[-7:], SUM[-4:], "  ", " "]), ASCII)).map("".join)
 
 
-def make(out: Path, *options: str) -> Path:
-    subprocess.run([sys.executable, str(TOOL), str(out), *options], check=True, capture_output=True, timeout=120)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny") / "a"
+    subprocess.run([sys.executable, str(TOOL), str(out)], check=True, capture_output=True, timeout=120)
     return out
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("tiny") / "a")
-
-
 def test_same_seed_gives_same_bytes_and_another_seed_other_weights(tiny: Path) -> None:
-    again, other = make(tiny.parent / "b"), make(tiny.parent / "c", "--seed", "2")
+    spec = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    again, other = tiny.parent / "b", tiny.parent / "c"  # from this process, where the fixture used another one
+    for out, seed in ((again, 1), (other, 2)):
+        tool.build(out, layers=4, hidden=128, experts=8, expert_hidden=64, seed=seed)
     for path in sorted(tiny.iterdir()):
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
     assert (tiny / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
