@@ -98,6 +98,8 @@ class Receiver:
         self._inventory.complete()
         with self._context():
             finalize_layerwise_reload(self._model, self._config.model_config)
+            if self._device.type == "cpu":
+                repack_tied_output(self._model)
         self._inventory = None
 
     def close(self) -> None:
@@ -144,3 +146,19 @@ def reset_moe_kernels(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
+
+
+def repack_tied_output(model: nn.Module) -> None:
+    """Packs the output layer again where it shares the embedding table.
+
+    On CPU it multiplies with a packed copy of the table (vllm/model_executor/layers/utils.py:452), and vLLM 0.30.0's reload packs only
+    layers that were themselves loaded (vllm/model_executor/model_loader/reload/layerwise.py:257, "No weights were loaded").
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    tables = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, VocabParallelEmbedding) and type(layer) is not ParallelLMHead
+    }
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in tables:
+            layer.quant_method.process_weights_after_loading(layer)
