@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
@@ -22,6 +24,9 @@ SHOWN = (
 )
 
 
+SECONDS_BETWEEN_LINES = 1.0  # a log of fast steps stays readable
+
+
 class Console:
     """Shows step i of N, the phase that runs now, and the last step's numbers."""
 
@@ -31,6 +36,7 @@ class Console:
         self._step = 0
         self._numbers = ""
         self._rate = ""
+        self._printed = -math.inf
         self._live = Live(get_renderable=self._line, console=self._rich, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Console:
@@ -47,12 +53,14 @@ class Console:
             self._print(f"{name} ...")
 
     def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
-        """A step is done."""
+        """A step is done. In plain text the first, the last and one a second of the others is shown."""
         self._step = step
         self._numbers = " ".join(f"{label} {form.format(values[name])}" for name, label, form in SHOWN if name in values)
-        if not self._rich.is_terminal:
+        now = time.monotonic()
+        if not self._rich.is_terminal and (step == self._steps or now - self._printed >= SECONDS_BETWEEN_LINES):
+            self._printed = now
             times = " ".join(f"{name} {seconds:.1f}s" for name, seconds in phases.items() if seconds >= 0.05)
-            self._print(f"step {step}/{self._steps}  {self._numbers}  ({times})")
+            self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
     def rate(self, name: str, rates: Mapping[str, float]) -> None:
         """Pass rates of an evaluation; they stay on the screen."""
