@@ -18,7 +18,11 @@ from megarl.workers.team import start, step_sampling
 def train(config: TrainConfig) -> None:
     """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}."""
     data = check_train(config)
-    with Run(config) as run, ray_session(config.cluster, actors=config.layout.ranks + config.rollout.replicas), Scorer(config.reward) as scorer:
+    with (
+        Run(config) as run,
+        ray_session(config.cluster, actors=config.layout.ranks + config.rollout.replicas),
+        Scorer(config.reward) as scorer,
+    ):
         with run.phase("start"):
             ranks, engines = start(config)
         if config.model.base is not None:

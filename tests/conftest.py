@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported: the suite runs beside others, and nothing is fetched.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.harness import Pool
+from tools.make_tiny_model import build
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,3 +31,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-MoE with random weights and its tokenizer."""
+    out = tmp_path_factory.mktemp("models") / "tiny"
+    build(out, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)
+    return out

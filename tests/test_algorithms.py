@@ -20,9 +20,7 @@ from megarl.batch import Batch, Sample, balance, bins_needed, pack
 def ragged_batch(seed: int, lengths: list[int]) -> tuple[Batch, Tensor]:
     """A float64 batch with ratios that clip on both sides, both signs of advantage, NaN in masked entries; and its log-probs."""
     rng = np.random.default_rng(seed)
-    samples = [
-        Sample(rng.integers(3, 50, length + 4).astype(np.int32), 4, np.zeros(length, np.float32), "stop", 0) for length in lengths
-    ]
+    samples = [Sample(rng.integers(3, 50, length + 4).astype(np.int32), 4, np.zeros(length, np.float32), "stop", 0) for length in lengths]
     batch = pack(samples)
     generator = torch.Generator().manual_seed(seed)
     logp = -torch.rand(len(batch), generator=generator, dtype=torch.float64) * 3
@@ -44,7 +42,7 @@ def reference_loss(algorithm: PolicyAlgorithm, batch: Batch, logp: Tensor) -> Te
         advantage = batch.extra_T["advantage"][entries[0]]
         ratios = [d.exp() for d in log_ratios]
         if isinstance(algorithm, Gspo):
-            ratios = [(sum(log_ratios) / len(entries)).exp()] * len(entries)
+            ratios = [torch.stack(log_ratios).mean().exp()] * len(entries)
         low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high  # type: ignore[attr-defined]
         for t, ratio in zip(entries, ratios, strict=True):
             clipped = min(max(float(ratio.detach()), low), high)

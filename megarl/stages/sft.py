@@ -45,7 +45,8 @@ def sft(config: SftConfig) -> None:
 def plan_batch(config: SftConfig, chosen: Sequence[Demonstration]) -> StepPlan:
     """The demonstrations of a step as one mini-batch."""
     samples = [
-        Sample(shown.tokens, shown.prompt_length, np.zeros(len(shown.tokens) - shown.prompt_length, np.float32), "stop", 0) for shown in chosen
+        Sample(shown.tokens, shown.prompt_length, np.zeros(len(shown.tokens) - shown.prompt_length, np.float32), "stop", 0)
+        for shown in chosen
     ]
     count_N = torch.tensor([sample.response_length for sample in samples])
     lengths = [len(sample.tokens) - 1 for sample in samples]

@@ -79,9 +79,7 @@ class ModelWorker:
 
         config = self._config
         store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
-        self._grid = grid.init_grid(
-            config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s
-        )
+        self._grid = grid.init_grid(config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
         self._hf = hf.read_config(config.model.path)
         self._transformer = transformer_config(self._hf, config.model, config.layout, self._backend)
 
@@ -164,7 +162,10 @@ class ModelWorker:
         return logprob_entropy(logits_RV, row_T, batch.target_T, self._objective.temperature, self._grid.groups.tp, vocabulary)
 
     def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str, watch: RouterWatch | None = None) -> list[Batch]:
-        """Without the engine's routes, which `watch` has compared by then, the batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere."""
+        """The batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere.
+
+        The engine's routes, which `watch` has compared by then, are dropped.
+        """
         from megarl.parallel import schedule
 
         def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:

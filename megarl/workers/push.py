@@ -40,7 +40,9 @@ class Pusher:
         begun, timeout_s = time.perf_counter(), self._settings.timeout_s
         prints = Fingerprinter()
         self._all("start_update", timeout_s)()
-        sent = self._sender.send(stream, lambda header: self._all("receive", header, timeout_s), prints.add if self._settings.verify else None)
+        sent = self._sender.send(
+            stream, lambda header: self._all("receive", header, timeout_s), prints.add if self._settings.verify else None
+        )
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
         if self._settings.verify:

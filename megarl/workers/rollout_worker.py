@@ -45,7 +45,9 @@ class RolloutWorker(RolloutEngine):
                 responses.append(
                     Response(
                         prompt=int(generated.prompt_id),
-                        text=decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=sample.finish_reason == "stop"),
+                        text=decode(
+                            self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=sample.finish_reason == "stop"
+                        ),
                         prompt_length=sample.prompt_length,
                         length=sample.response_length,
                         finished=sample.finish_reason == "stop",

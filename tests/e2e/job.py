@@ -1,0 +1,128 @@
+"""Starts `megarl` as a user does, in a process of its own, and finds every process that it has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MARK = "MEGARL_TEST_JOB"
+TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "time")  # metrics that measure the clock
+
+RL = """
+name: job
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false, start_timeout_s: 240, phase_timeout_s: 240}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
+algorithm: {{type: gspo}}
+data:
+  train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 64}}
+  eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
+reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}, require_finished: false}}
+rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 120}}
+sync: {{transport: shm}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 256}}
+"""
+
+
+@dataclass
+class Job:
+    """One run of the command line."""
+
+    runs: Path
+    model: Path
+    overrides: tuple[str, ...] = ()
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def start(self) -> Job:
+        self.runs.mkdir(parents=True, exist_ok=True)
+        config = self.runs / "job.yaml"
+        config.write_text(RL.format(runs=self.runs, model=self.model))
+        self.log = self.runs / "log.txt"
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", str(config), *self.overrides],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return self
+
+    def finish(self, timeout_s: float = 240) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not done after {timeout_s} s:\n{self.text()[-4000:]}") from None
+
+    def run(self) -> Job:
+        """To the end, which must be a good one."""
+        status = self.start().finish()
+        assert status == 0, self.text()[-4000:]
+        return self
+
+    def kill(self) -> None:
+        """Ends every process of the job."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def pids(self) -> list[int]:
+        """Every living process that was started by this job: the mark is in its environment."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark.encode() in read(f"/proc/{pid}/environ")]
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far."""
+        path = self.runs / "job" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of the RL steps, without those that measure the clock."""
+        rows = [row for row in self.rows() if "actor/grad_norm" in row]
+        return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()[-4000:]}"
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}")
+            time.sleep(0.2)
+
+
+def read(path: str) -> bytes:
+    """A file of /proc; nothing where its process has ended."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def listeners(pids: list[int]) -> list[str]:
+    """The hexadecimal local addresses on which the processes listen over TCP, without the port."""
+    inodes = set()
+    for pid in pids:
+        try:
+            targets = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        inodes |= {target[8:-1] for target in targets if target.startswith("socket:[")}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in read(f"/proc/net/{name}").decode().splitlines()[1:]]
+    return [fields[1].rpartition(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in inodes]

@@ -1,0 +1,113 @@
+"""The RL job from the command line: the same on any layout, the same twice, nothing left behind, nothing open to the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.job import Job, listeners, read
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """Three steps on one rank."""
+    return Job(tmp_path_factory.mktemp("straight"), tiny_model).run()
+
+
+def gone(job: Job, within_s: float = 20) -> list[int]:
+    """The processes of a job that are still there after `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while job.pids() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return job.pids()
+
+
+def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> None:
+    directory = straight.runs / "job"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["rl_steps"] == 3 and set(summary["pass_rate_rl"]) == {"sampled", "greedy"}
+    assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
+    assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
+    assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])
+    before, after = load_file(straight.model / "model.safetensors"), load_file(directory / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+    assert all(row["routing/changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in straight.steps())
+    assert gone(straight) == []
+
+
+def test_the_same_seed_gives_the_same_run(straight: Job, tmp_path: Path) -> None:
+    again = Job(tmp_path, straight.model).run()
+    assert again.steps() == straight.steps()
+    first, second = (load_file(job.runs / "job" / "model" / "model.safetensors") for job in (straight, again))
+    assert all(bool((first[name] == second[name]).all()) for name in first)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "rollout.replicas=2"),
+        ("layout.ranks=2", "layout.pp=2"),
+        ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01"),
+    ],
+    ids=["tp2-ep2-gloo-two-engines", "pp2", "cp2-reference"],
+)
+def test_the_job_runs_on_other_layouts(straight: Job, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    job = Job(tmp_path, straight.model, ("train.steps=2", *overrides)).run()
+    mine, one = job.steps()[0], straight.steps()[0]
+    assert len(job.steps()) == 2
+    # The responses of the first step come from the same weights; what follows may differ by routers' near ties.
+    for name in ("reward/mean", "response_length/mean", "perf/tokens"):
+        assert mine[name] == one[name], name
+    for name in ("actor/entropy", "actor/grad_norm"):
+        assert mine[name] == pytest.approx(one[name], rel=5e-3), name
+    assert mine["training/logprob_gap_mean"] <= 1e-5 and mine["training/logprob_gap_max"] <= 1e-3
+
+
+def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
+    job.wait_for("first step", lambda: len(job.steps()) >= 1)
+    pids = job.pids()
+    addresses = listeners(pids)
+    assert len(addresses) >= 5 and set(addresses) <= LOOPBACK
+    tokens = {
+        entry.partition(b"=")[2]
+        for pid in pids
+        for entry in read(f"/proc/{pid}/environ").split(b"\0")
+        if entry.startswith(b"RAY_AUTH_TOKEN=")
+    }
+    assert len(tokens) == 1 and len(token := tokens.pop()) >= 32
+    assert not any(token in read(f"/proc/{pid}/cmdline") for pid in pids)
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.finish(60) == 130
+    assert gone(job) == []
+    assert not any(token in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_driver_that_is_killed_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
+    job.wait_for("first step", lambda: len(job.steps()) >= 1)
+    assert len(job.pids()) > 5
+    job.process.kill()
+    job.process.wait()
+    assert gone(job) == []
+
+
+def test_an_engine_that_dies_stops_the_run_by_name(tmp_path: Path, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
+    job.wait_for("first step", lambda: len(job.steps()) >= 1)
+    # The forked core keeps the title of its parent, the actor.
+    titled = [pid for pid in job.pids() if read(f"/proc/{pid}/cmdline").startswith(b"ray::RolloutWorker")]
+    [core] = [pid for pid in titled if any(f"\nPPid:\t{parent}\n".encode() in read(f"/proc/{pid}/status") for parent in titled)]
+    os.kill(core, signal.SIGKILL)
+    assert job.finish(90) == 1
+    assert "EngineDead" in job.text() and "engine 0" in job.text()
+    assert gone(job) == []

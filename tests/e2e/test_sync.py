@@ -1,0 +1,71 @@
+"""The whole chain of weights: Megatron updates, export, transport, engine; against transformers with the exported weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.config import TrainConfig, load
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import scalars
+from megarl.rewards.score import Score
+from megarl.rollout.engine import Sampling
+from megarl.stages.checks import check_train
+from megarl.workers.cluster import ray_session
+from megarl.workers.plan import plan_step
+from megarl.workers.team import Engines, start, step_sampling
+from tests.e2e.job import RL
+from tests.e2e.rewards import share_of_letters
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], length: int, end: int) -> list[int]:
+    """Token after token without a cache: as plain as it gets."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] == end:
+            break
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("layout", [("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo")], ids=["tp2-ep2-gloo"])
+def test_after_every_sync_the_engine_answers_as_transformers_does(tmp_path: Path, tiny_model: Path, layout: tuple[str, ...]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(RL.format(runs=tmp_path, model=tiny_model))
+    config = load(path, ["optimizer.lr=0.002", *layout], TrainConfig)
+    prompts = check_train(config).train[:8]
+    seen = set()
+    with ray_session(config.cluster, config.layout.ranks + 1):
+        ranks, engines = start(config)
+        ranks.sync(engines, 0, config.sync)
+        for version in range(1, 6):
+            responses = engines.generate(prompts, step_sampling(config, version))
+            scores = [Score(share_of_letters(prompt="", response=response.text, answer="", meta={}), {}, None) for response in responses]
+            plan = plan_step(config, responses, scores)
+            gap = scalars(ranks.score(plan))
+            assert gap["training/logprob_gap_mean"] <= 1e-5 and gap["training/logprob_gap_max"] <= 1e-3
+            for mini_batch in range(config.train.mini_batches):
+                ranks.update(mini_batch)
+            ranks.sync(engines, version, config.sync)
+            saved = tmp_path / f"version-{version}"
+            ranks.save(saved)
+            seen.add(tuple(agreed_answers(saved, prompts, engines)))
+    assert len(seen) == 5, "the weights, and so the answers, changed with every update"
+
+
+@torch.no_grad()
+def agreed_answers(saved: Path, prompts: list[Prompt], engines: Engines) -> list[str]:
+    """The engine's greedy answers, which must be those of transformers token for token."""
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    answers = []
+    responses = engines.generate(prompts, Sampling(1, 0.0, 12, 0))
+    for prompt, response in zip(prompts, responses, strict=True):
+        sample = ray.get(response.payload)[response.index]
+        mine = sample.tokens[sample.prompt_length :].tolist()
+        assert mine == greedy(model, prompt.tokens, 12, model.config.eos_token_id), saved.name
+        answers.append(response.text)
+    return answers

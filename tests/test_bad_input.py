@@ -1,0 +1,117 @@
+"""Bad input through the command line: one line with the dotted key and the numbers, before any process starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl import cli
+from tests.e2e.job import RL
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_sigterm() -> Iterator[None]:
+    """The command line takes SIGTERM over; the test run keeps its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def refusal(runs: Path, model: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The one line with which a configuration is refused."""
+    config = runs / "job.yaml"
+    config.write_text(RL.format(runs=runs / "out", model=model))
+    assert cli.main(["train", str(config), *overrides]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megarl: error: ")]
+    assert len(lines) == 1, lines
+    assert not (runs / "out").exists(), "nothing was started"
+    return lines[0].removeprefix("megarl: error: ")
+
+
+def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(RL.format(runs=tmp_path / "out", model=tiny_model))
+    assert cli.main(["train", str(config), "--check"]) == 0
+    assert "passes every check" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("optimizer.learning_rate=1", "optimizer.learning_rate: unknown key"),
+        ("train.step=3", r"train.step: unknown key \(did you mean 'steps'\?\)"),
+        ("model.megatron.moe_aux_los_coeff=0.1", r"model.megatron.moe_aux_los_coeff: .*did you mean 'moe_aux_loss_coeff'"),
+        ("model.trust_remote_code=true", "model.trust_remote_code: "),
+        ("algorithm.type=gpso", "algorithm: .*'gpso'"),
+        ("layout.ranks=3 layout.tp=2", r"layout: ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
+        ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),
+        ("layout.ranks=4 layout.tp=4", "layout.tp=4: model has 2 key-value heads, not divisible by 4"),
+        ("layout.ranks=3 layout.ep=3", "layout.ep=3: model has 8 experts, not divisible by 3"),
+        ("layout.ranks=3 layout.pp=3", "layout.pp=3: model has 4 layers, not divisible by 3"),
+        ("layout.ranks=2 layout.pp=2 layout.vpp=4", r"layout.vpp=4: model has 4 layers, not divisible by pp\*vpp=2\*4=8"),
+        ("rollout.max_prompt_tokens=3", "data.train: item 0: prompt of [0-9]+ tokens is longer than rollout.max_prompt_tokens=3"),
+        (
+            "rollout.max_response_tokens=600 train.micro_batch_tokens=700",
+            r"rollout.max_response_tokens=600: .* 616 tokens, and the model takes 512",
+        ),
+        ("train.micro_batch_tokens=20", r"train.micro_batch_tokens=20 is below rollout.max_prompt_tokens\+max_response_tokens=28"),
+        ("train.mini_batches=5", r"train.mini_batches=5 does not divide .*8\*4=32"),
+        ("train.prompts_per_step=100", "train.prompts_per_step=100: data.train holds 64 prompts"),
+        ("sync.transport=nccl", "sync.transport=nccl does not go with cluster.gpus=false"),
+        ("reward.source.path=tests.e2e.nowhere:score", "reward.source.path: cannot import module 'tests.e2e.nowhere'"),
+        ("reward.source.path=tests.e2e.rewards:nothing", "reward.source.path: .*'nothing'"),
+    ],
+)
+def test_a_value_is_refused(override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = refusal(tmp_path, tiny_model, capsys, *override.split())
+    assert re.search(line, found), found
+
+
+def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"model\.path: .*nowhere", refusal(tmp_path, tmp_path / "nowhere", capsys))
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape"])
+def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tiny_model / "model.safetensors")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    if fault == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(3, 5)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    found = refusal(tmp_path, model, capsys)
+    assert found.startswith("model.path: ") and name in found
+    assert "missing" in found if fault == "missing" else "[3, 5], expected [64, 128]" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n{"prompt": \n', "prompts.jsonl:2"),
+        (
+            json.dumps({"prompt": "x" * 90, "reward_model": {"ground_truth": "2"}}) + "\n",
+            "prompts.jsonl:1: prompt of 92 tokens is longer .*=16",
+        ),
+    ],
+    ids=["empty", "malformed", "long"],
+)
+def test_a_faulty_prompt_file_is_refused(
+    content: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(content)
+    found = refusal(tmp_path, tiny_model, capsys, f"data.train={{type: file, path: {prompts}}}")
+    assert found.startswith("data.train") and re.search(line, found), found
