@@ -272,8 +272,13 @@ def test_the_console_shows_one_live_line_on_a_terminal() -> None:
 
 def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
     alarms = Alarms()
-    assert alarms.check(1, {"actor/entropy": 1.0, "response_length/mean": 50.0}) == {}
-    found = alarms.check(2, {"actor/entropy": 0.01, "response_length/mean": 4.0, "actor/grad_norm": math.nan})
+    assert alarms.check(1, {"reward/mean": 0.1, "actor/entropy": 1.0, "response_length/mean": 50.0}) == {}
+    found = alarms.check(2, {"reward/mean": 0.1, "actor/entropy": 0.005, "response_length/mean": 4.0, "actor/grad_norm": math.nan})
     assert set(found) == {"entropy_collapse", "length_collapse", "non_finite/actor/grad_norm"}
-    assert "actor/entropy is 0.01, and was 1 at first" in found["entropy_collapse"]
-    assert alarms.check(3, {"actor/entropy": 0.01}) == {}
+    assert "actor/entropy is 0.005, and was 1 at first" in found["entropy_collapse"]
+    assert alarms.check(3, {"reward/mean": 0.1, "actor/entropy": 0.005}) == {}
+
+
+def test_supervised_training_may_lower_the_entropy() -> None:
+    alarms = Alarms()
+    assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# A collapse is a fall below this share of the first value.
+# A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
 COLLAPSE = {
-    "entropy_collapse": ("actor/entropy", 0.02),
+    "entropy_collapse": ("actor/entropy", 0.01),
     "length_collapse": ("response_length/mean", 0.1),
 }
 
@@ -24,7 +24,7 @@ class Alarms:
         found = {f"non_finite/{name}": f"step {step}: {name} is {value}" for name, value in values.items() if not math.isfinite(value)}
         for event, (name, share) in COLLAPSE.items():
             value = values.get(name)
-            if value is not None:
+            if value is not None and "reward/mean" in values:
                 first = self._first.setdefault(name, value)
                 if value < share * first:
                     found[event] = f"step {step}: {event.replace('_', ' ')}: {name} is {value:.3g}, and was {first:.3g} at first"

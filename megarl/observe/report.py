@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.observe.writers import read_json_lines
 
@@ -42,14 +43,20 @@ def draw(metrics: Path, picture: Path) -> None:
             axis.set_yscale("log")
         axis.set_title(title)
         axis.legend(fontsize="small")
-    phases = sorted({name for row in rows for name in row if name.startswith("timing_s/")})
-    steps = [row["step"] for row in rows]
-    axes[len(panels)].stackplot(steps, [[row.get(name, 0.0) for row in rows] for name in phases], labels=[name[9:] for name in phases])
-    axes[len(panels)].set_title("seconds by phase")
-    axes[len(panels)].legend(fontsize="small")
+    _phases(axes[len(panels)], [row for row in rows if row["step"] > 0 and "perf/time_per_step" in row])
     for axis in axes[len(panels) + 1 :]:
         axis.set_visible(False)
     figure.savefig(picture, dpi=80)
+
+
+def _phases(axis: Any, rows: Sequence[dict[str, float]]) -> None:
+    names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
+    # "sync_move" is a part of "sync", already counted in it.
+    shown = sorted(name for name in names if not any(name.startswith(f"{whole}_") for whole in names))
+    axis.stackplot([row["step"] for row in rows], [[row.get(f"timing_s/{name}", 0.0) for row in rows] for name in shown], labels=shown)
+    axis.set_title("seconds by phase")
+    axis.legend(fontsize="small", loc="upper left", ncols=2)
+    axis.set_ylim(0, 1.6 * max(row["perf/time_per_step"] for row in rows) if rows else 1)
 
 
 def _series(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
