@@ -6,6 +6,7 @@ A test body is a coroutine function at module level, run in the host on one even
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import traceback
@@ -68,3 +69,4 @@ def _serve(pipe: Connection) -> None:
                 pipe.send((True, runner.run(body(*arguments))))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
+            gc.collect()  # closed engines end here, and not in the next engine's forked process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ async def _check_update(engine: RolloutEngine, trainer: Trainer, model: Any) -> 
     assert [sample.tokens[sample.prompt_length :].tolist() for sample in samples] == greedy(model, PROMPTS, 24, END)
     sampled = await engine.generate(PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=1))
     gaps = [
-        (torch.from_numpy(sample.rollout_logp) - logp(model, sample.tokens, sample.prompt_length, 0.7)).abs()
+        (torch.from_numpy(sample.rollout_logp) - logp(model, sample.tokens.tolist(), sample.prompt_length, 0.7)).abs()
         for answer in sampled
         for sample in answer.samples
     ]
@@ -62,6 +63,34 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
 @pytest.mark.parametrize(("transport", "tp"), [("gloo", 1), ("shm", 1), ("gloo", 2)])
 def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, transport: str, tp: int) -> None:
     host.run(_five_updates, tiny, transport, tp)
+
+
+async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(tiny, tie_word_embeddings=True, moe_intermediate_size=40)  # 40: the expert kernels pad it
+    AutoModelForCausalLM.from_config(config).save_pretrained(tied)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, tied)
+    engine = await _start(tied, dtype)
+    trainer = Trainer(engine, "shm")
+    try:
+        for seed in (1, 2):
+            model = other_weights(tied, seed, getattr(torch, dtype))
+            digest = await trainer.update([(name, weight) for name, weight in checkpoint(model) if name != "lm_head.weight"])
+            held = await engine.fingerprints(TIMEOUT_S)
+            assert compare(digest, held) == []
+            assert len(held["model.embed_tokens.weight"]) == 2  # the table, and the packed output layer
+            generated = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
+            tokens = [answer.samples[0].tokens[answer.samples[0].prompt_length :].tolist() for answer in generated]
+            assert dtype == "bfloat16" or tokens == greedy(model, PROMPTS, 24, END)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_embeddings_and_padded_experts_follow_updates(host: Host, tiny: Path, tmp_path: Path, dtype: str) -> None:
+    host.run(_tied, tiny, tmp_path, dtype)
 
 
 async def _fingerprints_follow_bf16(tiny: Path) -> None:
