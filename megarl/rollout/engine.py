@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.batch import Sample
+from megarl.config import ConfigError, RolloutSettings
+
+_BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,29 @@ def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
     """The seed of one response: 63 bits that depend on the call's seed, the prompt and the sample's number, and on nothing else."""
     text = f"{seed}/{prompt_id!r}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    """ConfigError, before any process starts, where an engine could not run the model of this config.json.
+
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence.
+    """
+    heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
+        raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if hf.get(key) and int(hf[key]) % settings.tp:
+            raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
+    if gpu:
+        return
+    if settings.kv_cache_mb is None:
+        raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
+    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
+    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    needed = token_bytes * _BLOCK * (-(-longest // _BLOCK) + 1)  # one block stays empty
+    if needed > settings.kv_cache_mb << 20:
+        raise ConfigError(
+            f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
+            f"needs {-(-needed // 2**20)}"
+        )

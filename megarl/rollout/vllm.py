@@ -32,12 +32,12 @@ from megarl.rollout.engine import (
     RolloutTimeout,
     Sampling,
     WeightSyncError,
+    check_engine,
     request_seed,
 )
 from megarl.sync.fingerprint import Piece, Print, join
 
 VLLM_VERSION = "0.30.0"  # what the mends in here and in megarl/sync/receive.py were checked against
-_CPU_KV_CACHE_MB = 64
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
 _SHUTDOWN_S = 3.0  # then SIGKILL: an engine has nothing to save
 
@@ -88,12 +88,14 @@ class RolloutEngine:
         """Loads `model` (a Hugging Face directory) and returns when the engine can generate.
 
         Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it.
-        Raises ConfigError where the KV cache cannot hold one sequence, RolloutError where vLLM is another version or fails to start.
+        Raises ConfigError as `check_engine` does, RolloutError where vLLM is another version or does not start.
         """
         begun = time.monotonic()
         assert self._llm is None, "start comes once"
         self._settings, self._gpu, self._dtype = settings, gpu, dtype
-        self._tied = bool(read_config(model).get("tie_word_embeddings", False))
+        hf = read_config(model)
+        check_engine(hf, dtype, settings, gpu=gpu)
+        self._tied = bool(hf.get("tie_word_embeddings", False))
         self._shapes = {name: list(info.shape) for name, info in inventory(model).items() if not (self._tied and name == "lm_head.weight")}
         self._lock, self._dead = asyncio.Lock(), asyncio.Event()
         for name, value in environment(gpu).items():
@@ -126,13 +128,13 @@ class RolloutEngine:
         arguments = AsyncEngineArgs(**self._arguments(model, seed))
         if not self._gpu:
             _register_model(read_config(model))
-        config = arguments.create_engine_config()
         executor = SingleExecutor if self._settings.tp == 1 else TensorParallelExecutor
         try:
+            config = arguments.create_engine_config()
             with _fork_cheaply(enabled=not self._gpu):
                 return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
-        except ValueError as error:
-            raise ConfigError(f"rollout: vLLM refuses to start: {' '.join(str(error).split())}") from error
+        except (ValueError, RuntimeError) as error:
+            raise RolloutError(f"{self._label}: vLLM does not start: {' '.join(str(error).split())}") from error
 
     def _arguments(self, model: Path, seed: int) -> dict[str, Any]:
         settings = self._settings
@@ -153,7 +155,7 @@ class RolloutEngine:
             return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction}
         return {
             **common,
-            "kv_cache_memory_bytes": (settings.kv_cache_mb or _CPU_KV_CACHE_MB) << 20,
+            "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
             "enforce_eager": True,
             # A prompt computed in parts throws samples away and rewinds the request's generator, which a CPU generator cannot do
             # (vllm/v1/worker/gpu_model_runner.py:3723: the engine dies). So prompts are computed whole.

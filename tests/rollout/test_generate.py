@@ -9,18 +9,20 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.batch import Sample
-from megarl.config import RolloutSettings
-from megarl.rollout.engine import EngineDead, Generated, Prompt, RolloutTimeout, Sampling, request_seed
+from megarl.config import ConfigError, RolloutSettings
+from megarl.models.hf import read_config
+from megarl.rollout.engine import EngineDead, Generated, Prompt, RolloutTimeout, Sampling, check_engine, request_seed
 from megarl.rollout.vllm import RolloutEngine
 from tests.rollout.host import Host
 from tests.rollout.reference import PROMPTS, TIMEOUT_S
 
-SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S)
+SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
@@ -211,6 +213,39 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> None:
+    hf = read_config(tiny)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tp": 3}, "rollout.tp=3: does not divide the model's 4 attention heads and 2 KV heads"),
+        ({"kv_cache_mb": None}, "rollout.kv_cache_mb: a CPU engine needs it"),
+        (
+            {"kv_cache_mb": 1, "max_response_tokens": 1000},
+            r"rollout.kv_cache_mb=1: one sequence of max_prompt_tokens\+max_response_tokens=1032 tokens needs 2$",
+        ),
+    ]
+    for update, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            check_engine(hf, "float32", SETTINGS.model_copy(update=update), gpu=False)
+    check_engine(hf, "float32", SETTINGS.model_copy(update={"tp": 4}), gpu=False)  # KV heads are copied
+
+
+async def _narrow(tiny: Path) -> None:
+    """The smallest cache that passes the check is enough for vLLM."""
+    settings = SETTINGS.model_copy(update={"kv_cache_mb": 1, "max_response_tokens": 300})
+    check_engine(read_config(tiny), "float32", settings, gpu=False)
+    engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
+    try:
+        generated = await engine.generate(_prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        again = await engine.generate(_prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        assert _same(generated, again)  # preempted requests are computed again, to the same end
+    finally:
+        await engine.close()
+
+
+def test_a_cache_for_few_sequences_serves_many(host: Host, tiny: Path) -> None:
+    host.run(_narrow, tiny)
 
 
 def test_request_seeds_depend_on_seed_prompt_and_sample_alone() -> None:

@@ -17,7 +17,7 @@ from megarl.sync.receive import Inventory, WeightError
 from tests.rollout.host import Host
 from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, greedy, logp, other_weights
 
-SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S)
+SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
