@@ -5,9 +5,38 @@ from typing import Annotated
 from pydantic import Field
 
 from megarl.algorithms.base import Loss, PolicyAlgorithm
+from megarl.algorithms.cispo import Cispo
+from megarl.algorithms.dapo import Dapo
+from megarl.algorithms.dr_grpo import DrGrpo
+from megarl.algorithms.gmpo import Gmpo
 from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.gspo import Gspo
+from megarl.algorithms.lite_ppo import LitePpo
+from megarl.algorithms.ppo import ActorCritic, Ppo
+from megarl.algorithms.raft import Raft
+from megarl.algorithms.reinforce import Reinforce, Remax, Rloo
+from megarl.algorithms.reinforce_pp import ReinforcePp, ReinforcePpBaseline
+from megarl.algorithms.vapo import Vapo
+from megarl.algorithms.vc_ppo import VcPpo
 
-Algorithm = Annotated[Grpo | Gspo, Field(discriminator="type")]
+Algorithm = Annotated[
+    Ppo
+    | VcPpo
+    | Vapo
+    | Grpo
+    | Dapo
+    | DrGrpo
+    | Gspo
+    | Gmpo
+    | Cispo
+    | Rloo
+    | Reinforce
+    | Remax
+    | ReinforcePp
+    | ReinforcePpBaseline
+    | LitePpo
+    | Raft,
+    Field(discriminator="type"),
+]
 
-__all__ = ["Algorithm", "Grpo", "Gspo", "Loss", "PolicyAlgorithm"]
+__all__ = ["ActorCritic", "Algorithm", "Loss", "PolicyAlgorithm"]

@@ -1,30 +1,40 @@
-"""What an algorithm is: its settings, and the mathematics as methods on them (DESIGN: the algorithm is its config)."""
+"""What an algorithm is: its settings, and the mathematics as methods on them (DESIGN: the algorithm is its config).
+
+Who calls what. The driver: `advantages`, `keep`, `weights`, `positive_weights`, `next_kl_coef`. A rank, once a step on whole sequences:
+`token_advantages` (and `returns` of those with a critic). A rank, on each share of a micro-batch: `loss`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from megarl.algorithms.ops import Aggregation, KlKind, SumOver, kl_to_reference, log_ratio, token_weights
+from megarl.algorithms.correction import Correction, weight_counts
+from megarl.algorithms.ops import Aggregation, Average, KlKind, SumOver, Term, attach, kl_to_reference, log_ratio, token_weights
 from megarl.batch import Batch
 
 NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss before aggregation, and what to show of it.
 
-    `loss_T` is 0 with zero gradient at masked entries. `mean` is averaged over the loss tokens of the global batch, `peak` maximised.
+    The batch's loss is sum_T weight * loss + sum_T weighted. Both are 0 with zero gradient at masked entries. `mean` is averaged over
+    the global batch, `peak` (0-dim) maximised; a share without tokens has no peak.
     """
 
     loss_T: Tensor
-    mean: Mapping[str, Tensor] = field(default_factory=dict)
+    weighted_T: Tensor | None = None  # a further term that already carries its weights
+    mean: Mapping[str, Average] = field(default_factory=dict)
     peak: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -33,41 +43,146 @@ class PolicyAlgorithm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kl_coef: NonNegative = 0.0  # weight of the KL to the reference in the loss; above 0 a frozen reference is kept
-    kl_kind: KlKind = "k3"
-    entropy_coef: NonNegative = 0.0  # entropy bonus
+    aggregation: ClassVar[Aggregation]  # how the tokens' losses become one number; the paper's
+    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give it a signal
+    needs_critic: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """How the tokens' losses become one number; fixed by the paper."""
-        raise NotImplementedError
+    kl_coef: NonNegative = 0.0  # weight of the KL to the reference; above 0 a frozen reference is kept
+    kl_in: Literal["loss", "reward"] = "loss"  # a term of the loss, or subtracted from the reward (always k1)
+    kl_kind: KlKind = "k3"  # its estimator
+    kl_straight_through: bool = False  # the estimator's value with the gradient of k2, which is the KL's own
+    kl_target: Positive | None = None  # nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2)
+    kl_horizon: Annotated[int, Field(ge=1)] = 10_000  # responses in which kl_coef may grow or shrink by a fifth of itself, about
+    entropy_coef: NonNegative = 0.0  # entropy bonus
+    correction: Correction | None = None  # of the gap between the engine's and the trainer's probabilities
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_in_reward(cls, data: Any) -> Any:
+        """In the reward the estimator is k1; it need not be said."""
+        if isinstance(data, dict) and data.get("kl_in", cls.model_fields["kl_in"].default) == "reward":
+            return {"kl_kind": "k1", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _kl_makes_sense(self) -> PolicyAlgorithm:
+        if self.kl_in == "reward" and self.kl_kind != "k1":
+            raise ValueError(
+                f"kl_kind={self.kl_kind} with kl_in=reward: in the reward the estimator is k1 (a number has no gradient to choose)"
+            )
+        if self.kl_in == "reward" and self.kl_straight_through:
+            raise ValueError("kl_straight_through=true with kl_in=reward: the reward has no gradient; it belongs to kl_in=loss")
+        if self.kl_in == "loss" and self.kl_kind == "k1" and not self.kl_straight_through:
+            raise ValueError(
+                "kl_kind=k1 with kl_in=loss: its gradient has expectation 0 on policy, so it would be noise alone; "
+                "set kl_straight_through=true, or kl_kind to k2 or k3, or kl_in=reward"
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError(
+                f"kl_target={self.kl_target:g} with kl_coef=0: the coefficient is multiplied, and 0 stays 0; give its start value"
+            )
+        return self
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
-    def advantages(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
-        """One advantage per sequence, float32 [N], from all rewards of the step and the prompt that each belongs to."""
+    @property
+    def kl_per_sequence(self) -> bool:
+        """Whether the driver subtracts kl_coef * sum_t (old_t - ref_t) from each response's reward before `advantages`."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        """One number per response, float32 [N], from all rewards [N] of the step and the prompt (int [N]) that each belongs to.
+
+        greedy_N: reward of the greedy response to the same prompt, where `needs_greedy`.
+        """
         raise NotImplementedError
 
-    def policy_loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """The policy term. Reads `batch.extra_T["old_logp"]` and `["advantage"]`, both float [T]."""
+    def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
+        """Which responses are trained on, bool [N]."""
+        return torch.ones_like(group_N, dtype=torch.bool)
+
+    def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
+        """The advantage of each token [T], on the whole sequences of one data-parallel rank; `sum_over` joins ALL data-parallel ranks.
+
+        Reads `batch.extra_T`: "advantage" and "reward" (the driver's numbers and the rewards, spread), "old_logp"; "ref_logp" and
+        "value" where there is a reference or a critic.
+        """
+        return batch.extra_T["advantage"]
+
+    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
+        """The policy's loss: value and slope per token, in tensors of its own, from the detached lp and d = lp - old (0 where masked).
+
+        Reads `batch.extra_T["advantage"]`. `sum_over` joins the context-parallel ranks.
+        """
         raise NotImplementedError
 
     def weights(self, count_N: Tensor) -> Tensor:
-        """The weight of a loss token of each sequence of the global mini-batch, float64 [N]."""
+        """The weight of a loss token of each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""
         return token_weights(count_N, self.aggregation)
 
-    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token [T]."""
-        policy = self.policy_loss(logp_T, batch, sum_over)
-        d_T = log_ratio(logp_T.detach(), batch.extra_T["old_logp"], batch)
-        mean = {**policy.mean, "actor/entropy": entropy_T.detach(), "actor/ppo_kl": -d_T}
-        loss_T = policy.loss_T
-        if self.kl_coef > 0:
-            kl_T = kl_to_reference(logp_T, batch.extra_T["ref_logp"], batch, self.kl_kind)
-            loss_T = loss_T + self.kl_coef * kl_T
-            mean["actor/kl_loss"] = kl_T.detach()
+    def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
+        """The weight of a loss token of each sequence in a second, imitating term, float64 [N]; None: there is no such term."""
+        return None
+
+    def next_kl_coef(self, current: float, observed_kl: float, responses: int) -> float:
+        """The coefficient after a step: beta (1 + clip(KL / target - 1, -0.2, 0.2) responses / horizon) (arXiv:1909.08593, eq. 4).
+
+        observed_kl: mean over the step's responses of `ops.sequence_kl`, in nats. Without a target: `current`. Never negative.
+        """
+        if self.kl_target is None:
+            return current
+        error = min(max(observed_kl / self.kl_target - 1, -0.2), 0.2)
+        return current * max(0.0, 1 + error * responses / self.kl_horizon)
+
+    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
+        """correction weight * policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token [T].
+
+        logp_T, entropy_T: under the current weights, of the temperature that was sampled at. Any share of the micro-batch's entries; the
+        context-parallel ranks that share its sequences are joined by `sum_over`. Reads `batch.extra_T`: "old_logp", "advantage"; with a KL
+        in the loss "ref_logp", with a correction "rollout_logp".
+        """
+        with torch.no_grad():
+            term, totals, peak = self._detached(logp_T.detach(), batch, sum_over, kl_coef)
+            totals["actor/entropy"] = torch.where(batch.mask_T, entropy_T.detach(), 0.0).sum()
+        loss_T = attach(logp_T, term.value_T, term.slope_T)
         if self.entropy_coef > 0:
-            loss_T = loss_T - self.entropy_coef * torch.where(batch.mask_T, entropy_T, torch.zeros_like(entropy_T))
-        return Loss(loss_T, mean, {**policy.peak, "actor/ratio_max": d_T.exp(), "actor/ratio_inverse_max": (-d_T).exp()})
+            loss_T = loss_T - self.entropy_coef * torch.where(batch.mask_T, entropy_T, 0.0)
+        tokens = batch.mask_T.count_nonzero()
+        return Loss(loss_T, mean={name: Average(total, tokens) for name, total in totals.items()}, peak=peak)
+
+    def _detached(self, lp_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> tuple[Term, dict[str, Tensor], dict[str, Tensor]]:
+        """All of the loss but the entropy, 0 at masked entries; the totals of its means; its peaks."""
+        weight_T = None if self.correction is None else self.correction.weight(batch, sum_over)
+        d_T = log_ratio(lp_T, batch.extra_T["old_logp"], batch)
+        term = self.policy_term(lp_T, d_T, batch, sum_over)
+        totals, peak = {**term.counts, **_drift(d_T)}, _tails(d_T)
+        value_T, slope_T = term.value_T, term.slope_T
+        if weight_T is not None:
+            value_T.mul_(weight_T)
+            slope_T.mul_(weight_T)
+            totals |= weight_counts(weight_T, batch.mask_T)
+            peak |= {"rollout_corr/weight_max": weight_T.amax()} if len(weight_T) else {}
+        del d_T, weight_T
+        if kl_coef > 0 and self.kl_in == "loss":
+            kl = kl_to_reference(lp_T, batch.extra_T["ref_logp"], batch, self.kl_kind, self.kl_straight_through)
+            value_T.add_(kl.value_T, alpha=kl_coef)
+            slope_T.add_(kl.slope_T, alpha=kl_coef)
+            totals["actor/kl_loss"] = kl.value_T.sum()
+        masked_T = ~batch.mask_T
+        return Term(value_T.masked_fill_(masked_T, 0.0), slope_T.masked_fill_(masked_T, 0.0)), totals, peak
+
+
+def _drift(d_T: Tensor) -> dict[str, Tensor]:
+    """How far the policy has moved since the step began: ppo_kl is the mean of old - lp, ratio_gt_2 the share with |d| > ln 2."""
+    return {"actor/ppo_kl": -d_T.sum(), "actor/ratio_gt_2": (d_T.abs() > math.log(2)).count_nonzero()}
+
+
+def _tails(d_T: Tensor) -> dict[str, Tensor]:
+    """The largest ratio and the largest inverse ratio, at least 1."""
+    if not len(d_T):
+        return {}
+    low, high = d_T.aminmax()
+    return {"actor/ratio_max": high.clamp(min=0).exp(), "actor/ratio_inverse_max": (-low).clamp(min=0).exp()}

@@ -1,13 +1,14 @@
 """Mathematics shared by the algorithms: pure functions of tensors, each with its equation.
 
-Axes: T predicted tokens, N sequences. Masked entries may hold any garbage; every function that meets them gives them value and
-gradient exactly zero.
+Axes: T predicted tokens, N sequences. Token tensors share one floating dtype; results have it too. Masked entries may hold any
+garbage (NaN included): every function says what it does with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,48 @@ from torch import Tensor
 from megarl.batch import Batch
 
 SumOver = Callable[[Tensor], Tensor]
-"""Sums a detached tensor over the ranks that share the batch's sequences (context parallel); the identity on one rank."""
+"""Sums a detached tensor over the ranks that share something (its user says what); the identity on one rank."""
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-KlKind = Literal["k2", "k3"]
+KlKind = Literal["k1", "k2", "k3"]
+
+
+class Average(NamedTuple):
+    """A mean over the global batch, as the two 0-dim sums over what is held here: mean = sum of totals / sum of weights."""
+
+    total: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries may hold garbage.
+
+    No loss of ours lets a gradient cross tokens: what ties the tokens of a sequence together is a constant for the gradient (DESIGN, law
+    3). So value and slope say everything, and no graph, no saved temporaries are needed. `counts` are 0-dim sums over the loss tokens
+    held here, of which the mean is shown.
+    """
+
+    value_T: Tensor
+    slope_T: Tensor
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slope_T)
+        return value_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        (slope_T,) = ctx.saved_tensors
+        return grad_T * slope_T, None, None
+
+
+def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
+    """A tensor [T] equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry."""
+    return _Attach.apply(logp_T, value_T, slope_T)
 
 
 def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None = None) -> Tensor:
@@ -57,11 +96,11 @@ def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, T
     `group_N` int [N] names the group (the prompt) of each sequence; groups may be uneven and in any order.
     """
     reward = reward_N.double()
-    _, index = torch.unique(group_N, return_inverse=True)
-    groups = int(index.max()) + 1
-    size = torch.zeros(groups, dtype=torch.float64).index_add(0, index, torch.ones_like(reward))
-    mean = torch.zeros(groups, dtype=torch.float64).index_add(0, index, reward) / size
-    square = torch.zeros(groups, dtype=torch.float64).index_add(0, index, (reward - mean[index]) ** 2)
+    names, index = torch.unique(group_N, return_inverse=True)
+    zero = torch.zeros(len(names), dtype=torch.float64)
+    size = zero.index_add(0, index, torch.ones_like(reward))
+    mean = zero.index_add(0, index, reward) / size
+    square = zero.index_add(0, index, (reward - mean[index]) ** 2)
     std = (square / (size - 1).clamp(min=1)).sqrt()
     return mean[index], std[index], size[index]
 
@@ -71,37 +110,110 @@ def group_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Te
 
     Returns float32 [N].
     """
+    std = group_mean_std(reward_N, group_N)[1]
+    return (group_centred(reward_N, group_N) / (std + eps)).float()
+
+
+def group_centred(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """Dr.GRPO's advantage (arXiv:2503.20783): A_i = R_i - mean_group, float64 [N]; exactly 0 in a group of equal rewards."""
     mean, std, _ = group_mean_std(reward_N, group_N)
-    centred = reward_N.double() - mean
-    # A group of equal rewards has no signal; rounding of its mean must not be blown up by 1 / eps.
-    return torch.where(std > 0, centred / (std + eps), torch.zeros_like(centred)).float()
+    return torch.where(std > 0, reward_N.double() - mean, torch.zeros_like(mean))
+
+
+def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """RLOO's advantage (arXiv:2402.14740, eq. 8): A_i = R_i - mean of the other G - 1 rewards = (R_i - mean_group) G / (G - 1).
+
+    Returns float64 [N]; 0 in a group of one.
+    """
+    size = group_mean_std(reward_N, group_N)[2]
+    return group_centred(reward_N, group_N) * size / (size - 1).clamp(min=1)
+
+
+def batch_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
+    """LitePPO's advantage (arXiv:2508.08221): A_i = (R_i - mean_group) / (std of the raw rewards of all N responses, n - 1, + eps).
+
+    Returns float64 [N]; 0 where all rewards are equal.
+    """
+    reward = reward_N.double()
+    std = reward.std() if len(reward) > 1 else torch.zeros((), dtype=torch.float64)
+    return group_centred(reward_N, group_N) / (std + eps)
 
 
 def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
     """d_t = lp_t - old_t at loss tokens; value and gradient 0 elsewhere."""
-    return torch.where(batch.mask_T, logp_T - old_T, torch.zeros_like(logp_T))
+    return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
 
 def sequence_mean(value_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-    """Mean over all loss tokens of each sequence, wherever its tokens lie: detached [N]; 0 where there is none."""
+    """Mean over all loss tokens of each sequence, wherever its tokens lie: detached [N]; 0 where there is none.
+
+    `sum_over` joins the ranks that share the batch's sequences (context parallel). One collective of N numbers.
+    """
     total_N = sum_over(batch.sequence_sum(value_T.detach()))
     return total_N / batch.count_N.clamp(min=1)
 
 
-def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float) -> Tensor:
-    """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A)."""
-    return torch.maximum(-ratio_T * advantage_T, -ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:
+    """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-
-def clip_share(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where the surrogate has lost its gradient: (on the high side with A > 0, on the low side with A < 0), float [T]."""
-    return ((ratio_T > 1 + high) & (advantage_T > 0)).float(), ((ratio_T < 1 - low) & (advantage_T < 0)).float()
-
-
-def kl_to_reference(logp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind) -> Tensor:
-    """Per-token estimate of KL(pi || ref) (Schulman, 2020): k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = lp - ref.
-
-    0 with zero gradient at masked entries.
+    With `dual` (c > 1; arXiv:1912.09729, eq. 4) the loss of a token with A < 0 is at most -c A. The slope is taken with respect to a
+    log-prob of which r is the exponential, so it is -r A, and 0 where a clip holds. Uses up `ratio_T`, which is 1 at masked entries.
     """
-    d = log_ratio(logp_T, ref_T, batch)
-    return d.square() / 2 if kind == "k2" else torch.exp(-d) - 1 + d
+    gain_T = -advantage_T
+    slope_T = ratio_T * gain_T
+    value_T = ratio_T.clamp_(1 - low, 1 + high).mul_(gain_T)
+    clips_T = value_T > slope_T
+    torch.maximum(value_T, slope_T, out=value_T)
+    slope_T.masked_fill_(clips_T, 0.0)
+    total, upper = clips_T.count_nonzero(), (clips_T & (advantage_T > 0)).count_nonzero()
+    counts = {"actor/pg_clipfrac": total, "actor/pg_clipfrac_high": upper, "actor/pg_clipfrac_low": total - upper}
+    if dual is not None:
+        ceiling_T = gain_T.mul_(dual)
+        cut_T = (value_T > ceiling_T) & (advantage_T < 0)
+        torch.where(cut_T, ceiling_T, value_T, out=value_T)
+        slope_T.masked_fill_(cut_T, 0.0)
+        counts["actor/pg_clipfrac_lower"] = cut_T.count_nonzero()
+    return Term(value_T, slope_T, counts)
+
+
+def kl_to_reference(lp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind, straight_through: bool) -> Term:
+    """Per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref; 0 at masked entries.
+
+    | kind | value           | slope      |
+    | k1   | d               | 1          |
+    | k2   | d^2 / 2         | d          |
+    | k3   | exp(-d) - 1 + d | 1 - exp(-d) |
+
+    On policy E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order.
+    `straight_through` keeps the value of the kind and takes k2's slope.
+    """
+    d_T = log_ratio(lp_T, ref_T, batch)
+    if kind == "k1":
+        return Term(d_T, d_T.clone() if straight_through else torch.ones_like(d_T))
+    if kind == "k2":
+        return Term(d_T.square().mul_(0.5), d_T)
+    slope_T = torch.neg(d_T).expm1_()
+    value_T = slope_T + d_T
+    return Term(value_T, d_T if straight_through else slope_T.neg_())
+
+
+def sequence_kl(batch: Batch) -> Tensor:
+    """k1 of each response, sum over its loss tokens of (old - ref), in nats [N]: on whole sequences of one rank.
+
+    Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
+    """
+    return batch.sequence_sum(batch.extra_T["old_logp"] - batch.extra_T["ref_logp"])
+
+
+def token_rewards(batch: Batch, kl_coef: float) -> Tensor:
+    """r_t = R at the last loss token of the response, and -kl_coef (old_t - ref_t) at every loss token; 0 at masked entries [T].
+
+    On whole sequences. Reads `batch.extra_T["reward"]` (R, spread) and, with kl_coef > 0, `["old_logp"]` and `["ref_logp"]`.
+    """
+    kept_T = batch.mask_T.nonzero().squeeze(1)
+    last_N = torch.full_like(batch.length_N, -1).scatter_reduce(0, batch.seq_T[kept_T], batch.position_T[kept_T], "amax")
+    ends_T = batch.mask_T & (batch.position_T == batch.spread(last_N))
+    reward_T = torch.where(ends_T, batch.extra_T["reward"], 0.0)
+    if kl_coef > 0:
+        reward_T = reward_T - kl_coef * log_ratio(batch.extra_T["old_logp"], batch.extra_T["ref_logp"], batch)
+    return reward_T

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Loss
-from megarl.algorithms.ops import SumOver, token_weights
+from megarl.algorithms.ops import Average, SumOver, token_weights
 from megarl.batch import Batch
 
 
@@ -19,7 +19,9 @@ class Sft:
         """The weight of a loss token, float64 [N]."""
         return token_weights(count_N, "token-mean")
 
-    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
+    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
         """Per token, 0 at masked entries."""
-        loss_T = torch.where(batch.mask_T, -logp_T, torch.zeros_like(logp_T))
-        return Loss(loss_T, {"sft/loss": loss_T.detach(), "actor/entropy": entropy_T.detach()})
+        loss_T = torch.where(batch.mask_T, -logp_T, 0.0)
+        tokens = batch.mask_T.count_nonzero()
+        entropy = torch.where(batch.mask_T, entropy_T.detach(), 0.0).sum()
+        return Loss(loss_T, mean={"sft/loss": Average(loss_T.detach().sum(), tokens), "actor/entropy": Average(entropy, tokens)})

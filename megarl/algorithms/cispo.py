@@ -1,0 +1,32 @@
+"""CISPO: the importance weight is clipped, not the token: every token keeps its gradient (MiniMax-M1, arXiv:2506.13585)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
+from megarl.algorithms.ops import Aggregation, SumOver, Term, group_normalised
+from megarl.batch import Batch
+
+
+class Cispo(PolicyAlgorithm):
+    """loss = (1 / sum_i |o_i|) sum_i sum_t -sg(clip(r_t, 1 - low, 1 + high)) A_i lp_t. low = 1: no lower bound."""
+
+    type: Literal["cispo"] = "cispo"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+    min_group: ClassVar[int] = 2
+
+    clip_low: Fraction = 1.0
+    clip_high: NonNegative = 4.0
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return group_normalised(reward_N, group_N)
+
+    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
+        ratio_T = d_T.exp()
+        high, low = (ratio_T > 1 + self.clip_high).count_nonzero(), (ratio_T < 1 - self.clip_low).count_nonzero()
+        slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(batch.extra_T["advantage"]).neg_()
+        counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
+        return Term(slope_T * lp_T, slope_T, counts)

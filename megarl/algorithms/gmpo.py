@@ -1,0 +1,40 @@
+"""GMPO: the geometric mean of the clipped token ratios (Zhao et al., arXiv:2507.20673)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import NonNegative, PolicyAlgorithm
+from megarl.algorithms.ops import Aggregation, SumOver, Term, group_normalised, sequence_mean
+from megarl.batch import Batch
+
+
+class Gmpo(PolicyAlgorithm):
+    """ratio_i = exp(mean_t clip(d_t)), d_t at most +high where A > 0 and at least -low where A < 0; loss = (1/B) sum_i -A_i ratio_i.
+
+    Written per token: every token carries its sequence's loss; the slope is the loss itself where the token's d is not clipped (the
+    mean's 1/|o_i| is the token's weight), else 0.
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    min_group: ClassVar[int] = 2
+
+    clip_low: NonNegative = 0.4  # in log space
+    clip_high: NonNegative = 0.4
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return group_normalised(reward_N, group_N)
+
+    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
+        advantage_T = batch.extra_T["advantage"]
+        high_T, low_T = (d_T > self.clip_high) & (advantage_T > 0), (d_T < -self.clip_low) & (advantage_T < 0)
+        clipped_T = d_T.masked_fill(high_T, self.clip_high).masked_fill_(low_T, -self.clip_low)
+        ratio_N = sequence_mean(clipped_T, batch, sum_over).exp_()
+        value_T = torch.mul(batch.spread(ratio_N), advantage_T, out=clipped_T).neg_()
+        high, low = high_T.count_nonzero(), low_T.count_nonzero()
+        counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
+        return Term(value_T, value_T.masked_fill(high_T | low_T, 0.0), counts)

@@ -1,0 +1,69 @@
+"""PPO with a critic, as in RLHF (Schulman et al., arXiv:1707.06347; Ouyang et al., arXiv:2203.02155)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megarl.algorithms.base import Fraction, Positive
+from megarl.algorithms.clipped import Clipped
+from megarl.algorithms.gae import gae, whiten
+from megarl.algorithms.ops import Aggregation, SumOver, token_rewards
+from megarl.batch import Batch
+
+
+class ActorCritic(Clipped):
+    """Advantages and critic targets by GAE from the critic's values, `batch.extra_T["value"]`; the KL in the reward at every token."""
+
+    needs_critic: ClassVar[bool] = True
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    gamma: Fraction = 1.0
+    whiten: bool = False  # advantages, over all loss tokens of the step
+    value_clip: Positive | None = None  # how far the critic may move from its values before the step
+
+    @property
+    def kl_per_sequence(self) -> bool:
+        return False
+
+    def policy_lambda(self, batch: Batch) -> float | Tensor:
+        """GAE's lambda for the policy's advantages: one number, or one per sequence [N]."""
+        raise NotImplementedError
+
+    def critic_lambda(self) -> float:
+        """GAE's lambda for the critic's targets; 1 makes them Monte Carlo returns."""
+        raise NotImplementedError
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        """The rewards themselves: the advantages of the tokens come of the values, on the ranks."""
+        return reward_N.float()
+
+    def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
+        advantage_T = self._gae(batch, kl_coef, self.policy_lambda(batch))
+        return whiten(advantage_T, batch.mask_T, sum_over) if self.whiten else advantage_T
+
+    def returns(self, batch: Batch, kl_coef: float) -> Tensor:
+        """The critic's targets, A^critic_lambda + V at each loss token [T], on whole sequences of one rank."""
+        return self._gae(batch, kl_coef, self.critic_lambda()) + batch.extra_T["value"]
+
+    def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
+        reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
+        return gae(reward_T, batch.extra_T["value"], batch, self.gamma, lam)
+
+
+class Ppo(ActorCritic):
+    """GAE(gamma 1, lambda 0.95) for both, advantages whitened; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
+
+    type: Literal["ppo"] = "ppo"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+
+    whiten: bool = True
+    value_clip: Positive | None = 0.2
+    gae_lambda: Fraction = 0.95
+
+    def policy_lambda(self, batch: Batch) -> float:
+        return self.gae_lambda
+
+    def critic_lambda(self) -> float:
+        return self.gae_lambda

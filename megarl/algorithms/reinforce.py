@@ -1,0 +1,70 @@
+"""REINFORCE, RLOO and ReMax: the plain policy gradient with three baselines."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megarl.algorithms.base import Fraction, PolicyAlgorithm
+from megarl.algorithms.gae import discounted_to_go
+from megarl.algorithms.ops import Aggregation, SumOver, Term, leave_one_out, token_rewards
+from megarl.batch import Batch
+
+
+class PolicyGradient(PolicyAlgorithm):
+    """loss_t = -sg(r_t) A_t lp_t: on policy r = 1; the importance weight keeps the gradient right in later mini-batches of a step."""
+
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
+
+    kl_in: Literal["loss", "reward"] = "reward"
+
+    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
+        slope_T = d_T.exp().mul_(batch.extra_T["advantage"]).neg_()
+        return Term(slope_T * lp_T, slope_T)
+
+
+class Reinforce(PolicyGradient):
+    """A_t = sum_{k >= t} gamma^(k-t) r_k - b (Williams, 1992); r_k the token rewards (with a KL in the reward at every token).
+
+    b: the mean reward of the step's responses, or 0.
+    """
+
+    type: Literal["reinforce"] = "reinforce"
+
+    gamma: Fraction = 1.0
+    baseline: Literal["batch_mean", "none"] = "batch_mean"
+
+    @property
+    def kl_per_sequence(self) -> bool:
+        return False
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        baseline = reward_N.double().mean() if self.baseline == "batch_mean" else 0.0
+        return (reward_N.double() - baseline).float()
+
+    def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
+        baseline_T = batch.extra_T["reward"] - batch.extra_T["advantage"]
+        reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
+        return discounted_to_go(reward_T, batch, self.gamma) - baseline_T
+
+
+class Rloo(PolicyGradient):
+    """A_i = R_i - mean of the other responses to the prompt (Ahmadian et al., arXiv:2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    min_group: ClassVar[int] = 2
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return leave_one_out(reward_N, group_N).float()
+
+
+class Remax(PolicyGradient):
+    """A_i = R_i - R of the greedy response to the prompt (Li et al., arXiv:2310.10505)."""
+
+    type: Literal["remax"] = "remax"
+    needs_greedy: ClassVar[bool] = True
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        assert greedy_N is not None, "ReMax needs the rewards of the greedy responses"
+        return (reward_N.double() - greedy_N.double()).float()

@@ -1,0 +1,58 @@
+"""REINFORCE++ and REINFORCE++-baseline: token rewards, whitened over the global batch, PPO's clipped loss (Hu et al., arXiv:2501.03262)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megarl.algorithms.base import Fraction
+from megarl.algorithms.clipped import Clipped
+from megarl.algorithms.gae import discounted_to_go, whiten
+from megarl.algorithms.ops import Aggregation, KlKind, SumOver, group_centred, token_rewards
+from megarl.batch import Batch
+
+
+class _Whitened(Clipped):
+    """The driver's number goes to the last token and back to the first with the KL of the tokens on the way; then whitened."""
+
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    @property
+    def kl_per_sequence(self) -> bool:
+        return False
+
+    def _whitened(self, batch: Batch, sum_over: SumOver, kl_coef: float, gamma: float) -> Tensor:
+        ends = batch.with_extra(reward=batch.extra_T["advantage"])
+        reward_T = token_rewards(ends, kl_coef if self.kl_in == "reward" else 0.0)
+        return whiten(discounted_to_go(reward_T, batch, gamma), batch.mask_T, sum_over)
+
+
+class ReinforcePp(_Whitened):
+    """A_t = whitened sum_{k >= t} gamma^(k-t) r_k, with r_k = -beta kl_k and R more at the last token."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    gamma: Fraction = 1.0
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return reward_N.float()
+
+    def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
+        return self._whitened(batch, sum_over, kl_coef, self.gamma)
+
+
+class ReinforcePpBaseline(_Whitened):
+    """A_t = whitened (R_i - mean_group - beta sum_{k >= t} kl_k): the group's mean as baseline; the KL is in the loss (k2) by default."""
+
+    type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    min_group: ClassVar[int] = 2
+
+    kl_kind: KlKind = "k2"
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return group_centred(reward_N, group_N).float()
+
+    def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
+        return self._whitened(batch, sum_over, kl_coef, 1.0)

@@ -1,0 +1,45 @@
+"""The reward model's loss on pairs (Bradley and Terry, 1952; with a margin: Touvron et al., arXiv:2307.09288, eq. 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.algorithms.base import Loss
+from megarl.algorithms.ops import SumOver, attach
+from megarl.algorithms.pairs import difference, pair_mean, pair_weights, sign
+from megarl.batch import Batch
+
+
+class BradleyTerry:
+    """loss = mean over pairs of -log sigmoid(r_chosen - r_rejected - margin).
+
+    Each sequence has one loss token: the entry that feeds its last token, where the scalar head's output is its score r.
+    """
+
+    def weights(self, count_N: Tensor) -> Tensor:
+        """1 / (pairs of the global mini-batch), float64 [N]."""
+        return pair_weights(count_N)
+
+    def loss(self, score_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
+        """score_T: the scalar head's output [T]; `sum_over` joins the context-parallel ranks (one collective of N or 2 N numbers).
+
+        Reads `batch.extra_T["margin"]` (>= 0; of the chosen sequence's loss token) where it is given.
+        """
+        with torch.no_grad():
+            held_N = [batch.sequence_sum(score_T.detach())]
+            if "margin" in batch.extra_T:
+                held_N.append(batch.sequence_sum(batch.extra_T["margin"]))
+            score_N, *margins_N = sum_over(torch.stack(held_N))
+            gap_N = difference(score_N)
+            z_N = gap_N - margins_N[0][0::2].repeat_interleave(2) if margins_N else gap_N
+            loss_N, slope_N = -F.logsigmoid(z_N), -sign(batch) * torch.sigmoid(-z_N)
+            mean = {
+                "rm/loss": pair_mean(loss_N, batch),
+                "rm/accuracy": pair_mean((gap_N > 0).to(gap_N.dtype), batch),
+                "rm/gap": pair_mean(gap_N, batch),
+            }
+            loss_T = torch.where(batch.mask_T, batch.spread(loss_N / 2), 0.0)
+            slope_T = torch.where(batch.mask_T, batch.spread(slope_N), 0.0)
+        return Loss(attach(score_T, loss_T, slope_T), mean=mean)

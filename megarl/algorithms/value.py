@@ -1,0 +1,60 @@
+"""The critic's loss, and how much of the returns it explains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import Loss
+from megarl.algorithms.ops import Average, attach, token_weights
+from megarl.batch import Batch
+
+
+def value_weights(count_N: Tensor) -> Tensor:
+    """The weight of a loss token in the critic's loss, float64 [N]: the mean over all loss tokens of the global mini-batch."""
+    return token_weights(count_N, "token-mean")
+
+
+def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
+    """0.5 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second where `clip` (c) is None.
+
+    value_T: the critic's values [T]. Reads `batch.extra_T["return"]` (R) and, with a clip, `["value"]` (v_old). 0 with zero gradient at
+    masked entries. PPO2 of OpenAI baselines; arXiv:2005.12729, section 3.
+    """
+    with torch.no_grad():
+        v_T, return_T, masked_T = value_T.detach(), batch.extra_T["return"], ~batch.mask_T
+        slope_T = (v_T - return_T).masked_fill_(masked_T, 0.0)
+        loss_T = slope_T.square().mul_(0.5)
+        clipped = torch.zeros((), dtype=torch.int64, device=v_T.device)
+        if clip is not None:
+            old_T = batch.extra_T["value"]
+            bound_T = (torch.clamp(v_T, old_T - clip, old_T + clip) - return_T).masked_fill_(masked_T, 0.0).square_().mul_(0.5)
+            clips_T = bound_T > loss_T
+            torch.maximum(bound_T, loss_T, out=loss_T)
+            slope_T.masked_fill_(clips_T, 0.0)
+            clipped = clips_T.count_nonzero()
+        tokens = batch.mask_T.count_nonzero()
+        mean = {
+            "critic/vf_loss": Average(loss_T.sum(), tokens),
+            "critic/vf_clipfrac": Average(clipped, tokens),
+            "critic/value": Average(torch.where(batch.mask_T, v_T, 0.0).sum(), tokens),
+        }
+    return Loss(attach(value_T, loss_T, slope_T), mean=mean)
+
+
+def explained_variance_sums(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Over the loss tokens held here: their number and the sums of R, R^2, R - v and (R - v)^2, float64 [5]. Add over ranks and batches."""
+    goal, error = return_T[mask_T].double(), (return_T - value_T)[mask_T].double()
+    count = torch.tensor(float(len(goal)), dtype=torch.float64, device=goal.device)
+    return torch.stack([count, goal.sum(), goal.square().sum(), error.sum(), error.square().sum()])
+
+
+def explained_variance(sums: Tensor) -> float:
+    """1 - Var(R - v) / Var(R) from added `explained_variance_sums`; nan where R does not vary (rounding of 1e-12 counts as not)."""
+    count, goal, goal_square, error, error_square = sums.tolist()
+    if count == 0:
+        return float("nan")
+    variance = goal_square / count - (goal / count) ** 2
+    if variance <= 1e-12 * max(goal_square / count, 1e-300):
+        return float("nan")
+    return 1 - (error_square / count - (error / count) ** 2) / variance

@@ -1,0 +1,52 @@
+"""VAPO: value-based PPO for long chains of thought (Yue et al., arXiv:2504.05118)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import Fraction, Loss, NonNegative, Positive
+from megarl.algorithms.gae import length_adaptive_lambda
+from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
+from megarl.algorithms.ppo import ActorCritic
+from megarl.batch import Batch
+
+
+class Vapo(ActorCritic):
+    """VC-PPO with lambda_policy = 1 - 1 / (alpha l) by response length l, Clip-Higher, token mean, and mu * NLL of correct responses.
+
+    The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch: those weights come
+    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`.
+    """
+
+    type: Literal["vapo"] = "vapo"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    clip_high: NonNegative = 0.28
+    alpha: Positive = 0.05
+    lambda_critic: Fraction = 1.0
+    mu: NonNegative = 0.1
+    positive_above: float = 0.0
+
+    def policy_lambda(self, batch: Batch) -> Tensor:
+        return length_adaptive_lambda(batch.count_N, self.alpha)
+
+    def critic_lambda(self) -> float:
+        return self.lambda_critic
+
+    def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor:
+        """mu / (loss tokens of all correct responses) for correct ones, else 0."""
+        positive_N = reward_N > self.positive_above
+        tokens = int(count_N[positive_N].sum())
+        return torch.where(positive_N & (count_N > 0), self.mu / max(tokens, 1), 0.0).double()
+
+    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
+        loss = super().loss(logp_T, entropy_T, batch, sum_over, kl_coef)
+        weight_T = torch.where(batch.mask_T, batch.extra_T["positive_weight"], 0.0)
+        nll_T = torch.where(weight_T > 0, -logp_T.detach(), 0.0)
+        average = Average(nll_T.sum(), (weight_T > 0).count_nonzero())
+        weighted_T = attach(logp_T, nll_T.mul_(weight_T), weight_T.neg_())
+        return replace(loss, weighted_T=weighted_T, mean={**loss.mean, "actor/positive_nll": average})
