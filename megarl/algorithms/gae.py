@@ -6,13 +6,13 @@ padding) are stepped over: the next state of a loss token is the next loss token
 All are one linear recurrence, H_t = x_t + a_t H_{t+1}, with a_t = 1 at masked tokens and 0 at the last entry of a sequence, and are solved
 by odd-even reduction: neighbours are merged in pairs, the half as long recurrence is solved, the odd entries follow. That is O(T) work in
 log2(T) vectorised steps, whatever the lengths and masks (nothing is padded or gathered), and no power of a coefficient is ever divided by,
-so nothing under- or overflows. The coefficients are kept as their loss 1 - a: in float32, (1 - 1e-5)^30000 from a rounded factor is wrong
+so nothing overflows or fades. The coefficients are kept as their loss 1 - a: in float32, (1 - 1e-5)^30000 from a rounded factor is wrong
 by 1e-3, from a rounded loss by 1e-6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,16 @@ from torch import Tensor
 
 from megarl.batch import Batch
 
+PART = 1 << 19  # entries solved at a time (whole sequences): buffers that the allocator keeps, not fresh pages for each operation
+
 
 @torch.no_grad()
 def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
     """A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 16).
 
-    V and A after a sequence's last loss token are 0. reward_T, value_T: float [T] at the entries of `batch`, which holds every entry of each
-    of its sequences, in any order; masked entries may hold any garbage. gamma in [0, 1]; lam in [0, 1], one for all or float [N], one a
-    sequence (`length_adaptive_lambda`).
+    V and A after a sequence's last loss token are 0. reward_T, value_T: float [T] at the entries of `batch`, which holds every entry of
+    each of its sequences, in any order; masked entries may hold any garbage. gamma in [0, 1]; lam in [0, 1], one for all or float [N], one
+    a sequence (`length_adaptive_lambda`).
     Returns [T], 0 at masked entries, detached, float32 (float64 for float64 values); A + V is the lambda-return.
     Exact up to the rounding of sums for gamma lam = 1 (A = rewards to go - V) and for lam = 0 (A = delta).
     Raises ValueError where gamma or lam is out of range or a sequence is not whole.
@@ -35,26 +37,24 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
     # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), what a state is worth to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
     _check_unit("gamma", gamma)
     _check_unit("lam", lam)
-    if isinstance(lam, Tensor) and lam.shape != batch.length_N.shape:
-        raise ValueError(f"gae: lam has shape {list(lam.shape)} for {len(batch.length_N)} sequences")
-    if not len(batch):
-        return torch.zeros_like(value_T)
-    dtype = torch.float64 if value_T.dtype == torch.float64 else torch.float32
+    lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
+    if lam_N.ndim and lam_N.shape != batch.length_N.shape:
+        raise ValueError(f"gae: lam has shape {list(lam_N.shape)} for {len(batch.length_N)} sequences")
+    dtype = _float(value_T)
     chain = _Chain.of(batch)
-    reward_T, value_T, mask_T = chain.sort(reward_T.to(dtype)), chain.sort(value_T.to(dtype)), chain.sort(batch.mask_T)
-    if isinstance(lam, Tensor):
-        lam_N, seq_T = lam.to(value_T.device, torch.float64), chain.sort(batch.seq_T)
-        h_T = torch.lerp(reward_T, value_T, (1 - lam_N).to(dtype)[seq_T])
-        loss_T = (1 - gamma * lam_N).to(dtype)[seq_T]
-    else:
-        h_T = torch.lerp(reward_T, value_T, 1 - lam)
-        loss_T = torch.full_like(h_T, 1 - gamma * lam)
-    _recur(_steps_over(loss_T, mask_T, chain.last_N), h_T.masked_fill_(~mask_T, 0.0))
-    h_T[chain.first_N] = 0.0  # what follows the last entry of the sequence before is nothing
-    advantage_T = torch.empty_like(h_T)
-    torch.add(reward_T[:-1], h_T[1:], alpha=gamma, out=advantage_T[:-1])
-    advantage_T[-1] = reward_T[-1]
-    return chain.unsort(advantage_T.sub_(value_T).masked_fill_(~mask_T, 0.0))
+    reward_T, value_T, mask_T, seq_T = (chain.sort(x) for x in (reward_T.to(dtype), value_T.to(dtype), batch.mask_T, batch.seq_T))
+    mix_N, loss_N = (1 - lam_N).to(dtype), (1 - gamma * lam_N).to(dtype)
+    advantage_T = torch.empty_like(value_T)
+    for part, last_N in chain.parts():
+        reward, value, out, kept = reward_T[part], value_T[part], advantage_T[part], _Kept(mask_T[part], dtype)
+        mix, loss = (x_N[seq_T[part]] if lam_N.ndim else x_N.expand(len(out)) for x_N in (mix_N, loss_N))
+        h = kept.only(torch.lerp(reward, value, mix))
+        _recur(_losses(loss, kept, last_N), h)
+        h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry
+        torch.add(reward[:-1], h[1:], alpha=gamma, out=out[:-1])
+        out[-1] = reward[-1]
+        kept.only(out.sub_(value))
+    return chain.unsort(advantage_T)
 
 
 @torch.no_grad()
@@ -64,13 +64,14 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
     Shapes, types, garbage and errors as in `gae`. Returns [T], 0 at masked entries.
     """
     _check_unit("gamma", gamma)
-    if not len(batch):
-        return torch.zeros_like(reward_T)
     chain = _Chain.of(batch)
-    mask_T = chain.sort(batch.mask_T)
-    total_T = chain.sort(reward_T.to(torch.float64 if reward_T.dtype == torch.float64 else torch.float32)).masked_fill(~mask_T, 0.0)
-    _recur(_steps_over(torch.full_like(total_T, 1 - gamma), mask_T, chain.last_N), total_T)
-    return chain.unsort(total_T.masked_fill_(~mask_T, 0.0))
+    total_T, mask_T = chain.sort(reward_T.to(_float(reward_T))).clone(), chain.sort(batch.mask_T)
+    loss = torch.as_tensor(1 - gamma, dtype=total_T.dtype, device=total_T.device)
+    for part, last_N in chain.parts():
+        kept = _Kept(mask_T[part], total_T.dtype)
+        _recur(_losses(loss.expand(len(mask_T[part])), kept, last_N), kept.only(total_T[part]))
+        kept.only(total_T[part])
+    return chain.unsort(total_T)
 
 
 def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
@@ -90,20 +91,20 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
     value_T: float [T], garbage allowed where mask_T is false; `sum_over` sums a float64 tensor over the ranks that hold the batch.
     Returns [T] of value_T's type. The sums are float64 and about the mean, so any split of the tokens gives the same result.
     """
-    kept_T = value_T.masked_fill(~mask_T, 0.0)
-    count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), kept_T.sum(dtype=torch.float64)])).unbind()
-    mean = total / count.clamp(min=1)
-    centred_T = kept_T.double().sub_(mean).masked_fill_(~mask_T, 0.0)
-    variance = sum_over(centred_T.square().sum()) / (count - 1).clamp(min=1)
+    kept, centred_T = _Kept(mask_T, _float(value_T)), value_T.to(_float(value_T), copy=True)
+    kept.only(centred_T)
+    count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), centred_T.sum(dtype=torch.float64)])).unbind()
+    kept.only(centred_T.sub_(total / count.clamp(min=1)))
+    variance = sum_over(centred_T.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
     return centred_T.mul_((variance + 1e-8).rsqrt()).to(value_T.dtype)
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The entries of whole sequences, one sequence after the other, each in order of position."""
+    """The entries of whole sequences, one sequence after the other, each in order of position. Here N counts those with any entry."""
 
     order_T: Tensor | None  # the batch's entries in that order; None where they already are
-    first_N: Tensor  # int64, first entry of each sequence that has any
+    first_N: Tensor  # int64, first entry of each sequence in that order
     last_N: Tensor
 
     @staticmethod
@@ -131,7 +132,7 @@ class _Chain:
 
     def _holds(self, seq_T: Tensor, position_T: Tensor, sequence_N: Tensor) -> bool:
         """Whether the entries lie in this chain's order, sequence after sequence."""
-        if not len(sequence_N) or int(self.last_N[-1]) != len(seq_T) - 1:
+        if len(seq_T) != (int(self.last_N[-1]) + 1 if len(sequence_N) else 0):
             return False
         ends = (
             torch.equal(seq_T[self.first_N], sequence_N)
@@ -143,7 +144,16 @@ class _Chain:
         # Sequence numbers never fall, and positions rise but from one sequence to the next.
         rises = position_T[1:] > position_T[:-1]
         rises[self.first_N[1:] - 1] = True
-        return bool(rises.all()) and bool((seq_T[1:] >= seq_T[:-1]).all())
+        return bool(rises.logical_and_(seq_T[1:] >= seq_T[:-1]).all())
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of whole sequences of about `PART` entries together: their entries, and the last one of each sequence counted from there."""
+        done = 0  # sequences
+        while done < len(self.last_N):
+            start = int(self.first_N[done])
+            to = max(done + 1, int(torch.searchsorted(self.last_N, start + PART)))
+            yield slice(start, int(self.last_N[to - 1]) + 1), self.last_N[done:to] - start
+            done = to
 
     def sort(self, value_T: Tensor) -> Tensor:
         return value_T if self.order_T is None else value_T[self.order_T]
@@ -152,11 +162,28 @@ class _Chain:
         return value_T if self.order_T is None else torch.empty_like(value_T).index_copy_(0, self.order_T, value_T)
 
 
-def _steps_over(loss_T: Tensor, mask_T: Tensor, last_N: Tensor) -> Tensor:
-    """The coefficients' losses: nothing is lost at masked tokens, everything at the end of a sequence. In place."""
-    loss_T.masked_fill_(~mask_T, 0.0)
+class _Kept:
+    """A mask applied to the bits of numbers: as exact as masked_fill_, whatever the masked ones hold, and five times as fast on CPU."""
+
+    def __init__(self, mask_T: Tensor, dtype: torch.dtype) -> None:
+        self._integer = torch.int64 if dtype == torch.float64 else torch.int32
+        self._bits_T = mask_T.to(self._integer).neg_()
+
+    def only(self, value_T: Tensor) -> Tensor:
+        """`value_T` itself, its masked entries set to 0."""
+        value_T.view(self._integer).bitwise_and_(self._bits_T)
+        return value_T
+
+
+def _losses(loss_T: Tensor, kept: _Kept, last_N: Tensor) -> Tensor:
+    """1 - a of every entry: `loss_T` at loss tokens, nothing at masked ones, everything at the end of a sequence."""
+    loss_T = kept.only(loss_T.clone())
     loss_T[last_N] = 1.0
     return loss_T
+
+
+def _float(value_T: Tensor) -> torch.dtype:
+    return torch.float64 if value_T.dtype == torch.float64 else torch.float32
 
 
 def _recur(loss_T: Tensor, x_T: Tensor) -> None:
@@ -178,6 +205,6 @@ def _recur(loss_T: Tensor, x_T: Tensor) -> None:
 
 
 def _check_unit(name: str, value: float | Tensor) -> None:
-    low, high = (float(value.min()), float(value.max())) if isinstance(value, Tensor) and len(value) else (value, value)
-    if not (low >= 0 and high <= 1):
-        raise ValueError(f"gae: {name} is {low if low < 0 else high:g}, must be from 0 to 1")
+    for one in torch.as_tensor(value, dtype=torch.float64).flatten().aminmax() if torch.as_tensor(value).numel() else ():
+        if not 0 <= float(one) <= 1:
+            raise ValueError(f"gae: {name} is {float(one):g}, must be from 0 to 1")
