@@ -114,6 +114,21 @@ def pack(samples: Sequence[Sample]) -> Batch:
     )
 
 
+def concat(batches: Sequence[Batch]) -> Batch:
+    """The bags as one, their sequences counted on from one to the next. All carry the same `extra_T`."""
+    starts = np.cumsum([0, *(len(batch.length_N) for batch in batches)])
+    return Batch(
+        input_T=torch.cat([batch.input_T for batch in batches]),
+        target_T=torch.cat([batch.target_T for batch in batches]),
+        mask_T=torch.cat([batch.mask_T for batch in batches]),
+        seq_T=torch.cat([batch.seq_T + int(start) for batch, start in zip(batches, starts, strict=False)]),
+        position_T=torch.cat([batch.position_T for batch in batches]),
+        length_N=torch.cat([batch.length_N for batch in batches]),
+        count_N=torch.cat([batch.count_N for batch in batches]),
+        extra_T={name: torch.cat([batch.extra_T[name] for batch in batches]) for name in batches[0].extra_T},
+    )
+
+
 def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
 

@@ -60,11 +60,11 @@ class Layout(Section):
     def _divides(self) -> Layout:
         dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
         if self.ranks % dense:
-            raise ValueError(f"ranks={self.ranks} is not divisible by tp*pp*cp={self.tp}*{self.pp}*{self.cp}={dense}")
+            raise ValueError(f"layout.ranks={self.ranks} is not divisible by tp*pp*cp={self.tp}*{self.pp}*{self.cp}={dense}")
         if self.ranks % expert:
-            raise ValueError(f"ranks={self.ranks} is not divisible by etp*ep*pp={self.etp}*{self.ep}*{self.pp}={expert}")
+            raise ValueError(f"layout.ranks={self.ranks} is not divisible by etp*ep*pp={self.etp}*{self.ep}*{self.pp}={expert}")
         if self.vpp is not None and self.pp == 1:
-            raise ValueError(f"vpp={self.vpp} needs pp > 1, and pp=1")
+            raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1, and it is 1")
         return self
 
 
@@ -136,8 +136,16 @@ class FunctionReward(Section):
 RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
 
 
+class OverlongSettings(Section):
+    """DAPO's soft punishment of answers that run into the length limit (see megarl.rewards.shaping)."""
+
+    buffer_tokens: Positive  # the punishment grows from 0 to `scale` over the last so many tokens before rollout.max_response_tokens
+    scale: Annotated[float, Field(gt=0)] = 1.0
+
+
 class RewardSettings(Section):
     source: RewardSource
+    overlong: OverlongSettings | None = None
     require_finished: bool = True  # a response cut by the length limit scores 0
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0
     workers: Positive = 1  # scoring processes
@@ -153,7 +161,7 @@ class RolloutSettings(Section):
     max_prompt_tokens: Positive = 1024
     max_response_tokens: Positive = 1024
     max_num_seqs: Positive = 256  # sequences that an engine decodes together
-    kv_cache_mb: Positive | None = None  # CPU engines: 64 MiB unless given; GPU engines use gpu_memory_fraction
+    kv_cache_mb: Positive | None = None  # CPU engines need it; GPU engines use gpu_memory_fraction
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     return_routes: bool = True  # routed experts of every token, for replay and for the routing metrics
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0  # one generate call
@@ -165,7 +173,7 @@ class SyncSettings(Section):
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
     bucket_mb: Positive = 256  # tensors are sent in buckets of at most this size (or one tensor)
     verify: bool = True  # fingerprint every tensor that the engines hold after each sync
-    logprob_gap: Annotated[float, Field(gt=0)] | None = None  # largest mean |log-prob| gap engine/trainer at step 0; None: 1e-4 fp32, 5e-2 bf16
+    logprob_gap: Annotated[float, Field(gt=0)] | None = None  # largest mean |log-prob| gap at step 1; None: 1e-4 fp32, 5e-2 bf16
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
 
@@ -176,6 +184,8 @@ class StepSettings(Section):
     prompts_per_step: Positive
     mini_batches: Positive = 1  # optimizer steps per rollout
     micro_batch_tokens: Positive = 16384  # most tokens of one micro-batch on one context-parallel group
+    dynamic_sampling_rounds: Positive | None = None  # drop groups of equal rewards; draw prompts at most so many times to fill the step
+    drop_truncated: bool = False  # overlong filter: a response cut by the length limit gets no loss
     eval_every: NonNegative = 0  # 0: only before the first and after the last step
     eval_at_start: bool = True
 
@@ -235,6 +245,16 @@ class TrainConfig(RunSettings):
             raise ValueError(
                 f"train.mini_batches={self.train.mini_batches} leaves {sequences // self.train.mini_batches} sequences "
                 f"a mini-batch for {self.layout.dp} data-parallel ranks"
+            )
+        if self.rollout.samples_per_prompt < self.algorithm.min_group:
+            raise ValueError(
+                f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
+                f"to one prompt and needs at least {self.algorithm.min_group}"
+            )
+        if self.reward.overlong is not None and self.reward.overlong.buffer_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} is more than "
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.train.micro_batch_tokens:
@@ -327,14 +347,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _line(fault: Any, root: type[BaseModel]) -> str:
     # Discriminated unions put the variant's tag into the location; it is no key of the file.
     location = [str(part) for part in fault["loc"]]
-    key = ".".join(part for part in location if part not in _tags(root)) or "config"
+    key = ".".join(part for part in location if part not in _tags(root))
     if fault["type"] == "extra_forbidden":
         guess = difflib.get_close_matches(location[-1], sorted(_keys(root)), n=1)
         return f"{key}: unknown key" + (f" (did you mean {guess[0]!r}?)" if guess else "")
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
+    if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        given = fault["input"].get("type") if isinstance(fault["input"], dict) else None
+        known = fault.get("ctx", {}).get("expected_tags") or ", ".join(sorted(repr(tag) for tag in _tags(root)))
+        return f"{key}.type: {'required, and missing' if given is None else f'unknown: {given!r}'} (one of {known})"
     message = fault["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}" + ("" if fault["type"] == "value_error" else f" (got {fault['input']!r})")
+    if fault["type"] == "value_error":
+        return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys
+    return f"{key}: {message} (got {fault['input']!r})"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from megarl.config import TrainConfig
 from megarl.data.sampler import Sampler
-from megarl.observe.metrics import merge
+from megarl.observe.metrics import Last, Mean, merge
 from megarl.observe.run import Run
 from megarl.observe.signs import rollout_metrics
 from megarl.rewards.score import Scorer
 from megarl.stages.checks import check_gap, check_train
-from megarl.stages.eval import evaluate, requests
+from megarl.stages.collect import collect
+from megarl.stages.eval import evaluate
 from megarl.workers.cluster import ray_session
-from megarl.workers.plan import plan_step
-from megarl.workers.team import start, step_sampling
+from megarl.workers.plan import plan_step, response_advantages
+from megarl.workers.team import start
 
 
 def train(config: TrainConfig) -> None:
@@ -33,23 +34,24 @@ def train(config: TrainConfig) -> None:
             run.pass_rate("sft", evaluate(data.eval, engines, scorer, run, config.seed))
 
         sampler = Sampler(len(data.train), config.seed, config.data.shuffle)
+        kl_coef = config.algorithm.kl_coef
         for step in range(1, config.train.steps + 1):
-            prompts = [data.train[index] for index in sampler.take(config.train.prompts_per_step)]
-            with run.phase("rollout"):
-                responses = engines.generate(prompts, step_sampling(config, step))
-            with run.phase("reward"):
-                scores = scorer.score(requests(prompts, responses))
-            plan = plan_step(config, responses, scores)
-            metrics = rollout_metrics(responses, scores, config.rollout)
+            collected = collect(config, step, lambda count: [data.train[index] for index in sampler.take(count)], engines, scorer, run)
+            metrics = collected.metrics | rollout_metrics(collected.responses, collected.scores)
+            plan = plan_step(config, collected)
             with run.phase("old_logp"):
                 metrics |= ranks.score(plan)
             if step == 1:
                 check_gap(config, metrics)
+            with run.phase("advantage"):
+                kl_N = ranks.sequence_kl(len(collected.responses))
+                ranks.advantages(response_advantages(config, plan, collected.greedy, kl_N, kl_coef), kl_coef)
             with run.phase("update"):
-                metrics |= merge([ranks.update(mini_batch) for mini_batch in range(config.train.mini_batches)])
+                metrics |= merge([ranks.update(mini_batch) for mini_batch in plan.trained])
             with run.phase("sync"):
                 metrics |= ranks.sync(engines, step, config.sync)
-            run.log(step, metrics)
+            run.log(step, metrics | {"actor/kl_coef": Last(kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))})
+            kl_coef = config.algorithm.next_kl_coef(kl_coef, float(kl_N.mean()), len(kl_N))
             if config.train.eval_every and step % config.train.eval_every == 0 or step == config.train.steps:
                 run.pass_rate("rl", evaluate(data.eval, engines, scorer, run, config.seed), step)
 

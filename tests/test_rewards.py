@@ -259,6 +259,8 @@ def test_prints_of_a_reward_function_do_not_reach_stdout(capfd: pytest.CaptureFi
 
 
 DRIVER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background hands down a deaf one
 from megarl.config import FunctionReward, RewardSettings
 from megarl.rewards.score import Request, Scorer
 scorer = Scorer(RewardSettings(source=FunctionReward(path="my_rewards:unusual"), timeout_s=60, workers=2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import ConfigError, Layout, ModelSettings
+from megarl.models.megatron_fields import check_fields
 from megarl.parallel.backend import Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -168,13 +167,7 @@ def _recompute(recompute: str) -> dict[str, Any]:
 
 
 def _check_overrides(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    check_fields(overrides)
     for name in overrides:
-        if name not in known:
-            guess = difflib.get_close_matches(name, sorted(known), n=1)
-            raise ConfigError(
-                f"model.megatron.{name}: no such field of Megatron's TransformerConfig"
-                + (f" (did you mean {guess[0]!r}?)" if guess else "")
-            )
         if name in fixed:
             raise ConfigError(f"model.megatron.{name}: set by model.path, model.dtype, layout or megarl itself (to {fixed[name]!r})")

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 RAY_DAEMONS = ("gcs_server", "raylet")
+OTHER = "other"  # whatever else the driver's process may have started
 
 
 class PeakMemory:
@@ -26,12 +27,12 @@ class PeakMemory:
         # A parent comes before its children, so the parent's kind is known.
         for process in driver.children(recursive=True):
             try:
-                kinds[process.pid] = _kind(process.cmdline(), kinds.get(process.ppid(), "driver"))
+                kinds[process.pid] = _kind(process.cmdline(), kinds.get(process.ppid(), OTHER))
             except psutil.Error:
                 continue  # it has ended
         for pid, kind in kinds.items():
             peak = high_water_mb(pid)
-            if peak is not None:
+            if peak is not None and kind != OTHER:
                 self._peak[kind] = max(peak, self._peak.get(kind, 0.0))
 
     def mb(self) -> dict[str, float]:
@@ -48,11 +49,13 @@ def _kind(command: list[str], parent: str) -> str:
         return "model_worker"
     if title.startswith("ray::RolloutWorker"):
         return "rollout"
+    if "megarl.rewards.worker" in title:
+        return "reward"
     if parent == "ray" or title.startswith("ray::") or any(os.path.basename(command[0]) == daemon for daemon in RAY_DAEMONS if command):
         return "ray"
     if parent == "driver" and f"{os.sep}ray{os.sep}" in title:
         return "ray"  # its log monitor and other helpers, started by the driver
-    return "reward" if parent == "driver" else parent
+    return OTHER if parent == "driver" else parent
 
 
 def high_water_mb(pid: int) -> float | None:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.config import RolloutSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, Sum, merge
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from megarl.workers.rollout_worker import Response
 
 
-def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score], settings: RolloutSettings) -> dict[str, Metric]:
+def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
     """Reward (and its parts), response lengths, truncation, share of prompts without a signal, failures of the reward function."""
     number = float(len(responses))
     lengths = [float(response.length) for response in responses]

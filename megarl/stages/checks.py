@@ -13,8 +13,10 @@ from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.megatron_fields import check_fields
+from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.score import check as check_reward
+from megarl.rollout.engine import check_engine
 
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
@@ -32,6 +34,7 @@ def check_model(config: RunSettings) -> dict[str, Any]:
     hf = check_checkpoint(config.model.path)
     check_layout(hf, config.layout)
     check_fields(config.model.megatron)
+    writers.check(config.log)
     return hf
 
 
@@ -60,8 +63,9 @@ def check_train(config: TrainConfig) -> Data:
     check_length(hf, config.rollout)
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
-    if not config.cluster.gpus and config.rollout.kv_cache_mb is None:
-        raise ConfigError("rollout.kv_cache_mb: required with cluster.gpus=false")
+    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    if config.algorithm.needs_critic:
+        raise ConfigError(f"algorithm.type={config.algorithm.type}: needs a critic, which megarl does not train yet")
     check_reward(config.reward)
     data = check_prompts(config, config.data, config.rollout)
     if len(data.train) < config.train.prompts_per_step:
@@ -85,7 +89,9 @@ def check_sft(config: SftConfig) -> tuple[list[Demonstration], list[Demonstratio
 
 def check_eval(config: EvalConfig) -> Data:
     """All checks of `megarl eval`."""
-    check_length(check_model(config), config.rollout)
+    hf = check_model(config)
+    check_length(hf, config.rollout)
+    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     check_reward(config.reward)
     return check_prompts(config, config.data, config.rollout)
 

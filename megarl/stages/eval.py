@@ -8,23 +8,14 @@ from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
-from megarl.rewards.score import Request, Scorer
+from megarl.rewards.score import Scorer
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
+from megarl.stages.collect import requests
 from megarl.workers.cluster import ray_session
-from megarl.workers.rollout_worker import Response
 from megarl.workers.team import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
-
-
-def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
-    """What the scorer needs of each response."""
-    return [
-        Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
-        for response in responses
-        for prompt in [prompts[response.prompt]]
-    ]
 
 
 def evaluate(prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: Run, seed: int) -> dict[str, float]:

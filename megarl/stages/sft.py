@@ -54,6 +54,8 @@ def plan_batch(config: SftConfig, chosen: Sequence[Demonstration]) -> StepPlan:
         payloads=[ray.put(samples)],
         place_N=[(0, index) for index in range(len(samples))],
         split=split_step(lengths, 1, config.layout.dp, config.sft.micro_batch_tokens),
-        advantage_N=np.zeros(len(samples), np.float32),
+        reward_N=np.zeros(len(samples), np.float32),
+        group_N=np.arange(len(samples)),
+        keep_N=np.ones(len(samples), bool),
         weight_N=Sft().weights(count_N).float().numpy(),
     )

@@ -1,10 +1,13 @@
-"""Ray: a private cluster on this machine (or a running one), actors on placement groups, and waits that are bounded and name who is late."""
+"""Ray: a private cluster on this machine (or a running one), places for actors, and waits that are bounded and name who is late."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import ClusterSettings
+from megarl.workers import reaper as reaper_script
 
 
 class WorkerDied(RuntimeError):
@@ -70,8 +74,11 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         os.environ.update(LOOPBACK)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
+    on_termination = signal.getsignal(signal.SIGTERM)
     # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="megarl-", ignore_cleanup_errors=True) as scratch:
+    scratch = tempfile.mkdtemp(prefix="megarl-")
+    reaper = subprocess.Popen([sys.executable, "-I", "-S", reaper_script.__file__, scratch], stdin=subprocess.PIPE, start_new_session=True)
+    try:
         ray.init(
             num_cpus=actors + 1,
             object_store_memory=settings.object_store_mb << 20,
@@ -81,11 +88,12 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
             _temp_dir=scratch,
         )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-            os.environ.pop("RAY_AUTH_TOKEN", None)
+        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
+        yield
+    finally:
+        ray.shutdown()
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        reaper.communicate()
 
 
 def interface_address(interface: str) -> str:

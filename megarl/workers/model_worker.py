@@ -9,17 +9,18 @@ import collections
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
 
-from megarl.algorithms import Loss
-from megarl.algorithms.ops import SumOver
-from megarl.batch import Batch, pack
+from megarl.algorithms import Loss, PolicyAlgorithm
+from megarl.algorithms.ops import SumOver, sequence_kl
+from megarl.batch import Batch, concat, pack
 from megarl.config import OptimizerSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Max, Mean, Metric, Std, Sum, merge
 from megarl.workers.plan import StepPlan
@@ -35,7 +36,7 @@ class LossFunction(Protocol):
     @property
     def needs_reference(self) -> bool: ...
 
-    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss: ...
+    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss: ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class ModelWorker:
         self._reference = load(grad=False) if self._objective.algorithm.needs_reference else None
         self._routing: list[dict[str, Metric]] = []
         self._pusher: Pusher | None = None
+        self._kl_coef = 0.0
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes the log-probs of the policy that the step starts from.
@@ -102,6 +104,7 @@ class ModelWorker:
 
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         mini_batches = [[_assemble(plan, members) for members in micro_batches] for micro_batches in split]
+        self._members = [members for micro_batches in split for members in micro_batches]
         flat = [batch for mini_batch in mini_batches for batch in mini_batch]
         watch = RouterWatch(self._policy.chunks, self._grid)
         flat = self._with_logp(flat, self._policy.chunks, "old_logp", watch)
@@ -112,6 +115,28 @@ class ModelWorker:
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in mini_batches]
         routing, self._routing = self._routing, []
         return merge([*routing, *(_mismatch(batch) for batch in flat)]) if self._reports else {}
+
+    def sequence_kl(self) -> dict[int, float]:
+        """sum_t (old_t - ref_t) of each response of the last plan, over the loss tokens that this rank computed and reports."""
+        found: dict[int, float] = {}
+        if self._reference is not None and self._reports:
+            for members, batch in zip(self._members, self._flat(), strict=True):
+                found |= dict(zip(members, sequence_kl(_known(batch)).tolist(), strict=True))
+        return found
+
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> None:
+        """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks."""
+        algorithm = self._objective.algorithm
+        assert isinstance(algorithm, PolicyAlgorithm)
+        self._kl_coef = kl_coef
+        if not self._grid.is_last_stage:
+            return
+        batches = [_spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
+        whole = concat([self._completed(batch) for batch in batches])
+        advantage_T = algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)
+        parts = iter(advantage_T.split([len(batch) for batch in batches]))
+        filled = iter([batch.with_extra(advantage=next(parts)) for batch in batches])
+        self._mini_batches = [[next(filled) for _ in mini_batch] for mini_batch in self._mini_batches]
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
@@ -150,10 +175,25 @@ class ModelWorker:
         """True on the one rank of each tensor-parallel group of the last stage: it speaks for its tokens."""
         return self._grid.is_last_stage and self._grid.tp_rank == 0
 
+    def _flat(self) -> list[Batch]:
+        return [batch for mini_batch in self._mini_batches for batch in mini_batch]
+
     def _sum_over(self, value: Tensor) -> Tensor:
         from megarl.parallel.collectives import summed
 
         return summed(value, self._grid.groups.cp)
+
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        from megarl.parallel.collectives import summed
+
+        return summed(value, self._grid.groups.dp)
+
+    def _completed(self, batch: Batch) -> Batch:
+        """The batch with the log-probs of its entries on all context-parallel ranks."""
+        if self._grid.cp_size == 1:
+            return batch
+        names = [name for name in ("old_logp", "ref_logp") if name in batch.extra_T]
+        return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
     def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
@@ -200,32 +240,39 @@ class ModelWorker:
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch)
-        loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over)
+        loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
-        return total, _loss_metrics(loss, float(total.detach()), batch)
+        if loss.weighted_T is not None:
+            total = total + loss.weighted_T.sum()
+        return total, _loss_metrics(loss, float(total.detach()))
 
 
 def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
-    """The given responses of the plan as one batch with their advantages and weights."""
+    """The given responses of the plan as one batch with their rewards and weights; those that are not kept have no loss token."""
     payloads = sorted({plan.place_N[n][0] for n in members})
     samples = dict(zip(payloads, ray.get([plan.payloads[payload] for payload in payloads]), strict=True))
     batch = pack([samples[plan.place_N[n][0]][plan.place_N[n][1]] for n in members])
-    index_N = torch.tensor(members, dtype=torch.int64)
-    return batch.with_extra(
-        advantage=batch.spread(torch.tensor(plan.advantage_N)[index_N]),
-        weight=torch.where(batch.mask_T, batch.spread(torch.tensor(plan.weight_N)[index_N]), 0.0),
-    )
+    keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
+    batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
+    batch = _spread(batch, members, reward=plan.reward_N)
+    weights = {"weight": plan.weight_N} | ({} if plan.positive_weight_N is None else {"positive_weight": plan.positive_weight_N})
+    weighted = _spread(batch, members, **weights)
+    return batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
 
 
-def _loss_metrics(loss: Loss, total: float, batch: Batch) -> dict[str, Metric]:
-    tokens = float(batch.mask_T.sum())
-    metrics: dict[str, Metric] = {"actor/pg_loss": Sum(total)}
-    for name, value_T in loss.mean.items():
-        metrics[name] = Mean(float(torch.where(batch.mask_T, value_T, 0.0).sum(dtype=torch.float64)), tokens)
-    if tokens:
-        for name, value_T in loss.peak.items():
-            metrics[name] = Max(float(value_T[batch.mask_T].max()))
-    return metrics
+def _spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:
+    """The batch with each of the plan's per-response values at the entries of its responses."""
+    return batch.with_extra(**{name: batch.spread(torch.tensor(value[list(members)])) for name, value in values_N.items()})
+
+
+def _known(batch: Batch) -> Batch:
+    """The batch with the loss tokens alone whose log-probs this rank computed."""
+    return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
+
+
+def _loss_metrics(loss: Loss, total: float) -> dict[str, Metric]:
+    means: dict[str, Metric] = {name: Mean(float(mean.total), float(mean.weight)) for name, mean in loss.mean.items()}
+    return {"actor/pg_loss": Sum(total), **means, **{name: Max(float(peak)) for name, peak in loss.peak.items()}}
 
 
 def _mismatch(batch: Batch) -> dict[str, Metric]:
@@ -233,7 +280,7 @@ def _mismatch(batch: Batch) -> dict[str, Metric]:
 
     rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2.
     """
-    here_T = batch.mask_T & ~batch.extra_T["old_logp"].isnan()
+    here_T = _known(batch).mask_T
     old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
     if not len(old):
         return {}

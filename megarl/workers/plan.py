@@ -16,8 +16,7 @@ from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
 
 if TYPE_CHECKING:
-    from megarl.rewards.score import Score
-    from megarl.workers.rollout_worker import Response
+    from megarl.stages.collect import Collected
 
 Split = list[list[list[list[int]]]]
 """[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""
@@ -30,29 +29,64 @@ class StepPlan:
     payloads: Sequence[Any]  # one reference per prompt, to a list of Sample
     place_N: Sequence[tuple[int, int]]  # (payload, index in it) of each response
     split: Split
-    advantage_N: np.ndarray  # float32
+    reward_N: np.ndarray  # float32
+    group_N: np.ndarray  # int64: which prompt a response answers
+    keep_N: np.ndarray  # bool: the others get no loss and count nowhere
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
+    positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitating term
+
+    @property
+    def trained(self) -> list[int]:
+        """The mini-batches that have a loss token."""
+        return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
 
 
-def plan_step(config: TrainConfig, responses: Sequence[Response], scores: Sequence[Score]) -> StepPlan:
-    """Advantages from all rewards of the step, then the split, then the loss weights of each global mini-batch."""
-    reward_N = torch.tensor([score.value for score in scores], dtype=torch.float64)
+def members(mini_batch: list[list[list[int]]]) -> list[int]:
+    """Every response of a mini-batch, in order."""
+    return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
+
+
+def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
+    """Which responses are trained on, the split, and the loss weights of each global mini-batch."""
+    responses, algorithm = collected.responses, config.algorithm
+    reward_N = torch.tensor([score.value for score in collected.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
+    keep_N = algorithm.keep(reward_N, group_N)
+    if config.train.drop_truncated:
+        keep_N &= torch.tensor([response.finished for response in responses])
+    count_N = torch.tensor([response.length for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, config.layout.dp, config.train.micro_batch_tokens)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)
-    for mini_batch in split:
-        members = sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
-        weight_N[members] = config.algorithm.weights(torch.tensor([responses[n].length for n in members]))
+    positive_N = torch.zeros_like(weight_N)
+    for chosen in map(members, split):
+        if count_N[chosen].any():
+            weight_N[chosen] = algorithm.weights(count_N[chosen])
+            positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
+            positive_N[chosen] = torch.zeros(()).double() if positive is None else positive
     payloads = list(dict.fromkeys(response.payload for response in responses))
     place = {payload: index for index, payload in enumerate(payloads)}
     return StepPlan(
         payloads=payloads,
         place_N=[(place[response.payload], response.index) for response in responses],
         split=split,
-        advantage_N=config.algorithm.advantages(reward_N, group_N).numpy(),
+        reward_N=reward_N.float().numpy(),
+        group_N=group_N.numpy(),
+        keep_N=keep_N.numpy(),
         weight_N=weight_N.float().numpy(),
+        positive_weight_N=positive_N.float().numpy() if positive_N.any() else None,
     )
+
+
+def response_advantages(
+    config: TrainConfig, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
+) -> np.ndarray:
+    """One advantage per response, float32 [N], from all rewards of the step, less the KL to the reference where the algorithm says so."""
+    reward_N, group_N = torch.tensor(plan.reward_N, dtype=torch.float64), torch.tensor(plan.group_N)
+    if config.algorithm.kl_per_sequence:
+        reward_N = reward_N - kl_coef * torch.from_numpy(kl_N)
+    greedy_N = None if greedy is None else torch.tensor(greedy, dtype=torch.float64)[group_N]
+    return config.algorithm.advantages(reward_N, group_N, greedy_N).float().numpy()
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:

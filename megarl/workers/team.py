@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from megarl.config import EvalConfig, RolloutSettings, RunSettings, SyncSettings, TrainConfig
@@ -44,6 +45,18 @@ class Ranks:
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Hands the step to the ranks; they compute log-probs of the policy it starts from, and the reference's."""
         return merge(self.group.call("score", plan, timeout_s=self.timeout_s))
+
+    def sequence_kl(self, responses: int) -> np.ndarray:
+        """sum_t (old_t - ref_t) of each response of the scored plan, float64 [N]; 0 without a reference."""
+        kl_N = np.zeros(responses)
+        for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
+            for n, value in part.items():
+                kl_N[n] += value
+        return kl_N
+
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> None:
+        """Gives every token of the scored plan its advantage, from one number a response."""
+        self.group.call("advantages", advantage_N, kl_coef, timeout_s=self.timeout_s)
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last scored plan."""
@@ -125,12 +138,6 @@ def start_engines(config: EvalConfig) -> Engines:
     return engines
 
 
-def call_seed(run_seed: int, step: int) -> int:
-    """The seed of one generate call: a function of the run's seed and the step alone."""
-    return run_seed * 1_000_000 + step
-
-
-def step_sampling(config: TrainConfig, step: int) -> Sampling:
-    """How the responses of an RL step are drawn."""
-    rollout = config.rollout
-    return Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(config.seed, step))
+def call_seed(run_seed: int, step: int, round_: int = 0) -> int:
+    """The seed of one generate call: a function of the run's seed, the step and the sampling round alone."""
+    return (run_seed * 1_000_000 + step) * 1_000 + round_

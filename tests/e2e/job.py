@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megarl.workers.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
@@ -49,7 +52,8 @@ class Job:
         config = self.runs / "job.yaml"
         config.write_text(RL.format(runs=self.runs, model=self.model))
         self.log = self.runs / "log.txt"
-        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.scratch = tempfile.mkdtemp(prefix="mj-")  # short: Ray's sockets live below it
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", "train", str(config), *self.overrides],
             cwd=ROOT,
@@ -58,6 +62,7 @@ class Job:
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background would hand down a deaf one
         )
         return self
 
@@ -81,8 +86,12 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """Every living process that was started by this job: the mark is in its environment."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark.encode() in read(f"/proc/{pid}/environ")]
+        """Every living process that was started by this job.
+
+        The mark is in its environment, or, where it has written its title over that, it has a file of the job's scratch directory open.
+        """
+        marked = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark.encode() in read(f"/proc/{pid}/environ")]
+        return sorted({*marked, *members(self.scratch)} - {os.getpid()})
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

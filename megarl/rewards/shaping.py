@@ -1,0 +1,13 @@
+"""What a reward becomes after the verifier: punishment of answers that run into the length limit."""
+
+from __future__ import annotations
+
+
+def overlong_punishment(length: int, limit: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to -1, to be added to the reward.
+
+    0 up to limit - buffer tokens; then linear, -1 at `limit`; -1 beyond. ValueError unless 0 < buffer <= limit.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"overlong buffer of {buffer} tokens must be between 1 and the limit of {limit}")
+    return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
