@@ -40,7 +40,7 @@ class Dpo(BaseModel):
             reward_N = self.beta * sum_over(batch.sequence_sum(log_ratio(logp_T.detach(), batch.extra_T["ref_logp"], batch)))
             z_N = difference(reward_N)
             loss_N = -(1 - self.label_smoothing) * F.logsigmoid(z_N) - self.label_smoothing * F.logsigmoid(-z_N)
-            slope_N = sign(batch) * self.beta * (torch.sigmoid(z_N) - (1 - self.label_smoothing))
+            slope_N = sign(batch) * (self.beta * (torch.sigmoid(z_N) - (1 - self.label_smoothing)))
             mean = {
                 "dpo/loss": pair_mean(loss_N, batch),
                 "dpo/accuracy": pair_mean((z_N > 0).to(z_N.dtype), batch),

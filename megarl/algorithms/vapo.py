@@ -39,9 +39,8 @@ class Vapo(ActorCritic):
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor:
         """mu / (loss tokens of all correct responses) for correct ones, else 0."""
-        positive_N = reward_N > self.positive_above
-        tokens = int(count_N[positive_N].sum())
-        return torch.where(positive_N & (count_N > 0), self.mu / max(tokens, 1), 0.0).double()
+        positive_N = (reward_N > self.positive_above) & (count_N > 0)
+        return positive_N.double() * (self.mu / max(int(count_N[positive_N].sum()), 1))
 
     def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
         loss = super().loss(logp_T, entropy_T, batch, sum_over, kl_coef)
