@@ -1,18 +1,24 @@
 """Log-probability and entropy of the target tokens from vocabulary-parallel logits, chunk by chunk.
 
-Nothing of the logits' size is kept beside the logits themselves: forward keeps two numbers a token, backward recomputes each chunk's
-softmax and writes the gradient. Axes: R rows of logits, T scored entries, V local vocabulary shard.
+Nothing of the logits' size is kept beside the logits themselves: forward keeps three numbers a token, backward recomputes each chunk's
+softmax and writes the gradient. A chunk is worked on in two small buffers that are made once, so that on a CPU every pass but the first
+read and the last write stays in the core's cache. Axes: R rows of logits, T scored entries, C entries of a chunk, V local vocabulary shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 20  # about 4 MB of float32 at a time: inside a core's cache share, small against any real logits
+# Elements of a float32 chunk. CPU: two chunks (1 MB) in a core's L2. Elsewhere: few enough launches, 64 MB together.
+CHUNK_ELEMENTS = {"cpu": 1 << 17}
+CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
 
 
 def logprob_entropy(
@@ -22,16 +28,36 @@ def logprob_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocabulary: int | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """lp_T = log softmax(logits[row_T] / temperature)[target_T] and its entropy -sum p log p, both float32 [T].
 
-    logits_RV: this rank's shard [R, V] of the logits, any float dtype; rank r of `group` holds vocabulary entries r V .. (r + 1) V - 1.
-    row_T: int64 [T], distinct rows to score; rows left out get zero gradient. target_T: int64 [T], global token ids.
+    logits_RV: this rank's shard [R, V] of the finite logits, any float dtype; rank r of `group` holds vocabulary entries r V to
+    (r + 1) V - 1. row_T: int64 [T], distinct rows to score; rows left out get zero gradient. target_T: int64 [T], global token ids.
     vocabulary: entries from this global id on are padding and have probability 0.
-    One MAX and one SUM reduction over `group` per chunk; the logits are never gathered.
+    overwrite: backward writes the gradient over the logits, which then takes no memory at all. Nothing else may need them (autograd raises
+    if something in the graph does).
+    One MAX and one SUM reduction of [T] numbers over `group`; the logits are never gathered. An entropy that the loss does not use costs
+    nothing in backward.
     """
-    lp_T, entropy_T = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary)
+    lp_T, entropy_T = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite)
     return lp_T, entropy_T
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Where this rank's logits lie in the vocabulary."""
+
+    start: int  # global id of the first column
+    real: int  # columns that are not padding
+    temperature: float
+    overwrite: bool
+
+    def place(self, target_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(true where the target is one of this rank's columns, its column or 0)."""
+        local_T = target_T - self.start
+        mine_T = (local_T >= 0) & (local_T < self.real)
+        return mine_T, torch.where(mine_T, local_T, 0)
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -44,58 +70,95 @@ class _LogprobEntropy(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         vocabulary: int | None,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        shard = logits_RV.shape[1]
-        ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        start = rank * shard
-        real = shard if vocabulary is None else max(0, min(shard, vocabulary - start))
-        logz, lp, entropy = (torch.empty(len(row_T), dtype=torch.float32, device=logits_RV.device) for _ in range(3))
-        for chunk in _chunks(len(row_T), shard):
-            x = logits_RV[row_T[chunk]].float() / temperature
-            x[:, real:] = -torch.inf
-            top = x.amax(-1)
-            if ranks > 1:
-                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            x -= top[:, None]
-            local = target_T[chunk] - start
-            mine = (local >= 0) & (local < real)
-            picked = x.gather(-1, local.clamp(0, shard - 1)[:, None]).squeeze(-1)
-            exp = x.exp()
-            sums = torch.stack([torch.where(mine, picked, 0.0), exp.sum(-1), (exp * x.masked_fill_(exp == 0, 0.0)).sum(-1)])
-            if ranks > 1:
-                dist.all_reduce(sums, group=group)
-            log_sum = sums[1].log()
-            lp[chunk] = sums[0] - log_sum
-            entropy[chunk] = log_sum - sums[2] / sums[1]
-            logz[chunk] = top + log_sum
-        ctx.save_for_backward(logits_RV, row_T, target_T, logz, entropy)
-        ctx.temperature, ctx.start, ctx.real = temperature, start, real
-        return lp, entropy
+        width = logits_RV.shape[1]
+        start = width * group.rank() if group is not None else 0
+        shard = _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)), temperature, overwrite)
+        top_T, sum_T, dot_T = _local_sums(logits_RV, row_T, shard)
+        mine_T, column_T = shard.place(target_T)
+        picked_T = logits_RV[row_T, column_T].float() / temperature
+        if group is not None and group.size() > 1:
+            here_T = top_T.clone()
+            dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
+            # To the common maximum: sum e^(x - top) = e^(here - top) sum e^(x - here), the dot likewise. A rank of padding alone has -inf.
+            shift_T = (here_T - top_T).clamp_(min=-1e4)
+            scale_T = shift_T.exp()
+            sums = torch.stack([torch.where(mine_T, picked_T - top_T, 0.0), sum_T * scale_T, (dot_T + sum_T * shift_T) * scale_T])
+            dist.all_reduce(sums, group=group)
+            chosen_T, sum_T, dot_T = sums.unbind()
+        else:
+            chosen_T = torch.where(mine_T, picked_T - top_T, 0.0)
+        log_sum_T = sum_T.log()
+        lp_T, entropy_T = chosen_T - log_sum_T, log_sum_T - dot_T / sum_T
+        ctx.save_for_backward(logits_RV, row_T, target_T, top_T + log_sum_T, lp_T, entropy_T)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return lp_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_lp_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        logits_RV, row_T, target_T, logz, entropy = ctx.saved_tensors
-        shard = logits_RV.shape[1]
-        grad = torch.empty_like(logits_RV)
-        if len(row_T) < len(grad):
-            grad.zero_()
-        with_entropy = bool(grad_entropy_T.any())
-        for chunk in _chunks(len(row_T), shard):
-            # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
-            log_p = (logits_RV[row_T[chunk]].float() / ctx.temperature).sub_(logz[chunk, None])
-            log_p[:, ctx.real :] = -torch.inf
-            p = log_p.exp()
-            g = p * -grad_lp_T[chunk, None]
-            if with_entropy:
-                log_p.masked_fill_(p == 0, 0.0)
-                g -= p * log_p.add_(entropy[chunk, None]) * grad_entropy_T[chunk, None]
-            local = target_T[chunk] - ctx.start
-            mine = (local >= 0) & (local < ctx.real)
-            g.scatter_add_(-1, local.clamp(0, shard - 1)[:, None], torch.where(mine, grad_lp_T[chunk], 0.0)[:, None])
-            grad[row_T[chunk]] = g.div_(ctx.temperature).to(grad.dtype)
-        return grad, None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits_RV, row_T, target_T, logz_T, lp_T, entropy_T = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
+        down_T = torch.zeros_like(lp_T) if grad_lp_T is None else grad_lp_T / -shard.temperature
+        slope_T = None if grad_entropy_T is None else grad_entropy_T / -shard.temperature
+        at_target_T = down_T * torch.expm1(lp_T)  # without the cancellation of 1 - p
+        if slope_T is not None:
+            down_T = down_T + slope_T * entropy_T
+            at_target_T = at_target_T + slope_T * lp_T.exp() * (lp_T + entropy_T)
+        grad_RV = logits_RV if shard.overwrite else torch.empty_like(logits_RV)
+        for entries, rows, x_CV, p_CV in _chunks(logits_RV, row_T, shard):
+            x_CV.sub_(logz_T[entries, None])
+            torch.exp(x_CV, out=p_CV)
+            if slope_T is None:
+                p_CV.mul_(down_T[entries, None])
+            else:
+                p_CV.mul_(x_CV.mul_(slope_T[entries, None]).add_(down_T[entries, None]))
+            grad_RV[rows, : shard.real] = p_CV if isinstance(rows, slice) else p_CV.to(grad_RV.dtype)
+        mine_T, column_T = shard.place(target_T)
+        grad_RV[row_T, column_T] = torch.where(mine_T, at_target_T.to(grad_RV.dtype), grad_RV[row_T, column_T])
+        _clear_rest(grad_RV, row_T, shard.real)
+        return grad_RV, None, None, None, None, None, None
 
 
-def _chunks(rows: int, width: int) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // width)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+def _local_sums(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
+    """For each entry, over this rank's columns: the maximum, sum e^(x - maximum), and sum e^(x - maximum) (x - maximum); float32 [T]."""
+    top_T = torch.full((len(row_T),), -torch.inf, device=logits_RV.device)
+    sum_T, dot_T = torch.zeros_like(top_T), torch.zeros_like(top_T)
+    for entries, _, x_CV, e_CV in _chunks(logits_RV, row_T, shard):
+        torch.amax(x_CV, -1, out=top_T[entries])
+        x_CV.sub_(top_T[entries, None])
+        torch.exp(x_CV, out=e_CV)
+        torch.sum(e_CV, -1, out=sum_T[entries])
+        torch.linalg.vecdot(e_CV, x_CV, out=dot_T[entries])
+    return top_T, sum_T, dot_T
+
+
+def _chunks(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
+    """(entries, their rows, logits / temperature of the real columns in float32, a buffer like it). The buffers are used again."""
+    if not shard.real:
+        return
+    step = max(1, min(len(row_T), CHUNK_ELEMENTS.get(logits_RV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // shard.real))
+    x_CV, other_CV = torch.empty(2, step, shard.real, device=logits_RV.device)
+    rows = row_T.tolist()
+    ascending = all(one < other for one, other in zip(rows, rows[1:], strict=False))
+    for start in range(0, len(rows), step):
+        end = min(start + step, len(rows))
+        # Rows are mostly neighbours, and then need no gathering.
+        neighbours = ascending and rows[end - 1] - rows[start] == end - start - 1
+        chosen = slice(rows[start], rows[end - 1] + 1) if neighbours else row_T[start:end]
+        x = x_CV[: end - start].copy_(logits_RV[chosen, : shard.real])
+        if shard.temperature != 1:
+            x.div_(shard.temperature)
+        yield slice(start, end), chosen, x, other_CV[: end - start]
+
+
+def _clear_rest(grad_RV: Tensor, row_T: Tensor, real: int) -> None:
+    """Zero gradient for padding columns and rows that were not scored."""
+    grad_RV[:, real:] = 0
+    if len(row_T) < len(grad_RV):
+        rest_R = torch.ones(len(grad_RV), dtype=torch.bool, device=grad_RV.device)
+        rest_R[row_T] = False
+        grad_RV[rest_R] = 0

@@ -1,0 +1,163 @@
+"""Log-probs, entropies and their gradients from vocabulary-parallel logits, against the plain formula in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout
+from megarl.parallel import logprobs
+from megarl.parallel.grid import Grid
+from megarl.parallel.logprobs import logprob_entropy
+from tests.harness import Pool
+
+ROWS, WIDTH = 23, 64  # rows of logits and the whole padded vocabulary
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def case(dtype: torch.dtype, rows: str, vocabulary: int, sharpness: float = 5.0) -> Case:
+    """Logits with garbage in the padding, the rows to score, targets, and the loss's weights of log-prob and entropy."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = (torch.randn(ROWS, WIDTH, generator=generator) * sharpness).to(dtype)
+    logits_RV[:, vocabulary:] = 1e4
+    everything = torch.arange(ROWS)
+    row_T = {
+        "all": everything,
+        "gaps": everything[(everything % 5 != 4) & (everything > 1)],
+        "shuffled": torch.randperm(ROWS, generator=generator)[:17],
+    }[rows]
+    target_T = torch.randint(0, vocabulary, (len(row_T),), generator=generator)
+    target_T[0], target_T[1] = vocabulary - 1, int(logits_RV[row_T[1], :vocabulary].argmax())
+    weights = torch.randn(2, len(row_T), generator=generator)
+    return logits_RV, row_T, target_T, weights[0], weights[1]
+
+
+def plain(args: Case, temperature: float, vocabulary: int, entropy_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition, in float64, by autograd; the gradient with respect to all logits."""
+    logits_RV, row_T, target_T, weight_T, weight_entropy_T = args
+    x = logits_RV.double().requires_grad_()
+    log_p = torch.log_softmax(x[row_T, :vocabulary] / temperature, -1)
+    lp_T = log_p.gather(-1, target_T[:, None]).squeeze(-1)
+    entropy_T = -(log_p.exp() * log_p).sum(-1)
+    (lp_T * weight_T + entropy_weight * entropy_T * weight_entropy_T).sum().backward()
+    assert x.grad is not None
+    return lp_T.detach(), entropy_T.detach(), x.grad
+
+
+def ours(grid: Grid | None, args: Case, temperature: float, vocabulary: int, entropy_weight: float, overwrite: bool) -> list[Tensor]:
+    """The same on this rank's shard; the gradient is the shard's."""
+    logits_RV, row_T, target_T, weight_T, weight_entropy_T = args
+    ranks, rank = (grid.layout.tp, grid.tp_rank) if grid is not None else (1, 0)
+    leaf = logits_RV.chunk(ranks, dim=1)[rank].clone().requires_grad_()
+    logits = leaf * 1.0  # as from an output layer, so that it may be overwritten
+    group = grid.groups.tp if grid is not None else None
+    lp_T, entropy_T = logprob_entropy(logits, row_T, target_T, temperature, group, vocabulary, overwrite)
+    loss = (lp_T * weight_T).sum()
+    if entropy_weight:
+        loss = loss + entropy_weight * (entropy_T * weight_entropy_T).sum()
+    loss.backward()
+    assert leaf.grad is not None and lp_T.dtype == entropy_T.dtype == torch.float32
+    return [lp_T.detach(), entropy_T.detach(), leaf.grad]
+
+
+def close(got: list[Tensor], expected: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
+    lp_T, entropy_T, grad_RV = got
+    torch.testing.assert_close(lp_T.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy_T.double(), expected[1], rtol=1e-5, atol=1e-5)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5  # a gradient in bf16 has eight bits
+    torch.testing.assert_close(grad_RV.double(), expected[2], rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ["all", "gaps", "shuffled"])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_one_rank_equals_the_formula(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: str, chunk_rows: int, overwrite: bool
+) -> None:
+    for vocabulary, temperature, entropy_weight in ((WIDTH, 1.0, 0.0), (50, 0.7, 0.5)):
+        monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", chunk_rows * vocabulary)
+        args = case(dtype, rows, vocabulary)
+        expected = plain(args, temperature, vocabulary, entropy_weight)
+        got = ours(None, args, temperature, vocabulary, entropy_weight, overwrite)
+        close(got, expected, dtype)
+        left_out = torch.ones(ROWS, dtype=torch.bool)
+        left_out[args[1]] = False
+        assert bool((got[2][left_out] == 0).all()) and bool((got[2][:, vocabulary:] == 0).all())
+
+
+@pytest.mark.parametrize("vocabulary", [64, 50, 30, 16])  # 16: the last rank of two or four holds padding alone
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_any_vocabulary_split_equals_the_formula(pool: Pool, tp: int, vocabulary: int) -> None:
+    for dtype, rows, entropy_weight in ((torch.float32, "shuffled", 0.5), (torch.float32, "all", 0.0), (torch.bfloat16, "gaps", 0.5)):
+        args = case(dtype, rows, vocabulary)
+        expected = plain(args, 0.9, vocabulary, entropy_weight)
+        results = pool.run(ours, Layout(ranks=tp, tp=tp), args, 0.9, vocabulary, entropy_weight, True)
+        for lp_T, entropy_T, _ in results[1:]:
+            assert torch.equal(lp_T, results[0][0]) and torch.equal(entropy_T, results[0][1])
+        close([*results[0][:2], torch.cat([result[2] for result in results], dim=1)], expected, dtype)
+
+
+def counted(grid: Grid, args: Case, chunk_elements: int) -> list[str]:
+    """The reductions of forward and backward."""
+    seen: list[str] = []
+    reduce = torch.distributed.all_reduce
+
+    def count(tensor: Tensor, **settings: Any) -> object:
+        seen.append(f"{tensor.numel()}")
+        return reduce(tensor, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", count)
+        patch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
+        ours(grid, args, 1.0, WIDTH, 0.5, False)
+    return seen
+
+
+def test_ranks_exchange_four_numbers_a_token_and_no_logits(pool: Pool) -> None:
+    args = case(torch.float32, "all", WIDTH)
+    for seen in pool.run(counted, Layout(ranks=2, tp=2), args, 64):
+        assert seen == [str(ROWS), str(3 * ROWS)]
+
+
+def test_confident_and_hopeless_tokens_stay_exact() -> None:
+    """Differences of logits of thousands: log-probs near 0 and far below float32's smallest exponent."""
+    args = case(torch.float32, "all", WIDTH, sharpness=2000.0)
+    got = ours(None, args, 1.0, WIDTH, 0.5, False)
+    assert all(bool(tensor.isfinite().all()) for tensor in got)
+    assert float(got[0][1]) == 0 and float(got[0].min()) < -1000
+    close(got, plain(args, 1.0, WIDTH, 0.5), torch.float32)
+
+
+def test_gradient_of_a_likely_token_is_rounded_once() -> None:
+    """The target's gradient is 1 - p, here 7e-4: not 1 less a p that bf16 has rounded to 1."""
+    args = (torch.tensor([[8.0, 0.0, 0.0]]).bfloat16(), torch.tensor([0]), torch.tensor([0]), torch.ones(1), torch.zeros(1))
+    grad = ours(None, args, 1.0, 3, 0.0, False)[2].double()
+    torch.testing.assert_close(grad, plain(args, 1.0, 3, 0.0)[2], rtol=4e-3, atol=0)
+
+
+def test_no_row_to_score_gives_zero_gradient() -> None:
+    logits = torch.randn(3, WIDTH).requires_grad_()
+    none = torch.empty(0, dtype=torch.int64)
+    lp_T, entropy_T = logprob_entropy(logits, none, none)
+    (lp_T.sum() + entropy_T.sum()).backward()
+    assert len(lp_T) == len(entropy_T) == 0 and logits.grad is not None and not logits.grad.any()
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    logits_RV, row_T, target_T, *_ = case(torch.float32, "all", WIDTH)
+    with torch.no_grad():
+        lp_T, entropy_T = logprob_entropy(logits_RV.requires_grad_(), row_T, target_T)
+    assert lp_T.grad_fn is None and entropy_T.grad_fn is None
+
+
+def test_overwritten_logits_cannot_be_used_again() -> None:
+    logits_RV, row_T, target_T, *_ = case(torch.float32, "all", WIDTH)
+    logits = logits_RV.requires_grad_() * 1.0
+    square = logits.square()  # its backward needs the logits
+    lp_T, _ = logprob_entropy(logits, row_T, target_T, overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (square.sum() + lp_T.sum()).backward()
