@@ -1,0 +1,155 @@
+"""What the driver decides about a step: shaping, dynamic sampling, the split, the weights. Pure functions and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megarl.batch import Sample, concat, pack
+from megarl.config import TrainConfig, load
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import scalars
+from megarl.observe.phases import Phases
+from megarl.observe.signs import rollout_metrics
+from megarl.rewards.score import Request, Score
+from megarl.rewards.shaping import overlong_punishment
+from megarl.rollout.engine import Sampling
+from megarl.stages.collect import Collected, collect
+from megarl.workers.plan import members, plan_step, response_advantages, split_step
+from megarl.workers.rollout_worker import Response
+from tests.e2e.job import RL
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    path = tmp_path / "job.yaml"
+    path.write_text(RL.format(runs=tmp_path, model=tmp_path))
+    return load(path, [], TrainConfig)
+
+
+def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
+    """The configuration with some keys of some sections replaced, validated again."""
+    tree = yaml.safe_load(config.model_dump_json())
+    for section, values in sections.items():
+        tree[section] |= values
+    return TrainConfig.model_validate(tree)
+
+
+def response(prompt: int, index: int, length: int = 4, finished: bool = True) -> Response:
+    return Response(prompt=prompt, text="", prompt_length=5, length=length, finished=finished, payload=f"payload {prompt}", index=index)
+
+
+def test_overlong_punishment_by_hand() -> None:
+    assert [overlong_punishment(length, 20, 4) for length in (0, 16, 17, 18, 20, 25)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="overlong buffer of 21 tokens must be between 1 and the limit of 20"):
+        overlong_punishment(1, 20, 21)
+
+
+def test_a_split_covers_every_response_once_with_equal_micro_batches_on_every_rank() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 64).tolist()
+    split = split_step(lengths, mini_batches=4, dp=3, capacity=100)
+    assert [members(mini_batch) for mini_batch in split] == [list(range(first, first + 16)) for first in range(0, 64, 16)]
+    for mini_batch in split:
+        assert len({len(shard) for shard in mini_batch}) == 1
+        assert max(sum(lengths[n] for n in micro_batch) for shard in mini_batch for micro_batch in shard) <= 100
+    ragged = split_step([90, 90, 90, 1], mini_batches=1, dp=2, capacity=100)
+    assert sorted(len(micro_batch) for shard in ragged[0] for micro_batch in shard) == [1, 1, 1, 1]
+
+
+class FakeTime:
+    """Only the phases of a run."""
+
+    def __init__(self) -> None:
+        self.phase = Phases()
+
+
+class Answers:
+    """An engine and a scorer whose rewards are a table: reward[prompt id][sample]."""
+
+    def __init__(self, reward: dict[int, list[float]]) -> None:
+        self.reward, self.asked = reward, list[tuple[int, ...]]()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+        self.asked.append(tuple(prompt.id for prompt in prompts))
+        return [
+            replace(response(number, index), text=f"{prompt.id}/{index}")
+            for number, prompt in enumerate(prompts)
+            for index in range(sampling.n)
+        ]
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (request.response.split("/") for request in requests)]
+
+
+def gather(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[Collected, Answers]:
+    """`collect` over prompts 0, 1, 2, ..."""
+    table, source = Answers(reward), iter(range(1000))
+    prompts = lambda count: [Prompt(next(source), "", [1], "", {}) for _ in range(count)]  # noqa: E731
+    return collect(config, 1, prompts, cast(Any, table), cast(Any, table), cast(Any, FakeTime())), table
+
+
+def test_dynamic_sampling_drops_groups_without_a_signal_until_the_step_is_full(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 4}, rollout={"samples_per_prompt": 2})
+    reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
+    collected, table = gather(config, reward)
+    assert table.asked == [(0, 1), (2, 3)]
+    assert [answer.text for answer in collected.responses] == ["1/0", "1/1", "3/0", "3/1"]
+    assert [answer.prompt for answer in collected.responses] == [0, 0, 1, 1]
+    assert scalars(collected.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
+
+
+def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
+    collected, table = gather(config, {n: [1.0, 1.0] for n in range(6)})
+    assert table.asked == [(0, 1), (2, 3), (4, 5)]
+    assert [answer.text for answer in collected.responses] == ["0/0", "0/1", "1/0", "1/1"]
+    assert scalars(collected.metrics)["events/dynamic_sampling_exhausted"] == 1.0
+    plan = plan_step(config, collected)
+    assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
+
+
+def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
+    config = changed(
+        config,
+        train={"prompts_per_step": 2},
+        rollout={"samples_per_prompt": 2, "max_response_tokens": 5},
+        reward={"overlong": {"buffer_tokens": 2, "scale": 0.5}},
+    )
+    collected, _ = gather(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
+    assert [score.value for score in collected.scores] == [0.75, -0.25, 0.75, 0.75]
+    shown = scalars(rollout_metrics(collected.responses, collected.scores))
+    assert shown["reward/task/mean"] == 0.75 and shown["reward/overlong/mean"] == -0.25 and shown["frac_reward_zero_std"] == 0.5
+
+
+def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "mini_batches": 2, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
+    responses = [response(0, 0, 4), response(0, 1, 2), response(1, 0, 3, finished=False), response(1, 1, 5, finished=False)]
+    plan = plan_step(config, Collected(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}))
+    # Sequence mean of token means over the kept responses of each mini-batch; the second has none and is not trained.
+    assert plan.weight_N.tolist() == pytest.approx([1 / (2 * 4), 1 / (2 * 2), 0.0, 0.0])
+    assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
+
+
+def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 1, "mini_batches": 1}, rollout={"samples_per_prompt": 2})
+    tree = yaml.safe_load(config.model_dump_json())
+    tree["algorithm"] = {"type": "rloo", "kl_in": "reward", "kl_coef": 0.5}
+    config = TrainConfig.model_validate(tree)
+    plan = plan_step(config, Collected([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}))
+    advantage = response_advantages(config, plan, None, np.array([0.4, 0.0]), kl_coef=0.5)
+    assert advantage.tolist() == pytest.approx([0.8, -0.8])  # (1 - 0.2) against 0, each less the other
+
+
+def test_concat_counts_sequences_on() -> None:
+    sample = Sample(np.array([5, 6, 7], np.int32), 1, np.array([-1.0, -2.0], np.float32), "stop", 0)
+    one, two = pack([sample, sample]), pack([sample])
+    both = concat([one, two])
+    assert both.seq_T.tolist() == [0, 0, 1, 1, 2, 2] and both.count_N.tolist() == [2, 2, 2]
+    assert torch.equal(both.extra_T["rollout_logp"], torch.tensor([-1.0, -2.0] * 3))
