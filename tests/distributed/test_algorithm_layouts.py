@@ -1,0 +1,69 @@
+"""Every loss, its gradient, its advantages and its metrics are the same on every layout."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megarl.config import Layout
+from megarl.observe.metrics import merge, scalars
+from tests.algorithms.ranks import Cut, Part, Step, losses, through_the_model
+from tests.distributed.work import Job, make_checkpoint
+from tests.harness import Pool
+
+SPLITS: dict[str, tuple[Layout, Cut, int]] = {
+    "micro_batches": (Layout(), "zigzag", 7),
+    "dp2_cp2_zigzag": (Layout(ranks=4, cp=2), "zigzag", 2),
+    "dp2_cp2_contiguous": (Layout(ranks=4, cp=2), "contiguous", 3),
+    "cp4_zigzag": (Layout(ranks=4, cp=4), "zigzag", 1),
+    "dp4": (Layout(ranks=4), "contiguous", 2),  # the last rank has one pair and an empty micro-batch
+}
+MODEL = {
+    "tp2": Layout(ranks=2, tp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "ep2": Layout(ranks=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool) -> dict[str, Part]:
+    """Every loss on one rank, in one piece."""
+    return pool.run(losses, Layout(), "contiguous", 1)[0]
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_losses_are_independent_of_the_split(pool: Pool, whole: dict[str, Part], name: str) -> None:
+    layout, cut, micro_batches = SPLITS[name]
+    ranks = pool.run(losses, layout, cut, micro_batches)
+    for loss, one in whole.items():
+        parts = [rank[loss] for rank in ranks]
+        assert math.fsum(part.total for part in parts) == pytest.approx(one.total, rel=1e-12), loss
+        for array in ("gradient_T", "advantage_T"):
+            expected = getattr(one, array)
+            gap = np.abs(sum(getattr(part, array) for part in parts) - expected).max()
+            assert gap <= 1e-12 * np.abs(expected).max(), (loss, array)
+        assert scalars(merge(part.metrics for part in parts)) == pytest.approx(scalars(one.metrics), rel=1e-11, abs=1e-13), loss
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool, job: Job) -> dict[str, Step]:
+    return pool.run(through_the_model, Layout(), job)[0]
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_gradient_through_the_model_is_independent_of_the_layout(pool: Pool, job: Job, one_rank: dict[str, Step], name: str) -> None:
+    ranks = pool.run(through_the_model, MODEL[name], job)
+    for loss, one in one_rank.items():
+        steps = [rank[loss] for rank in ranks]
+        assert one.grad_norm > 1e-4
+        assert [step.grad_norm for step in steps] == pytest.approx([one.grad_norm] * len(steps), rel=1e-5), loss
+        assert sum(step.total for step in steps) == pytest.approx(one.total, rel=1e-5, abs=1e-6), loss
+        assert scalars(merge(step.metrics for step in steps)) == pytest.approx(scalars(one.metrics), rel=1e-4, abs=1e-6), loss
