@@ -200,6 +200,12 @@ class ClusterSettings(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     phase_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # longest that any phase may take
 
+    @model_validator(mode="after")
+    def _reachable(self) -> ClusterSettings:
+        if self.address is not None and self.interface is None:
+            raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
+        return self
+
 
 class LogSettings(Section):
     tensorboard: bool = True
@@ -304,16 +310,10 @@ Root = TypeVar("Root", bound=RunSettings)
 def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
     """The validated tree of `path` with `a.b=c` overrides (values are YAML).
 
-    Raises ConfigError with one line per fault: the dotted key, what was given, what was expected.
+    A file may name another one, relative to itself, in the key `base`: the file is then laid over that one, key by key; a mapping with
+    a `type` takes the place of the base's as a whole. Raises ConfigError with one line per fault: the dotted key, what was given, what was expected.
     """
-    if not path.is_file():
-        raise ConfigError(f"config: no such file: {path}")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config: {path} must hold a mapping, not {type(tree).__name__}")
+    tree = _read(path)
     for override in overrides:
         _apply(tree, override)
     try:
@@ -325,6 +325,28 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
 def dump(config: RunSettings) -> str:
     """The resolved tree as YAML, defaults included."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a file laid over that of its `base`. `above`: the files that led here."""
+    if not path.is_file():
+        raise ConfigError(f"base: no such file: {path} (named in {above[-1]})" if above else f"config: no such file: {path}")
+    if path.resolve() in [file.resolve() for file in above]:
+        raise ConfigError(f"base: {path} leads back to itself")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config: {path} must hold a mapping, not {type(tree).__name__}")
+    base = tree.pop("base", None)
+    return tree if base is None else _laid_over(_read(path.parent / str(base), (*above, path)), tree)
+
+
+def _laid_over(base: Any, tree: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(tree, dict) or "type" in tree:
+        return tree
+    return base | {key: _laid_over(base.get(key), value) for key, value in tree.items()}
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -58,6 +58,8 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         HF_HUB_OFFLINE="1",
     )
+    # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
+    Config.initialize("")
     if settings.address is not None:
         ray.init(address=settings.address, log_to_driver=True)
         try:
@@ -66,8 +68,6 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             ray.shutdown()
         return
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
-    Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
     if settings.interface is None:
@@ -135,6 +135,9 @@ class Group:
                     ray.get(reference)
                 except RayActorError as error:
                     raise WorkerDied(f"{doing}: {names[reference]} died ({str(error).splitlines()[0]})") from error
+                except RayTaskError as error:
+                    error.cause.add_note(f"raised by {names[reference]} in {doing}")
+                    raise error.cause from error  # its own type; the remote traceback stands above it
         return ray.get(list(references))
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
