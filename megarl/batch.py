@@ -7,6 +7,8 @@ A sequence of length l gives l - 1 entries: entry t feeds token t to the model a
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -91,22 +93,20 @@ def pack(samples: Sequence[Sample]) -> Batch:
     experts that the engine chose, where the samples carry them.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    seq = np.repeat(np.arange(len(samples)), lengths)
-    position = np.arange(int(lengths.sum())) - starts[seq]
-    first = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # the entry that predicts the first response token
-    mask = position >= first[seq]
-    rollout_logp = np.zeros(len(position), dtype=np.float32)
-    rollout_logp[mask] = _join([sample.rollout_logp for sample in samples], np.float32)
-    extra = {"rollout_logp": torch.from_numpy(rollout_logp)}
+    prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
+    position = np.arange(int(lengths.sum()))
+    position -= np.repeat(np.cumsum(lengths) - lengths, lengths)
+    nothing = np.zeros(prompts.max(initial=0), dtype=np.float32)
+    rollout_logp = [part for sample in samples for part in (nothing[: sample.prompt_length - 1], sample.rollout_logp)]
+    extra = {"rollout_logp": torch.from_numpy(_join(rollout_logp, np.float32))}
     routes = [sample.routes for sample in samples if sample.routes is not None]
     if routes and len(routes) == len(samples):
         extra["routes"] = torch.from_numpy(np.concatenate(routes))
     return Batch(
         input_T=torch.from_numpy(_join([sample.tokens[:-1] for sample in samples], np.int64)),
         target_T=torch.from_numpy(_join([sample.tokens[1:] for sample in samples], np.int64)),
-        mask_T=torch.from_numpy(mask),
-        seq_T=torch.from_numpy(seq),
+        mask_T=torch.from_numpy(position >= np.repeat(prompts, lengths)),
+        seq_T=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         position_T=torch.from_numpy(position),
         length_N=torch.from_numpy(lengths),
         count_N=torch.from_numpy(np.array([sample.response_length for sample in samples], dtype=np.int64)),
@@ -130,25 +130,26 @@ def concat(batches: Sequence[Batch]) -> Batch:
 
 
 def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
 
 
 def balance(length_N: Sequence[int], bins: int) -> list[list[int]]:
     """Sequences into `bins` bins of nearly equal token counts, by the longest-first greedy rule. No bin is empty if N >= bins.
 
-    Deterministic: ties go to the lowest bin; each bin keeps the order of the sequences.
+    Deterministic: of equally full bins the one with the fewest sequences takes the next, then the lowest; each bin keeps the order of the
+    sequences. ValueError where N < bins.
     """
     if len(length_N) < bins:
         raise ValueError(f"{len(length_N)} sequences cannot fill {bins} bins")
-    import heapq
-
-    heap = [(0, index) for index in range(bins)]
+    length = np.asarray(length_N, dtype=np.int64)
+    order = np.argsort(-length, kind="stable")
+    # One integer a bin orders them: (tokens, sequences, index). Heaps of integers are three times as fast as heaps of tuples.
+    token = (len(length) + 1) * bins
+    heap = list(range(bins))
     chosen: list[list[int]] = [[] for _ in range(bins)]
-    # A token of its own for each sequence, so that empty sequences spread too.
-    for sequence in sorted(range(len(length_N)), key=lambda n: (-length_N[n], n)):
-        load, index = heapq.heappop(heap)
-        chosen[index].append(sequence)
-        heapq.heappush(heap, (load + length_N[sequence] + 1, index))
+    for sequence, tokens in zip(order.tolist(), length[order].tolist(), strict=True):
+        chosen[heap[0] % bins].append(sequence)
+        heapq.heapreplace(heap, heap[0] + tokens * token + bins)
     return [sorted(sequences) for sequences in chosen]
 
 
@@ -157,9 +158,22 @@ def bins_needed(length_N: Sequence[int], capacity: int) -> int:
 
     Raises ValueError where one sequence alone is longer than `capacity`.
     """
-    if max(length_N) > capacity:
-        raise ValueError(f"a sequence of {max(length_N)} tokens does not fit into a micro-batch of {capacity}")
-    bins = max(1, -(-sum(length_N) // capacity))
-    while any(sum(length_N[n] for n in group) > capacity for group in balance(length_N, bins)):
-        bins += 1
-    return bins
+    longest_first = sorted(np.asarray(length_N, dtype=np.int64).tolist(), reverse=True)
+    if longest_first and longest_first[0] > capacity:
+        raise ValueError(f"a sequence of {longest_first[0]} tokens does not fit into a micro-batch of {capacity}")
+
+    def fits(bins: int) -> bool:
+        heap = [0] * bins
+        for tokens in longest_first:
+            if heap[0] + tokens > capacity:
+                return False
+            heapq.heapreplace(heap, heap[0] + tokens)
+        return True
+
+    # Two sequences of more than half the capacity do not share a bin. The greedy rule's loads never rise with the number of bins, so
+    # steps that double, then bisection, find the fewest.
+    fewest = most = max(1, -(-sum(longest_first) // capacity), sum(2 * tokens > capacity for tokens in longest_first))
+    step = 1
+    while not fits(most):
+        fewest, most, step = most + 1, min(len(longest_first), most + step), 2 * step
+    return bisect.bisect_left(range(most), True, lo=fewest, key=fits)

@@ -1,11 +1,19 @@
-"""Packing samples into a bag of tokens, and spreading sequences over micro-batches."""
+"""Packing samples, and splitting them into balanced bins."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.batch import Sample, balance, bins_needed, pack
+
+
+def sample(prompt: int, response: int, start: int = 0) -> Sample:
+    tokens = np.arange(start, start + prompt + response, dtype=np.int32)
+    return Sample(tokens, prompt, -np.arange(1, response + 1, dtype=np.float32), "stop", 0)
 
 
 def test_pack_lays_out_entries_and_masks() -> None:
@@ -19,12 +27,59 @@ def test_pack_lays_out_entries_and_masks() -> None:
     assert len(pack([])) == 0
 
 
-def test_balance_fills_every_bin_evenly() -> None:
-    lengths = list(np.random.default_rng(0).integers(1, 4000, 512))
-    bins = balance(lengths, 16)
-    assert sorted(n for group in bins for n in group) == list(range(512))
-    loads = [sum(lengths[n] for n in group) for group in bins]
-    assert max(loads) / (sum(loads) / 16) < 1.002
-    assert bins_needed([4, 4, 4], 8) == 2
-    with pytest.raises(ValueError, match="9 tokens does not fit into a micro-batch of 8"):
-        bins_needed([9], 8)
+def test_pack_equals_one_sample_after_the_other() -> None:
+    """Prompts of one token (every entry is a loss token), responses of none, a sample of one token (no entry)."""
+    samples = [sample(3, 4), sample(1, 2, 50), sample(5, 0, 90), sample(1, 0), sample(2, 7, 200)]
+    batch = pack(samples)
+    rows = [
+        (one.tokens[t], one.tokens[t + 1], t >= one.prompt_length - 1, n, t, one.rollout_logp[t - one.prompt_length + 1])
+        for n, one in enumerate(samples)
+        for t in range(len(one.tokens) - 1)
+        if t >= one.prompt_length - 1
+    ]
+    loss = batch.mask_T
+    columns = (batch.input_T, batch.target_T, batch.mask_T, batch.seq_T, batch.position_T, batch.extra_T["rollout_logp"])
+    assert list(zip(*(column[loss].tolist() for column in columns), strict=True)) == rows
+    assert len(batch) == sum(len(one.tokens) - 1 for one in samples)
+    assert batch.position_T.tolist() == [t for one in samples for t in range(len(one.tokens) - 1)]
+    assert bool((batch.extra_T["rollout_logp"][~loss] == 0).all())
+    assert batch.length_N.tolist() == [6, 2, 4, 0, 8] and batch.count_N.tolist() == [4, 2, 0, 0, 7]
+    assert torch.equal(batch.sequence_sum(torch.ones(len(batch))), batch.count_N.float())
+    assert {str(column.dtype) for column in columns} == {"torch.int64", "torch.bool", "torch.float32"}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "heavy"])
+def test_load_of_8192_sequences_differs_by_two_in_ten_thousand(kind: str) -> None:
+    random = np.random.default_rng(0)
+    uniform, heavy = random.integers(1, 32769, 8192), np.minimum(32768, random.pareto(1.2, 8192) * 400 + 16).astype(int)
+    lengths = (uniform if kind == "uniform" else heavy).tolist()
+    bins = balance(lengths, 64)
+    loads = [sum(lengths[n] for n in members) for members in bins]
+    assert max(loads) / (sum(loads) / 64) <= 1.0002
+    assert bins == balance(list(np.array(lengths)), 64), "the same from NumPy's integers"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
+def test_every_sequence_is_in_one_bin_and_none_is_empty(lengths: list[int], data: st.DataObject) -> None:
+    bins = balance(lengths, data.draw(st.integers(1, len(lengths))))
+    assert sorted(n for members in bins for n in members) == list(range(len(lengths)))
+    assert all(members and members == sorted(members) for members in bins)
+    # The greedy rule's bound: the fullest bin is at most one sequence above any other.
+    loads = [sum(lengths[n] for n in members) for members in bins]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(0, 60))
+def test_bins_needed_are_the_fewest_that_hold(lengths: list[int], spare: int) -> None:
+    capacity = max(1, max(lengths) + spare)
+    fullest = [max(sum(lengths[n] for n in members) for members in balance(lengths, bins)) for bins in range(1, len(lengths) + 1)]
+    assert bins_needed(lengths, capacity) == next(bins for bins, load in enumerate(fullest, 1) if load <= capacity)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 sequences cannot fill 3 bins"):
+        balance([1, 2], 3)
+    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a micro-batch of 8"):
+        bins_needed([3, 9], 8)
