@@ -41,7 +41,7 @@ QWEN3_30B_A3B = {
 
 def root_of(path: Path) -> type[RunSettings]:
     text = path.read_text()
-    return SftConfig if "\nsft:" in text else TrainConfig if "\ntrain:" in text else EvalConfig
+    return SftConfig if "\nsft:" in text else TrainConfig if "\ntrain:" in text or "\nalgorithm:" in text else EvalConfig
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
