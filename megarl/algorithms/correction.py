@@ -61,7 +61,7 @@ class _Masked(_Correction):
     @model_validator(mode="after")
     def _ordered(self) -> _Masked:
         if self.lo >= self.hi:
-            raise ValueError(f"correction.lo={self.lo:g} is not below correction.hi={self.hi:g}: every token would get weight 0")
+            raise ValueError(f"lo={self.lo:g} is not below hi={self.hi:g}: every token would get weight 0")
         return self
 
     def of_ratio(self, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:

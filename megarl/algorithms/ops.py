@@ -189,7 +189,7 @@ def kl_to_reference(lp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind, str
     """
     d_T = log_ratio(lp_T, ref_T, batch)
     if kind == "k1":
-        return Term(d_T, d_T.clone() if straight_through else torch.ones_like(d_T))
+        return Term(d_T, d_T if straight_through else torch.ones_like(d_T))
     if kind == "k2":
         return Term(d_T.square().mul_(0.5), d_T)
     slope_T = torch.neg(d_T).expm1_()

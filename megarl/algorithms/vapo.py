@@ -19,7 +19,7 @@ class Vapo(ActorCritic):
     """VC-PPO with lambda_policy = 1 - 1 / (alpha l) by response length l, Clip-Higher, token mean, and mu * NLL of correct responses.
 
     The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch: those weights come
-    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`.
+    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; it is left out where no response of the step is correct.
     """
 
     type: Literal["vapo"] = "vapo"
@@ -44,6 +44,8 @@ class Vapo(ActorCritic):
 
     def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
         loss = super().loss(logp_T, entropy_T, batch, sum_over, kl_coef)
+        if "positive_weight" not in batch.extra_T:
+            return loss
         weight_T = torch.where(batch.mask_T, batch.extra_T["positive_weight"], 0.0)
         nll_T = torch.where(weight_T > 0, -logp_T.detach(), 0.0)
         average = Average(nll_T.sum(), (weight_T > 0).count_nonzero())

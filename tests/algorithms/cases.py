@@ -50,10 +50,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "k3": {"type": "vapo", "kl_in": "loss", **KL_AND_BONUS},
     "k3_straight": {"type": "dapo", "kl_straight_through": True, **KL_AND_BONUS},
     "tis": {"type": "dapo", "correction": {"type": "tis", "cap": 1.05}},
-    "tis_sequence": {"type": "gspo", "clip_low": 0.05, "correction": {"type": "tis", "cap": 1.1, "level": "sequence", "veto": 0.8}},
+    "tis_sequence": {"type": "gspo", "clip_low": 0.05, "correction": {"type": "tis", "cap": 1.1, "level": "sequence", "veto": 0.85}},
     "mis": {"type": "grpo", "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}, **KL_AND_BONUS},
     "mis_sequence": {"type": "rloo", "correction": {"type": "mis", "lo": 0.7, "hi": 1.5, "level": "sequence"}},
-    "icepop": {"type": "cispo", "correction": {"type": "icepop", "lo": 0.95, "hi": 1.05, "veto": 0.8}},
+    "icepop": {"type": "cispo", "correction": {"type": "icepop", "lo": 0.95, "hi": 1.05, "veto": 0.85}},
 }
 
 
@@ -91,7 +91,7 @@ def _join(joined: list[Tensor], mine: list[Tensor], value: Tensor) -> Tensor:
 
 
 def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, Tensor, Tensor]:
-    """A float64 batch in shuffled order of entries, its log-probs and entropies; NaN wherever there is no loss token.
+    """A float64 batch in shuffled order of entries, its log-probs and entropies; garbage wherever there is no loss token.
 
     Responses of the given lengths behind prompts of 1 to 4 tokens, with holes (tool output) where they are longer than 2, and one without
     any loss token. `spread`: standard deviation of lp - old and lp - ref.
@@ -108,14 +108,17 @@ def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, T
         mask_T[(batch.mask_T & (batch.seq_T == n)).nonzero()[0]] = True
     batch = replace(batch, mask_T=mask_T, count_N=torch.bincount(batch.seq_T[mask_T], minlength=len(samples)))
 
+    def littered(value_T: Tensor) -> Tensor:
+        litter = torch.tensor([torch.nan, torch.inf, -torch.inf, 7.0, -7.0], dtype=torch.float64)
+        return torch.where(mask_T, value_T, litter[torch.randint(5, (len(batch),), generator=generator)])
+
     def drawn(scale: float, mean: Tensor | float = 0.0) -> Tensor:
-        value_T = mean + scale * torch.randn(len(batch), generator=generator, dtype=torch.float64)
-        return value_T.masked_fill(~mask_T, torch.nan)
+        return littered(mean + scale * torch.randn(len(batch), generator=generator, dtype=torch.float64))
 
     def number(values_N: Tensor) -> Tensor:
-        return batch.spread(values_N).masked_fill(~mask_T, torch.nan)
+        return littered(batch.spread(values_N))
 
-    logp_T = -3 * torch.rand(len(batch), generator=generator, dtype=torch.float64).masked_fill(~mask_T, torch.nan)
+    logp_T = littered(-3 * torch.rand(len(batch), generator=generator, dtype=torch.float64))
     advantage_N = torch.randn(len(samples), generator=generator, dtype=torch.float64)
     advantage_N[0] = 0.0
     old_T = drawn(spread, logp_T)

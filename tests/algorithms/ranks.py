@@ -135,8 +135,9 @@ def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
         metrics.append(shown(loss))
     total.backward()
     assert x_T.grad is not None
-    advantage_T = batch.extra_T["advantage"] if grid.cp_rank == 0 and given.advantages is not None else torch.zeros(len(batch))
-    return Part(float(total.detach()), x_T.grad.numpy(), advantage_T.nan_to_num().numpy(), merge(metrics))
+    reported = grid.cp_rank == 0 and given.advantages is not None
+    advantage_T = torch.where(batch.mask_T, batch.extra_T["advantage"], 0.0) if reported else torch.zeros(len(batch))
+    return Part(float(total.detach()), x_T.grad.numpy(), advantage_T.numpy(), merge(metrics))
 
 
 def _held(batch: Batch, cut: Cut, rank: int, ranks: int) -> Tensor:

@@ -169,11 +169,23 @@ def test_metrics_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_wide", "gmpo", "cispo_narrow"])
-def test_clips_on_both_sides(name: str) -> None:
-    batch, logp_T, entropy_T = ragged(9, LENGTHS)
-    _, _, _, loss = evaluate(ALGORITHMS[name], weighted(ALGORITHMS[name], batch), logp_T, entropy_T)
-    shares = {side: mean_of(loss, f"actor/pg_clipfrac_{side}") for side in ("high", "low")}
-    assert all(0.01 < share < 0.6 for share in shares.values()), shares
+def test_clip_fractions_of_both_sides(name: str) -> None:
+    """Where a token has lost its gradient (CISPO: where its weight is cut), as a share of the loss tokens."""
+    algorithm: Any = ALGORITHMS[name]
+    batch, logp_T, entropy_T = ragged(9, LENGTHS[:-1])
+    _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
+    high, low = 0, 0
+    for s in reference.sequences(batch, logp_T, entropy_T):
+        d, advantage = s.lp - s.old_logp, float(s.advantage[0])
+        d = d.mean().expand(len(s)) if algorithm.type == "gspo" else d
+        bounds = (1 + algorithm.clip_high, 1 - algorithm.clip_low)
+        upper, lower = (algorithm.clip_high, -algorithm.clip_low) if algorithm.type == "gmpo" else map(math.log, bounds)
+        high += int((d > upper).sum()) if advantage > 0 or algorithm.type == "cispo" else 0
+        low += int((d < lower).sum()) if advantage < 0 or algorithm.type == "cispo" else 0
+    tokens = int(batch.mask_T.sum())
+    assert 0.01 < high / tokens < 0.6 and 0.01 < low / tokens < 0.6
+    found = [mean_of(loss, f"actor/pg_clipfrac{side}") for side in ("_high", "_low", "")]
+    assert found == pytest.approx([high / tokens, low / tokens, (high + low) / tokens])
 
 
 def test_positive_examples_are_counted_over_the_global_batch() -> None:
@@ -186,6 +198,24 @@ def test_positive_examples_are_counted_over_the_global_batch() -> None:
     correct_T = batch.mask_T & (batch.extra_T["reward"] > 0)
     assert 0 < mean_of(loss, "actor/positive_nll") == pytest.approx(-float(logp_T[correct_T].mean()))
     assert float(loss.weighted_T.detach().sum()) == pytest.approx(0.1 * mean_of(loss, "actor/positive_nll"))
+
+
+def test_without_a_correct_response_there_is_nothing_to_imitate() -> None:
+    batch, logp_T, entropy_T = ragged(10, [4, 8, 2])
+    algorithm = ALGORITHMS["vapo"]
+    _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch).without("positive_weight"), logp_T, entropy_T)
+    assert loss.weighted_T is None
+
+
+@pytest.mark.gpu
+@every
+def test_the_same_on_a_gpu(name: str) -> None:
+    algorithm, device = ALGORITHMS[name], torch.device("cuda")
+    batch, logp_T, entropy_T = ragged(12, LENGTHS)
+    batch = weighted(algorithm, batch)
+    here = evaluate(algorithm, batch, logp_T, entropy_T)
+    there = evaluate(algorithm, batch.to(device), logp_T.to(device), entropy_T.to(device))
+    torch.testing.assert_close([tensor.cpu() for tensor in there[:3]], list(here[:3]), rtol=1e-10, atol=1e-14)
 
 
 def test_token_weights_by_hand() -> None:

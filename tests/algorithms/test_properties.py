@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.algorithms.cases import ALGORITHMS, make, ragged, same, weighted
 
-settings.register_profile("laws", max_examples=40, deadline=None, derandomize=True)
-settings.load_profile("laws")
+laws = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=10, deadline=None, derandomize=True)
 
 GROUP_BASELINES = ["grpo", "dapo", "dr_grpo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp_baseline", "lite_ppo"]
 REWARD = st.floats(-10, 10).map(lambda reward: round(reward, 3))
@@ -28,6 +28,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", GROUP_BASELINES)
+@laws
 @given(batch=BATCH, shift=st.lists(st.integers(-50, 50), min_size=5, max_size=5))
 def test_group_baseline_forgets_what_a_prompt_is_worth(name: str, batch: list[tuple[float, int]], shift: list[int]) -> None:
     """A constant added to all rewards of one prompt changes no advantage (LitePPO's batch std sees it: one constant for all there)."""
@@ -39,6 +40,7 @@ def test_group_baseline_forgets_what_a_prompt_is_worth(name: str, batch: list[tu
 
 
 @pytest.mark.parametrize("name", GROUP_BASELINES)
+@laws
 @given(batch=BATCH)
 def test_advantages_of_a_group_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [list(column) for column in zip(*batch, strict=True)]
@@ -51,6 +53,7 @@ def test_advantages_of_a_group_sum_to_zero(name: str, batch: list[tuple[float, i
 
 
 @pytest.mark.parametrize("name", GROUP_BASELINES)
+@laws
 @given(batch=BATCH, scale=st.sampled_from([0.5, 3.0, 100.0]))
 def test_scale_of_the_rewards(name: str, batch: list[tuple[float, int]], scale: float) -> None:
     """Divided out by a std (unless the std is of the order of its epsilon), kept by the others."""
@@ -63,6 +66,7 @@ def test_scale_of_the_rewards(name: str, batch: list[tuple[float, int]], scale: 
 
 
 @pytest.mark.parametrize("name", [*GROUP_BASELINES, "reinforce"])
+@laws
 @given(batch=BATCH, data=st.data())
 def test_order_of_the_responses_means_nothing(name: str, batch: list[tuple[float, int]], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(batch))))
@@ -71,6 +75,7 @@ def test_order_of_the_responses_means_nothing(name: str, batch: list[tuple[float
     near(advantages(name, [rewards[n] for n in order], [groups[n] for n in order]), found[torch.tensor(order)])
 
 
+@laws
 @given(batch=BATCH)
 def test_rloo_is_grpo_without_the_std(batch: list[tuple[float, int]]) -> None:
     """Leave-one-out is the centred reward times G / (G - 1): never large because a std is small."""
@@ -96,7 +101,7 @@ POLICY_GRADIENTS = [name for name in ALGORITHMS if name != "raft" and ALGORITHMS
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_GRADIENTS if ALGORITHMS[name].entropy_coef == 0])
-@settings(max_examples=10)
+@few
 @given(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_on_policy_gradient_is_that_of_reinforce(name: str, seed: int, lengths: list[int]) -> None:
     """Where nothing has moved every ratio is 1 and every loss is -A lp with the algorithm's weights."""
@@ -105,7 +110,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str, seed: int, lengths: 
 
 
 @pytest.mark.parametrize("name", POLICY_GRADIENTS)
-@settings(max_examples=10)
+@few
 @given(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_gradient_never_pushes_the_wrong_way(name: str, seed: int, lengths: list[int]) -> None:
     """Off policy, every token's log-prob is pushed up where A > 0 and down where A < 0, or left alone."""

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "value clip 0": ({"type": "ppo", "value_clip": 0}, "value_clip\n.*greater than 0 .*input_value=0"),
     "Dr.GRPO without its constant": ({"type": "dr_grpo"}, "horizon\n.*required"),
     "Dr.GRPO over nothing": ({"type": "dr_grpo", "horizon": 0}, "horizon\n.*greater than or equal to 1"),
-    "empty interval": ({"type": "grpo", "correction": {"type": "mis", "lo": 3.0, "hi": 2.0}}, "lo=3 is not below correction.hi=2"),
+    "empty interval": ({"type": "grpo", "correction": {"type": "mis", "lo": 3.0, "hi": 2.0}}, "lo=3 is not below hi=2: every token"),
     "IcePop of sequences": ({"type": "grpo", "correction": {"type": "icepop", "level": "sequence"}}, "level\n.*'token'"),
     "cap 0": ({"type": "grpo", "correction": {"type": "tis", "cap": 0}}, "cap\n.*greater than 0"),
     "veto of everything": ({"type": "grpo", "correction": {"type": "tis", "veto": 1.0}}, "veto\n.*less than 1"),
