@@ -14,8 +14,10 @@ from megarl.algorithms.gspo import Gspo
 from megarl.algorithms.lite_ppo import LitePpo
 from megarl.algorithms.ppo import ActorCritic, Ppo
 from megarl.algorithms.raft import Raft
-from megarl.algorithms.reinforce import Reinforce, Remax, Rloo
+from megarl.algorithms.reinforce import Reinforce
 from megarl.algorithms.reinforce_pp import ReinforcePp, ReinforcePpBaseline
+from megarl.algorithms.remax import Remax
+from megarl.algorithms.rloo import Rloo
 from megarl.algorithms.vapo import Vapo
 from megarl.algorithms.vc_ppo import VcPpo
 

@@ -1,4 +1,4 @@
-"""REINFORCE, RLOO and ReMax: the plain policy gradient with three baselines."""
+"""REINFORCE: the plain policy gradient, on rewards to go (Williams, 1992)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.gae import discounted_to_go
-from megarl.algorithms.ops import Aggregation, SumOver, Term, leave_one_out, token_rewards
+from megarl.algorithms.ops import Aggregation, SumOver, Term, token_rewards
 from megarl.batch import Batch
 
 
@@ -25,7 +25,7 @@ class PolicyGradient(PolicyAlgorithm):
 
 
 class Reinforce(PolicyGradient):
-    """A_t = sum_{k >= t} gamma^(k-t) r_k - b (Williams, 1992); r_k the token rewards (with a KL in the reward at every token).
+    """A_t = sum_{k >= t} gamma^(k-t) r_k - b; r_k the token rewards (with a KL in the reward at every token).
 
     b: the mean reward of the step's responses, or 0.
     """
@@ -47,24 +47,3 @@ class Reinforce(PolicyGradient):
         baseline_T = batch.extra_T["reward"] - batch.extra_T["advantage"]
         reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
         return discounted_to_go(reward_T, batch, self.gamma) - baseline_T
-
-
-class Rloo(PolicyGradient):
-    """A_i = R_i - mean of the other responses to the prompt (Ahmadian et al., arXiv:2402.14740)."""
-
-    type: Literal["rloo"] = "rloo"
-    min_group: ClassVar[int] = 2
-
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return leave_one_out(reward_N, group_N).float()
-
-
-class Remax(PolicyGradient):
-    """A_i = R_i - R of the greedy response to the prompt (Li et al., arXiv:2310.10505)."""
-
-    type: Literal["remax"] = "remax"
-    needs_greedy: ClassVar[bool] = True
-
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        assert greedy_N is not None, "ReMax needs the rewards of the greedy responses"
-        return (reward_N.double() - greedy_N.double()).float()
