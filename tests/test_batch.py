@@ -27,6 +27,12 @@ def test_pack_lays_out_entries_and_masks() -> None:
     assert len(pack([])) == 0
 
 
+def test_only_pack_promises_the_order_of_entries() -> None:
+    batch = pack([sample(2, 3), sample(1, 4)])
+    assert batch.in_order and batch.with_extra(reward=torch.zeros(len(batch))).to(torch.device("cpu")).in_order
+    assert not batch.take(torch.arange(len(batch))).in_order
+
+
 def test_pack_equals_one_sample_after_the_other() -> None:
     """Prompts of one token (every entry is a loss token), responses of none, a sample of one token (no entry)."""
     samples = [sample(3, 4), sample(1, 2, 50), sample(5, 0, 90), sample(1, 0), sample(2, 7, 200)]

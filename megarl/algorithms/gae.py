@@ -40,20 +40,22 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
     lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
     if lam_N.ndim and lam_N.shape != batch.length_N.shape:
         raise ValueError(f"gae: lam has shape {list(lam_N.shape)} for {len(batch.length_N)} sequences")
-    dtype = _float(value_T)
     chain = _Chain.of(batch)
+    dtype = _float(value_T)
     reward_T, value_T, mask_T, seq_T = (chain.sort(x) for x in (reward_T.to(dtype), value_T.to(dtype), batch.mask_T, batch.seq_T))
     mix_N, loss_N = (1 - lam_N).to(dtype), (1 - gamma * lam_N).to(dtype)
     advantage_T = torch.empty_like(value_T)
+    work = _Work(chain.longest_part, advantage_T)
     for part, last_N in chain.parts():
-        reward, value, out, kept = reward_T[part], value_T[part], advantage_T[part], _Kept(mask_T[part], dtype)
-        mix, loss = (x_N[seq_T[part]] if lam_N.ndim else x_N.expand(len(out)) for x_N in (mix_N, loss_N))
-        h = kept.only(torch.lerp(reward, value, mix))
-        _recur(_losses(loss, kept, last_N), h)
+        reward, value, out = reward_T[part], value_T[part], advantage_T[part]
+        h, loss = work.begin(mask_T[part])
+        torch.lerp(reward, value, _at(mix_N, seq_T[part], loss), out=h)
+        loss.copy_(_at(loss_N, seq_T[part], loss))
+        work.solve(last_N)
         h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry
         torch.add(reward[:-1], h[1:], alpha=gamma, out=out[:-1])
         out[-1] = reward[-1]
-        kept.only(out.sub_(value))
+        work.only(out.sub_(value))
     return chain.unsort(advantage_T)
 
 
@@ -65,12 +67,15 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
     """
     _check_unit("gamma", gamma)
     chain = _Chain.of(batch)
-    total_T, mask_T = chain.sort(reward_T.to(_float(reward_T))).clone(), chain.sort(batch.mask_T)
-    loss = torch.as_tensor(1 - gamma, dtype=total_T.dtype, device=total_T.device)
+    reward_T, mask_T = chain.sort(reward_T.to(_float(reward_T))), chain.sort(batch.mask_T)
+    total_T = torch.empty_like(reward_T)
+    work = _Work(chain.longest_part, total_T)
     for part, last_N in chain.parts():
-        kept = _Kept(mask_T[part], total_T.dtype)
-        _recur(_losses(loss.expand(len(mask_T[part])), kept, last_N), kept.only(total_T[part]))
-        kept.only(total_T[part])
+        total, loss = work.begin(mask_T[part])
+        total.copy_(reward_T[part])
+        loss.fill_(1 - gamma)
+        work.solve(last_N)
+        total_T[part] = work.only(total)
     return chain.unsort(total_T)
 
 
@@ -91,10 +96,11 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
     value_T: float [T], garbage allowed where mask_T is false; `sum_over` sums a float64 tensor over the ranks that hold the batch.
     Returns [T] of value_T's type. The sums are float64 and about the mean, so any split of the tokens gives the same result.
     """
-    kept, centred_T = _Kept(mask_T, _float(value_T)), value_T.to(_float(value_T), copy=True)
-    kept.only(centred_T)
+    centred_T = value_T.to(_float(value_T), copy=True)
+    bits_T = _bits(mask_T, centred_T.dtype)
+    _only(bits_T, centred_T)
     count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), centred_T.sum(dtype=torch.float64)])).unbind()
-    kept.only(centred_T.sub_(total / count.clamp(min=1)))
+    _only(bits_T, centred_T.sub_(total / count.clamp(min=1)))
     variance = sum_over(centred_T.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
     return centred_T.mul_((variance + 1e-8).rsqrt()).to(value_T.dtype)
 
@@ -109,10 +115,9 @@ class _Chain:
 
     @staticmethod
     def of(batch: Batch) -> _Chain:
-        """Finds the order; the usual one, as `pack` makes it, is only checked. ValueError where a sequence is not whole."""
-        chain = _Chain._over(batch.length_N[batch.length_N > 0])
-        if chain._holds(batch.seq_T, batch.position_T, (batch.length_N > 0).nonzero().squeeze(1)):
-            return chain
+        """Finds the order, which `pack` has promised or which is looked at. ValueError where a sequence is not whole."""
+        if batch.in_order:
+            return _Chain._over(batch.length_N[batch.length_N > 0])
         held_N = torch.bincount(batch.seq_T, minlength=len(batch.length_N))
         if partial := ((held_N > 0) & (held_N != batch.length_N)).nonzero().flatten().tolist():
             n = partial[0]
@@ -147,13 +152,18 @@ class _Chain:
         return bool(rises.logical_and_(seq_T[1:] >= seq_T[:-1]).all())
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of whole sequences of about `PART` entries together: their entries, and the last one of each sequence counted from there."""
+        """Runs of whole sequences of at most `PART` entries together (or one longer one): their entries, and the last one of each
+        sequence counted from there."""
         done = 0  # sequences
         while done < len(self.last_N):
             start = int(self.first_N[done])
             to = max(done + 1, int(torch.searchsorted(self.last_N, start + PART)))
             yield slice(start, int(self.last_N[to - 1]) + 1), self.last_N[done:to] - start
             done = to
+
+    @property
+    def longest_part(self) -> int:
+        return max((part.stop - part.start for part, _ in self.parts()), default=0)
 
     def sort(self, value_T: Tensor) -> Tensor:
         return value_T if self.order_T is None else value_T[self.order_T]
@@ -162,46 +172,72 @@ class _Chain:
         return value_T if self.order_T is None else torch.empty_like(value_T).index_copy_(0, self.order_T, value_T)
 
 
-class _Kept:
-    """A mask applied to the bits of numbers: as exact as masked_fill_, whatever the masked ones hold, and five times as fast on CPU."""
+class _Work:
+    """Buffers to solve one part after the other in: fresh pages for every operation would cost more than the arithmetic."""
 
-    def __init__(self, mask_T: Tensor, dtype: torch.dtype) -> None:
-        self._integer = torch.int64 if dtype == torch.float64 else torch.int32
-        self._bits_T = mask_T.to(self._integer).neg_()
+    def __init__(self, size: int, like: Tensor) -> None:
+        self._buffers = like.new_empty(2, size)
+        self._scratch = like.new_empty(4 * size + 256)  # of all levels: 1 + 1/2 + 1/4 ... of two entries each, and the odd ones
+        self._bits = torch.empty(size, dtype=_integer(like.dtype), device=like.device)
+
+    def begin(self, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The next part: x of its recurrence and its coefficients' losses, to be filled."""
+        self._mask_T = _bits(mask_T, self._buffers.dtype, self._bits[: len(mask_T)])
+        self._x_T, self._loss_T = self._buffers[:, : len(mask_T)]
+        return self._x_T, self._loss_T
+
+    def solve(self, last_N: Tensor) -> None:
+        """H in place of x. Nothing is lost at masked tokens, everything at the end of a sequence."""
+        self.only(self._x_T)
+        self.only(self._loss_T)[last_N] = 1.0
+        _recur(self._loss_T, self._x_T, self._scratch)
 
     def only(self, value_T: Tensor) -> Tensor:
-        """`value_T` itself, its masked entries set to 0."""
-        value_T.view(self._integer).bitwise_and_(self._bits_T)
-        return value_T
+        return _only(self._mask_T, value_T)
 
 
-def _losses(loss_T: Tensor, kept: _Kept, last_N: Tensor) -> Tensor:
-    """1 - a of every entry: `loss_T` at loss tokens, nothing at masked ones, everything at the end of a sequence."""
-    loss_T = kept.only(loss_T.clone())
-    loss_T[last_N] = 1.0
-    return loss_T
+def _recur(loss_T: Tensor, x_T: Tensor, scratch: Tensor) -> None:
+    """Solves H_t = x_t + (1 - loss_t) H_{t+1}, H after the end = 0, in place of x."""
+    entries, pairs = len(x_T), len(x_T) // 2
+    if entries == 1:
+        return
+    half = entries - pairs
+    keep_T, x_P, loss_P, rest = scratch.tensor_split([entries, entries + half, entries + 2 * half])
+    torch.sub(torch.ones_like(loss_T[0]), loss_T, out=keep_T)
+    left = slice(0, 2 * pairs, 2)
+    # A pair as one step: x + a x', and the loss 1 - a a' = loss + a loss'.
+    torch.addcmul(x_T[left], keep_T[left], x_T[1::2], out=x_P[:pairs])
+    torch.addcmul(loss_T[left], keep_T[left], loss_T[1::2], out=loss_P[:pairs])
+    if half > pairs:
+        x_P[-1], loss_P[-1] = x_T[-1], loss_T[-1]
+    _recur(loss_P, x_P, rest)
+    x_T[0::2] = x_P
+    x_T[1::2][: half - 1].addcmul_(keep_T[1::2][: half - 1], x_P[1:])
+
+
+def _bits(mask_T: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A mask for the bits of numbers: as exact as masked_fill_, whatever the masked ones hold, and five times as fast on CPU."""
+    out = torch.empty(len(mask_T), dtype=_integer(dtype), device=mask_T.device) if out is None else out
+    return out.copy_(mask_T).neg_()
+
+
+def _only(bits_T: Tensor, value_T: Tensor) -> Tensor:
+    """`value_T` itself, its masked entries set to 0."""
+    value_T.view(bits_T.dtype).bitwise_and_(bits_T)
+    return value_T
+
+
+def _at(value_N: Tensor, seq_T: Tensor, out: Tensor) -> Tensor:
+    """A number per sequence at its entries, in `out`; one number for all stays one."""
+    return torch.index_select(value_N, 0, seq_T, out=out) if value_N.ndim else value_N
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if dtype == torch.float64 else torch.int32
 
 
 def _float(value_T: Tensor) -> torch.dtype:
     return torch.float64 if value_T.dtype == torch.float64 else torch.float32
-
-
-def _recur(loss_T: Tensor, x_T: Tensor) -> None:
-    """Solves H_t = x_t + (1 - loss_t) H_{t+1}, H after the end = 0, in place of x."""
-    if len(x_T) == 1:
-        return
-    pairs = len(x_T) // 2
-    keep_T = 1 - loss_T
-    left = slice(0, 2 * pairs, 2)
-    # A pair as one step: x + a x', and the loss 1 - a a' = loss + a loss'.
-    x_P = torch.addcmul(x_T[left], keep_T[left], x_T[1::2])
-    loss_P = torch.addcmul(loss_T[left], keep_T[left], loss_T[1::2])
-    if len(x_T) % 2:
-        x_P, loss_P = torch.cat([x_P, x_T[-1:]]), torch.cat([loss_P, loss_T[-1:]])
-    _recur(loss_P, x_P)
-    x_T[0::2] = x_P
-    followed = len(x_P) - 1
-    x_T[1::2][:followed].addcmul_(keep_T[1::2][:followed], x_P[1:])
 
 
 def _check_unit(name: str, value: float | Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def test_order_of_entries_does_not_matter() -> None:
     batch = whole([5, 1, 17, 9])
     reward_T, value_T = drawn(batch, 3)
     expected = gae(reward_T, value_T, batch, 0.99, 0.9)
+    torch.testing.assert_close(gae(reward_T, value_T, replace(batch, in_order=True), 0.99, 0.9), expected, rtol=0, atol=0)
     shuffled = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
     later_sequences = (batch.seq_T >= 2).nonzero().squeeze(1)
     swapped = torch.argsort(-batch.seq_T, stable=True)
