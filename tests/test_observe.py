@@ -152,7 +152,8 @@ def test_a_writer_that_is_not_installed_is_refused() -> None:
 def test_peak_memory_is_that_of_the_largest_process_of_a_kind() -> None:
     code = "data = bytearray(300 << 20); data[::4096] = b'x' * len(data[::4096]); del data; print('ready', flush=True); input()"
     memory = PeakMemory()
-    with subprocess.Popen([sys.executable, "-c", code, "megarl.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-c", code, "megarl.rewards.worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         memory.sample()
         child.communicate("\n")
