@@ -1,0 +1,179 @@
+"""The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megarl.algorithms import Algorithm
+from megarl.algorithms.dapo import Dapo
+from megarl.config import ConfigError, TrainConfig, load
+from megarl.stages.checks import check_train
+from tests.test_examples import EXAMPLES, QWEN3_30B_A3B, root_of, write_headers
+
+RECIPES = EXAMPLES / "recipes"
+CRITICS = {"ppo", "vc_ppo", "vapo"}
+PAPERS: dict[str, dict[str, Any]] = {
+    "cispo": {
+        "algorithm.clip_low": 1.0,
+        "algorithm.clip_high": 4.0,
+        "optimizer.eps": 1e-15,
+        "train.mini_batches": 16,
+        "train.dynamic_sampling_rounds": 10,
+        "reward.overlong.buffer_tokens": 4096,
+    },
+    "dapo": {
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.28,
+        "algorithm.kl_coef": 0.0,
+        "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 20 * 16,
+        "reward.overlong.buffer_tokens": 4096,
+        "rollout.max_response_tokens": 16384 + 4096,
+        "rollout.samples_per_prompt": 16,
+        "train.prompts_per_step": 512,
+        "train.mini_batches": 16,
+        "train.dynamic_sampling_rounds": 10,
+    },
+    "dr_grpo": {
+        "algorithm.horizon": 3000,
+        "rollout.max_response_tokens": 3000,
+        "rollout.samples_per_prompt": 8,
+        "train.prompts_per_step": 128,
+        "train.mini_batches": 8,
+    },
+    "gmpo": {"algorithm.clip_low": 0.4, "algorithm.clip_high": 0.4, "rollout.samples_per_prompt": 8, "train.mini_batches": 8},
+    "grpo": {
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.2,
+        "algorithm.kl_coef": 0.04,
+        "algorithm.kl_kind": "k3",
+        "algorithm.kl_in": "loss",
+        "rollout.samples_per_prompt": 64,
+        "rollout.max_response_tokens": 1024,
+        "train.prompts_per_step": 16,
+        "train.mini_batches": 1,
+    },
+    "grpo_moe": {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "train.mini_batches": 4},
+    "gspo": {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4, "train.mini_batches": 4},
+    "lite_ppo": {"algorithm.clip_high": 0.2, "algorithm.kl_coef": 0.0, "rollout.max_response_tokens": 8192},
+    "ppo": {
+        "algorithm.gamma": 1.0,
+        "algorithm.gae_lambda": 0.95,
+        "algorithm.whiten": True,
+        "algorithm.value_clip": 0.2,
+        "algorithm.kl_coef": 0.02,
+        "algorithm.kl_in": "reward",
+        "train.prompts_per_step": 512,
+        "train.mini_batches": 8,
+    },
+    "raft": {"algorithm.threshold": None, "optimizer.lr": 2e-5, "rollout.samples_per_prompt": 32, "train.prompts_per_step": 2048},
+    "reinforce_pp": {
+        "algorithm.kl_coef": 1e-4,
+        "algorithm.kl_in": "reward",
+        "optimizer.lr": 5e-7,
+        "rollout.samples_per_prompt": 1,
+        "train.prompts_per_step": 1024,
+        "train.mini_batches": 8,
+    },
+    "reinforce_pp_baseline": {
+        "algorithm.kl_coef": 1e-5,
+        "algorithm.kl_in": "loss",
+        "algorithm.kl_kind": "k2",
+        "algorithm.correction.type": "icepop",
+        "rollout.samples_per_prompt": 8,
+    },
+    "remax": {"algorithm.kl_coef": 0.05, "algorithm.kl_in": "reward", "rollout.samples_per_prompt": 1},
+    "rloo": {"algorithm.kl_coef": 0.03, "algorithm.kl_in": "reward", "rollout.samples_per_prompt": 4, "optimizer.lr": 1e-6},
+    "vapo": {
+        "algorithm.alpha": 0.05,
+        "algorithm.mu": 0.1,
+        "algorithm.lambda_critic": 1.0,
+        "algorithm.clip_high": 0.28,
+        "algorithm.kl_coef": 0.0,
+        "optimizer.lr": 1e-6,
+        "rollout.samples_per_prompt": 16,
+        "train.prompts_per_step": 512,
+        "train.mini_batches": 512 * 16 // 512,
+    },
+    "vc_ppo": {"algorithm.lambda_policy": 0.95, "algorithm.lambda_critic": 1.0, "algorithm.kl_coef": 0.0, "optimizer.lr": 1e-6},
+}
+
+
+def train_config(path: Path, *overrides: str) -> TrainConfig:
+    return load(path, list(overrides), TrainConfig)
+
+
+def names(directory: Path) -> set[str]:
+    """The RL recipes of a directory."""
+    return {path.stem for path in directory.glob("*.yaml") if root_of(path) is TrainConfig} - {"tiny"}
+
+
+def value(config: TrainConfig, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_algorithm_has_a_recipe() -> None:
+    union = get_args(get_args(Algorithm)[0])
+    types = {kind.model_fields["type"].default for kind in union}
+    assert {train_config(RECIPES / f"{name}.yaml").algorithm.type for name in names(RECIPES)} == types
+    assert names(RECIPES) - {"reinforce"} == names(RECIPES / "large") == PAPERS.keys(), "plain REINFORCE has no paper with large settings"
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_large_recipe_has_the_numbers_of_its_paper(name: str) -> None:
+    config = train_config(RECIPES / "large" / f"{name}.yaml")
+    assert {key: value(config, key) for key in PAPERS[name]} == PAPERS[name]
+    assert config.algorithm.type == train_config(RECIPES / f"{name}.yaml").algorithm.type
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b_a3b(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[str, ...]:
+    """The overrides that put headers of the real shapes and 2048 prompts in the place of the model and its data."""
+    model = tmp_path_factory.mktemp("large")
+    write_headers(model, QWEN3_30B_A3B)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).write_bytes((tiny_model / name).read_bytes())
+    prompts = model / "prompts.jsonl"
+    rows = ({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(2048))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}")
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_large_recipe_passes_every_check_or_is_refused_for_its_critic(name: str, qwen3_30b_a3b: tuple[str, ...]) -> None:
+    config = train_config(RECIPES / "large" / f"{name}.yaml", *qwen3_30b_a3b)
+    if name in CRITICS:
+        with pytest.raises(ConfigError, match=f"^algorithm.type={name}: needs a critic"):
+            check_train(config)
+    else:
+        assert len(check_train(config).train) == 2048
+
+
+def test_a_file_lies_over_its_base_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "base.yaml").write_text((EXAMPLES / "quickstart" / "rl.yaml").read_text())
+    (tmp_path / "deep" / "middle.yaml").write_text("base: ../base.yaml\nalgorithm: {type: gspo, clip_high: 0.5}\ntrain: {steps: 7}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("base: deep/middle.yaml\nname: top\nalgorithm: {type: dapo}\nmodel: {base: null}\ndata: {train: {items: 50}}\n")
+    config, under = train_config(top, "train.prompts_per_step=16"), train_config(tmp_path / "base.yaml")
+    assert (config.name, config.model.base, config.train.steps, config.train.prompts_per_step) == ("top", None, 7, 16)
+    assert config.algorithm == Dapo(), "a mapping with a type takes the other's place"
+    assert config.data.train == under.data.train.model_copy(update={"items": 50})
+    assert (config.optimizer, config.rollout, config.reward) == (under.optimizer, under.rollout, under.reward)
+
+
+def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> None:
+    here, there = tmp_path / "here.yaml", tmp_path / "there.yaml"
+    here.write_text("base: there.yaml\n")
+    with pytest.raises(ConfigError, match=r"^base: no such file: .*there.yaml \(named in .*here.yaml\)$"):
+        train_config(here)
+    there.write_text("base: here.yaml\n")
+    with pytest.raises(ConfigError, match="^base: .*here.yaml leads back to itself$"):
+        train_config(here)
