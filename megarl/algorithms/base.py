@@ -6,7 +6,6 @@ Who calls what. The driver: `advantages`, `keep`, `weights`, `positive_weights`,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,8 +14,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from megarl.algorithms.correction import Correction, weight_counts
-from megarl.algorithms.ops import Aggregation, Average, KlKind, SumOver, Term, attach, kl_to_reference, log_ratio, token_weights
+from megarl.algorithms.blocks import Shown, blocks
+from megarl.algorithms.correction import Correction
+from megarl.algorithms.ops import Aggregation, Average, Block, KlKind, SumOver, Term, attach, kl_to_reference, log_ratio, token_weights
 from megarl.batch import Batch
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -112,11 +112,12 @@ class PolicyAlgorithm(BaseModel):
         """
         return batch.extra_T["advantage"]
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        """The policy's loss: value and slope per token, in tensors of its own, from the detached lp and d = lp - old (0 where masked).
+    def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor | None:
+        """A number of each token, 0 where d = 0, whose mean over the whole sequence `policy_term` needs; None: it needs none."""
+        return None
 
-        Reads `batch.extra_T["advantage"]`. `sum_over` joins the context-parallel ranks.
-        """
+    def policy_term(self, block: Block) -> Term:
+        """The policy's loss: value and slope per token, in tensors of its own; each token by itself."""
         raise NotImplementedError
 
     def weights(self, count_N: Tensor) -> Tensor:
@@ -145,44 +146,70 @@ class PolicyAlgorithm(BaseModel):
         in the loss "ref_logp", with a correction "rollout_logp".
         """
         with torch.no_grad():
-            term, totals, peak = self._detached(logp_T.detach(), batch, sum_over, kl_coef)
-            totals["actor/entropy"] = torch.where(batch.mask_T, entropy_T.detach(), 0.0).sum()
-        loss_T = attach(logp_T, term.value_T, term.slope_T)
+            value_T, slope_T, shown = self._detached(logp_T.detach(), entropy_T.detach(), batch, sum_over, kl_coef)
+        loss_T = attach(logp_T, value_T, slope_T)
         if self.entropy_coef > 0:
             loss_T = loss_T - self.entropy_coef * torch.where(batch.mask_T, entropy_T, 0.0)
         tokens = batch.mask_T.count_nonzero()
-        return Loss(loss_T, mean={name: Average(total, tokens) for name, total in totals.items()}, peak=peak)
+        return Loss(loss_T, mean={name: Average(total, tokens) for name, total in shown.totals.items()}, peak=shown.peaks)
 
-    def _detached(self, lp_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> tuple[Term, dict[str, Tensor], dict[str, Tensor]]:
-        """All of the loss but the entropy, 0 at masked entries; the totals of its means; its peaks."""
-        weight_T = None if self.correction is None else self.correction.weight(batch, sum_over)
-        d_T = log_ratio(lp_T, batch.extra_T["old_logp"], batch)
-        term = self.policy_term(lp_T, d_T, batch, sum_over)
-        totals, peak = {**term.counts, **_drift(d_T)}, _tails(d_T)
-        value_T, slope_T = term.value_T, term.slope_T
-        if weight_T is not None:
-            value_T.mul_(weight_T)
-            slope_T.mul_(weight_T)
-            totals |= weight_counts(weight_T, batch.mask_T)
-            peak |= {"rollout_corr/weight_max": weight_T.amax()} if len(weight_T) else {}
-        del d_T, weight_T
-        if kl_coef > 0 and self.kl_in == "loss":
-            kl = kl_to_reference(lp_T, batch.extra_T["ref_logp"], batch, self.kl_kind, self.kl_straight_through)
-            value_T.add_(kl.value_T, alpha=kl_coef)
-            slope_T.add_(kl.slope_T, alpha=kl_coef)
-            totals["actor/kl_loss"] = kl.value_T.sum()
-        masked_T = ~batch.mask_T
-        return Term(value_T.masked_fill_(masked_T, 0.0), slope_T.masked_fill_(masked_T, 0.0)), totals, peak
+    def _detached(self, lp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> tuple[Tensor, Tensor, Shown]:
+        """Value and slope of all of the loss but the entropy, 0 at masked entries."""
+        value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), Shown()
+        sums = self._sums(lp_T, batch, sum_over)
+        for here, part in blocks(batch):
+            term = self._corrected(lp_T[here], part, sums, shown)
+            if kl_coef > 0 and self.kl_in == "loss":
+                kl = kl_to_reference(lp_T[here], part.extra_T["ref_logp"], part, self.kl_kind, self.kl_straight_through)
+                term.value_T.add_(kl.value_T, alpha=kl_coef)
+                term.slope_T.add_(kl.slope_T, alpha=kl_coef)
+                shown.add({"actor/kl_loss": kl.value_T.sum()})
+            torch.where(part.mask_T, term.value_T, zero, out=value_T[here])
+            torch.where(part.mask_T, term.slope_T, zero, out=slope_T[here])
+            shown.add({"actor/entropy": torch.where(part.mask_T, entropy_T[here], zero).sum()})
+        return value_T, slope_T, shown
+
+    def _corrected(self, lp_T: Tensor, part: Batch, sums: _Sums, shown: Shown) -> Term:
+        """The policy's term times the correction's weights."""
+        d_T = log_ratio(lp_T, part.extra_T["old_logp"], part)
+        mean_T = None if sums.mean_N is None else part.spread(sums.mean_N).masked_fill_(~part.mask_T, 0.0)
+        term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], mean_T))
+        shown.add(term.counts)
+        shown.drift(d_T)
+        if self.correction is not None:
+            weight_T = self.correction.weight(_gap(part), [part.spread(sum_N) for sum_N in sums.correction])
+            term.value_T.mul_(weight_T)
+            term.slope_T.mul_(weight_T)
+            shown.weights(weight_T, part.mask_T)
+        return term
+
+    def _sums(self, lp_T: Tensor, batch: Batch, sum_over: SumOver) -> _Sums:
+        """What the terms need of whole sequences, in one collective, or none where they need nothing."""
+        total: Tensor | None = None
+        own: Tensor | None = None
+        for here, part in blocks(batch):
+            own = self.sequence_term(log_ratio(lp_T[here], part.extra_T["old_logp"], part), part.extra_T["advantage"])
+            terms = [] if self.correction is None else self.correction.sequence_terms(_gap(part))
+            terms = terms if own is None else [own, *terms]
+            if not terms:
+                return _Sums(None, [])
+            if total is None:
+                total = torch.zeros(len(terms), len(batch.length_N), dtype=lp_T.dtype, device=lp_T.device)
+            for sum_N, term_T in zip(total, terms, strict=True):
+                sum_N.index_add_(0, part.seq_T, term_T)
+        assert total is not None
+        sums = list(sum_over(total))
+        return _Sums(None, sums) if own is None else _Sums(sums[0] / batch.count_N.clamp(min=1), sums[1:])
 
 
-def _drift(d_T: Tensor) -> dict[str, Tensor]:
-    """How far the policy has moved since the step began: ppo_kl is the mean of old - lp, ratio_gt_2 the share with |d| > ln 2."""
-    return {"actor/ppo_kl": -d_T.sum(), "actor/ratio_gt_2": (d_T.abs() > math.log(2)).count_nonzero()}
+@dataclass(frozen=True)
+class _Sums:
+    """Of whole sequences: the mean of the algorithm's `sequence_term`, and the sums of the correction's, [N] each."""
+
+    mean_N: Tensor | None
+    correction: list[Tensor]
 
 
-def _tails(d_T: Tensor) -> dict[str, Tensor]:
-    """The largest ratio and the largest inverse ratio, at least 1."""
-    if not len(d_T):
-        return {}
-    low, high = d_T.aminmax()
-    return {"actor/ratio_max": high.clamp(min=0).exp(), "actor/ratio_inverse_max": (-low).clamp(min=0).exp()}
+def _gap(part: Batch) -> Tensor:
+    """How much more likely the trainer thinks each token than the engine that sampled it: old - rollout; 0 at masked entries."""
+    return log_ratio(part.extra_T["old_logp"], part.extra_T["rollout_logp"], part)

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, SumOver, Term, group_normalised
-from megarl.batch import Batch
+from megarl.algorithms.ops import Aggregation, Block, Term, group_normalised
 
 
 class Cispo(PolicyAlgorithm):
@@ -24,9 +23,9 @@ class Cispo(PolicyAlgorithm):
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        ratio_T = d_T.exp()
+    def policy_term(self, block: Block) -> Term:
+        ratio_T = block.d_T.exp()
         high, low = (ratio_T > 1 + self.clip_high).count_nonzero(), (ratio_T < 1 - self.clip_low).count_nonzero()
-        slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(batch.extra_T["advantage"]).neg_()
+        slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(block.advantage_T).neg_()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
-        return Term(slope_T * lp_T, slope_T, counts)
+        return Term(slope_T * block.lp_T, slope_T, counts)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor
 
 from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
-from megarl.algorithms.ops import SumOver, Term, clipped_surrogate
-from megarl.batch import Batch
+from megarl.algorithms.ops import Block, Term, clipped_surrogate
 
 
 class Clipped(PolicyAlgorithm):
@@ -19,5 +17,5 @@ class Clipped(PolicyAlgorithm):
     clip_high: NonNegative = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # a bound of 1 or less would cut tokens that have not moved
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        return clipped_surrogate(d_T.exp(), batch.extra_T["advantage"], self.clip_low, self.clip_high, self.dual_clip)
+    def policy_term(self, block: Block) -> Term:
+        return clipped_surrogate(block.d_T.exp(), block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)

@@ -12,34 +12,26 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from megarl.algorithms.ops import SumOver, log_ratio
-from megarl.batch import Batch
-
-Level = Literal["token", "sequence"]
-
 
 class _Correction(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    level: Literal["token", "sequence"] = "token"
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None  # a sequence with any ratio below this floor gets weight 0
 
-    def weight(self, batch: Batch, sum_over: SumOver) -> Tensor:
-        """w_T >= 0, float [T], a tensor of its own; of no meaning at masked entries. `sum_over` joins the context-parallel ranks."""
-        d_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["rollout_logp"], batch)
-        weight_T = self.of_ratio(d_T, batch, sum_over)
-        if self.veto is not None:
-            low_N = sum_over(batch.sequence_sum((d_T < math.log(self.veto)).to(d_T.dtype)))
-            weight_T.masked_fill_(batch.spread(low_N > 0), 0.0)
-        return weight_T
+    def sequence_terms(self, d_T: Tensor) -> list[Tensor]:
+        """The numbers of each token, from d (0 at masked entries), whose sums over whole sequences `weight` needs."""
+        joined = [d_T] if self.level == "sequence" else []
+        return joined if self.veto is None else [*joined, (d_T < math.log(self.veto)).to(d_T.dtype)]
 
-    def of_ratio(self, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-        """w_T before the veto, in a tensor of its own."""
+    def weight(self, d_T: Tensor, sums: list[Tensor]) -> Tensor:
+        """w_T >= 0, float [T], from d and the sums [T] of `sequence_terms`; of no meaning at masked entries."""
+        weight_T = self.of_log_ratio(sums[0] if self.level == "sequence" else d_T)
+        return weight_T if self.veto is None else weight_T.masked_fill_(sums[-1] > 0, 0.0)
+
+    def of_log_ratio(self, d_T: Tensor) -> Tensor:
+        """w before the veto from the log ratio of a token, or of its sequence (the sum over its loss tokens), in a tensor of its own."""
         raise NotImplementedError
-
-
-def _joined(d_T: Tensor, level: Level, batch: Batch, sum_over: SumOver) -> Tensor:
-    """The log ratio of each token, or of its whole sequence (the sum over its loss tokens)."""
-    return d_T.clone() if level == "token" else batch.spread(sum_over(batch.sequence_sum(d_T)))
 
 
 class Tis(_Correction):
@@ -47,16 +39,14 @@ class Tis(_Correction):
 
     type: Literal["tis"] = "tis"
     cap: Annotated[float, Field(gt=0)] = 2.0
-    level: Level = "token"
 
-    def of_ratio(self, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-        return _joined(d_T, self.level, batch, sum_over).clamp_(max=math.log(self.cap)).exp_()
+    def of_log_ratio(self, d_T: Tensor) -> Tensor:
+        return d_T.clamp(max=math.log(self.cap)).exp_()
 
 
 class _Masked(_Correction):
     lo: Annotated[float, Field(ge=0)] = 0.5
     hi: Annotated[float, Field(gt=0)] = 2.0
-    level: Level = "token"
 
     @model_validator(mode="after")
     def _ordered(self) -> _Masked:
@@ -64,8 +54,8 @@ class _Masked(_Correction):
             raise ValueError(f"lo={self.lo:g} is not below hi={self.hi:g}: every token would get weight 0")
         return self
 
-    def of_ratio(self, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-        weight_T = _joined(d_T, self.level, batch, sum_over).exp_()
+    def of_log_ratio(self, d_T: Tensor) -> Tensor:
+        weight_T = d_T.exp()
         return weight_T.masked_fill_((weight_T < self.lo) | (weight_T > self.hi), 0.0)
 
 
@@ -84,12 +74,3 @@ class IcePop(_Masked):
 
 
 Correction = Annotated[Tis | Mis | IcePop, Field(discriminator="type")]
-
-
-def weight_counts(weight_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-    """Sums over the loss tokens held here of the weights and of those that are 0. Sets masked entries' weights to 0."""
-    weight_T.masked_fill_(~mask_T, 0.0)
-    return {
-        "rollout_corr/weight_mean": weight_T.sum(),
-        "rollout_corr/weight_zeroed": ((weight_T == 0) & mask_T).count_nonzero(),
-    }

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms.base import NonNegative, PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, SumOver, Term, group_normalised, sequence_mean
-from megarl.batch import Batch
+from megarl.algorithms.ops import Aggregation, Block, Term, group_normalised
 
 
 class Gmpo(PolicyAlgorithm):
@@ -29,12 +27,17 @@ class Gmpo(PolicyAlgorithm):
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        advantage_T = batch.extra_T["advantage"]
-        high_T, low_T = (d_T > self.clip_high) & (advantage_T > 0), (d_T < -self.clip_low) & (advantage_T < 0)
-        clipped_T = d_T.masked_fill(high_T, self.clip_high).masked_fill_(low_T, -self.clip_low)
-        ratio_N = sequence_mean(clipped_T, batch, sum_over).exp_()
-        value_T = torch.mul(batch.spread(ratio_N), advantage_T, out=clipped_T).neg_()
+    def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor:
+        high_T, low_T = self._clips(d_T, advantage_T)
+        return d_T.masked_fill(high_T, self.clip_high).masked_fill_(low_T, -self.clip_low)
+
+    def policy_term(self, block: Block) -> Term:
+        assert block.mean_T is not None
+        high_T, low_T = self._clips(block.d_T, block.advantage_T)
+        value_T = block.mean_T.exp().mul_(block.advantage_T).neg_()
         high, low = high_T.count_nonzero(), low_T.count_nonzero()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
         return Term(value_T, value_T.masked_fill(high_T | low_T, 0.0), counts)
+
+    def _clips(self, d_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor]:
+        return (d_T > self.clip_high) & (advantage_T > 0), (d_T < -self.clip_low) & (advantage_T < 0)

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, SumOver, Term, clipped_surrogate, group_normalised, sequence_mean
-from megarl.batch import Batch
+from megarl.algorithms.ops import Aggregation, Block, Term, clipped_surrogate, group_normalised
 
 
 class Gspo(PolicyAlgorithm):
@@ -30,7 +29,9 @@ class Gspo(PolicyAlgorithm):
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        ratio_N = sequence_mean(d_T, batch, sum_over).exp_()
-        ratio_T = batch.spread(ratio_N).masked_fill_(~batch.mask_T, 1.0)
-        return clipped_surrogate(ratio_T, batch.extra_T["advantage"], self.clip_low, self.clip_high)
+    def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor:
+        return d_T
+
+    def policy_term(self, block: Block) -> Term:
+        assert block.mean_T is not None
+        return clipped_surrogate(block.mean_T.exp(), block.advantage_T, self.clip_low, self.clip_high)

@@ -30,6 +30,16 @@ class Average(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Block:
+    """Some entries of a batch as a policy term sees them: float [T], detached; any garbage at masked entries, but 0 in d and mean."""
+
+    lp_T: Tensor  # log-prob under the policy that learns
+    d_T: Tensor  # lp - old
+    advantage_T: Tensor
+    mean_T: Tensor | None  # mean over the whole sequence, wherever its tokens lie, of the algorithm's `sequence_term`, if it has one
+
+
+@dataclass(frozen=True)
 class Term:
     """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries may hold garbage.
 
@@ -142,15 +152,6 @@ def batch_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Te
 def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
     """d_t = lp_t - old_t at loss tokens; value and gradient 0 elsewhere."""
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
-
-
-def sequence_mean(value_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-    """Mean over all loss tokens of each sequence, wherever its tokens lie: detached [N]; 0 where there is none.
-
-    `sum_over` joins the ranks that share the batch's sequences (context parallel). One collective of N numbers.
-    """
-    total_N = sum_over(batch.sequence_sum(value_T.detach()))
-    return total_N / batch.count_N.clamp(min=1)
 
 
 def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, SumOver, Term
-from megarl.batch import Batch
+from megarl.algorithms.ops import Aggregation, Block, Term
 
 
 class Raft(PolicyAlgorithm):
@@ -33,5 +32,5 @@ class Raft(PolicyAlgorithm):
                 best[group] = n
         return torch.zeros_like(group_N, dtype=torch.bool).index_fill(0, torch.tensor(list(best.values()), dtype=torch.int64), True)
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        return Term(-lp_T, torch.full_like(lp_T, -1.0))
+    def policy_term(self, block: Block) -> Term:
+        return Term(-block.lp_T, torch.full_like(block.lp_T, -1.0))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.gae import discounted_to_go
-from megarl.algorithms.ops import Aggregation, SumOver, Term, token_rewards
+from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, token_rewards
 from megarl.batch import Batch
 
 
@@ -19,9 +19,9 @@ class PolicyGradient(PolicyAlgorithm):
 
     kl_in: Literal["loss", "reward"] = "reward"
 
-    def policy_term(self, lp_T: Tensor, d_T: Tensor, batch: Batch, sum_over: SumOver) -> Term:
-        slope_T = d_T.exp().mul_(batch.extra_T["advantage"]).neg_()
-        return Term(slope_T * lp_T, slope_T)
+    def policy_term(self, block: Block) -> Term:
+        slope_T = block.d_T.exp().mul_(block.advantage_T).neg_()
+        return Term(slope_T * block.lp_T, slope_T)
 
 
 class Reinforce(PolicyGradient):

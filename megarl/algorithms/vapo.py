@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, Loss, NonNegative, Positive
 from megarl.algorithms.gae import length_adaptive_lambda
-from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
+from megarl.algorithms.ops import Aggregation, Average, SumOver
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
 
@@ -46,8 +46,7 @@ class Vapo(ActorCritic):
         loss = super().loss(logp_T, entropy_T, batch, sum_over, kl_coef)
         if "positive_weight" not in batch.extra_T:
             return loss
-        weight_T = torch.where(batch.mask_T, batch.extra_T["positive_weight"], 0.0)
-        nll_T = torch.where(weight_T > 0, -logp_T.detach(), 0.0)
-        average = Average(nll_T.sum(), (weight_T > 0).count_nonzero())
-        weighted_T = attach(logp_T, nll_T.mul_(weight_T), weight_T.neg_())
-        return replace(loss, weighted_T=weighted_T, mean={**loss.mean, "actor/positive_nll": average})
+        weight_T = batch.extra_T["positive_weight"]
+        nll = torch.where(weight_T > 0, logp_T.detach(), 0.0).sum().neg()
+        mean = {**loss.mean, "actor/positive_nll": Average(nll, (weight_T > 0).count_nonzero())}
+        return replace(loss, weighted_T=-(torch.where(batch.mask_T, logp_T, 0.0) * weight_T), mean=mean)

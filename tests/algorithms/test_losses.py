@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PolicyAlgorithm
+from megarl.algorithms import PolicyAlgorithm, blocks
 from megarl.algorithms.ops import SumOver, token_weights
 from megarl.batch import Batch
 from tests.algorithms import reference
@@ -105,6 +105,19 @@ def test_any_split_of_the_tokens_gives_the_same(name: str, cut: Callable[[int, i
     assert float(total.detach()) == pytest.approx(float(value), rel=1e-12)
     assert x_T.grad is not None
     torch.testing.assert_close(x_T.grad, gradient_T, rtol=1e-11, atol=1e-15)
+
+
+@every
+def test_blocks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = ALGORITHMS[name]
+    batch, logp_T, entropy_T = ragged(13, LENGTHS[:-1])
+    batch = weighted(algorithm, batch)
+    answers = []
+    for entries in (len(batch), 97):
+        monkeypatch.setattr(blocks, "ENTRIES", entries)
+        *numbers, loss = evaluate(algorithm, batch, logp_T, entropy_T)
+        answers.append([*numbers, {key: mean.total.double() for key, mean in loss.mean.items()}, dict(loss.peak)])
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-12, atol=1e-15)
 
 
 def test_share_without_tokens_is_a_loss_of_nothing() -> None:
@@ -232,20 +245,19 @@ def test_token_weights_by_hand() -> None:
 
 def test_correction_by_hand() -> None:
     """ln 2 and -ln 2 in one sequence, ln 4 in another: product 1 and 4."""
-    batch, _, _ = ragged(11, [2, 1])
-    batch = batch.take((batch.mask_T).nonzero().squeeze(1))
-    batch = batch.take((batch.seq_T * 10 + batch.position_T).argsort())
     gap = torch.tensor([math.log(2), -math.log(2), math.log(4)], dtype=torch.float64)
-    batch = batch.with_extra(rollout_logp=batch.extra_T["old_logp"] - gap)
+    seq = torch.tensor([0, 0, 1])
 
     def weights(**config: Any) -> list[float]:
         settings = make({"type": "grpo", "correction": config}).correction
         assert settings is not None
-        return settings.weight(batch, same).tolist()
+        sums = [torch.zeros(2, dtype=torch.float64).index_add(0, seq, term)[seq] for term in settings.sequence_terms(gap)]
+        return settings.weight(gap, sums).tolist()
 
     assert weights(type="tis", cap=3.0) == pytest.approx([2, 0.5, 3])
     assert weights(type="tis", cap=3.0, level="sequence") == pytest.approx([1, 1, 3])
     assert weights(type="tis", cap=3.0, veto=0.6) == pytest.approx([0, 0, 3])
+    assert weights(type="tis", cap=3.0, level="sequence", veto=0.6) == pytest.approx([0, 0, 3])
     assert weights(type="mis", lo=0.6, hi=3.0) == pytest.approx([2, 0, 0])
     assert weights(type="mis", lo=0.6, hi=3.0, level="sequence") == pytest.approx([1, 1, 0])
     assert weights(type="icepop", lo=0.4) == pytest.approx([2, 0.5, 4])

@@ -1,0 +1,72 @@
+"""A batch a block of entries at a time, so that the temporaries of a loss cost no memory to speak of.
+
+Axes: T entries of the batch or of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+
+ENTRIES = 1 << 17  # half a megabyte of float32 a tensor; a usual micro-batch is one block
+
+
+def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
+    """The entries of each block and views of what the batch holds of them; one empty block if it has none."""
+    for start in range(0, max(1, len(batch)), ENTRIES):
+        here = slice(start, start + ENTRIES)
+        yield (
+            here,
+            replace(
+                batch,
+                input_T=batch.input_T[here],
+                target_T=batch.target_T[here],
+                mask_T=batch.mask_T[here],
+                seq_T=batch.seq_T[here],
+                position_T=batch.position_T[here],
+                extra_T={name: value[here] for name, value in batch.extra_T.items()},
+                in_order=False,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a loss shows of its loss tokens, gathered block by block: `totals` of means and `peaks`, all 0-dim."""
+
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, counts: Mapping[str, Tensor]) -> None:
+        """Adds sums over the loss tokens of a block."""
+        for name, count in counts.items():
+            self.totals[name] = self.totals[name] + count if name in self.totals else count
+
+    def rise(self, highs: Mapping[str, Tensor]) -> None:
+        """Takes note of the largest values of a block."""
+        for name, high in highs.items():
+            self.peaks[name] = torch.maximum(self.peaks[name], high) if name in self.peaks else high
+
+    def drift(self, d_T: Tensor) -> None:
+        """How far the policy has moved since the step began, from d = lp - old, 0 at masked entries.
+
+        ppo_kl: mean of old - lp; ratio_gt_2: share with |d| > ln 2; ratio_max and ratio_inverse_max: at least 1.
+        """
+        self.add({"actor/ppo_kl": -d_T.sum(), "actor/ratio_gt_2": (d_T.abs() > math.log(2)).count_nonzero()})
+        if len(d_T):
+            low, high = d_T.aminmax()
+            self.rise({"actor/ratio_max": high.clamp(min=0).exp(), "actor/ratio_inverse_max": (-low).clamp(min=0).exp()})
+
+    def weights(self, weight_T: Tensor, mask_T: Tensor) -> None:
+        """The correction's weights."""
+        kept_T = torch.where(mask_T, weight_T, 0.0)
+        zeroed = ((kept_T == 0) & mask_T).count_nonzero()
+        self.add({"rollout_corr/weight_mean": kept_T.sum(), "rollout_corr/weight_zeroed": zeroed})
+        if len(kept_T):
+            self.rise({"rollout_corr/weight_max": kept_T.amax()})
