@@ -70,8 +70,9 @@ def test_qkv_is_interleaved_by_group() -> None:
 
 
 def test_every_tensor_of_a_family_is_in_one_exported_row() -> None:
-    names = [name for weight in family_of(TINY).weights(TINY) if not weight.alias for name in weight.hf]
-    assert len(names) == len(set(names)) == 3 + 4 * (9 + 8 * 3)
+    for head in family_of(TINY).heads:
+        names = [name for weight in family_of(TINY).weights(TINY, head) if not weight.alias for name in weight.hf]
+        assert len(names) == len(set(names)) == 3 + 4 * (9 + 8 * 3)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,49 @@ def test_quantized_tensor_is_refused(path: Path) -> None:
         check_checkpoint(path)
 
 
+CLASSIFIER: dict[str, Any] = {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1}
+
+
+def test_critic_may_come_from_a_language_model_or_from_a_classifier_with_one_label(path: Path, tmp_path: Path) -> None:
+    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    assert "score.weight" in load_file(critic / "model.safetensors")
+    for directory in (path, critic):
+        check_layout(check_checkpoint(directory, "value"), Layout(ranks=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({}, {"score.weight": torch.zeros(2, 128)}, "score.weight has shape [2, 128], expected [1, 128] by config.json"),
+        ({}, {"score.weight": torch.zeros(1, 64)}, "score.weight has shape [1, 64], expected [1, 128] by config.json"),
+        ({}, {"score.weight": None}, "lacks the tensor score.weight (1 of 135 are missing)"),
+        ({}, {"score.bias": torch.zeros(1)}, "holds the tensor score.bias, which Qwen3MoeForSequenceClassification has not (1 such)"),
+        ({}, {"lm_head.weight": torch.zeros(128, 128)}, "holds the tensor lm_head.weight, which Qwen3MoeForSequenceClassification has not"),
+        ({"hidden_size": 64}, {}, "model.embed_tokens.weight has shape [128, 128], expected [128, 64] by config.json"),
+        ({"num_labels": 3}, {}, "classifies into 3 labels; a critic or reward model has 1"),
+        ({"num_labels": None}, {}, "classifies into None labels; a critic or reward model has 1"),
+        ({"id2label": {"0": "bad", "1": "good"}}, {}, "classifies into 2 labels; a critic or reward model has 1"),
+        ({"architectures": ["Qwen3MoeForTokenClassification"]}, {}, "architecture 'Qwen3MoeForTokenClassification' is not supported"),
+    ],
+)
+def test_critic_of_another_size_or_head_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    rewrite(critic, **tensors)
+    (critic / "config.json").write_text(json.dumps({**TINY, **CLASSIFIER, **changes}))
+    with pytest.raises(ConfigError) as refused:
+        check_checkpoint(critic, "value", "critic.model.path")
+    assert str(refused.value).startswith("critic.model.path: ") and message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_critic_is_no_policy(tmp_path: Path) -> None:
+    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    expected = r"critic is a Qwen3MoeForSequenceClassification: a critic or reward model, where a language model \(Qwen3MoeForCausalLM\)"
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected} is needed$"):
+        check_checkpoint(critic)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -153,7 +197,7 @@ def test_quantized_tensor_is_refused(path: Path) -> None:
         ),
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for Qwen3MoeForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for Qwen3-MoE"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is no positive integer"),

@@ -14,7 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.megatron_fields import check_fields
+from megarl.models.rows import HeadKind
 from megarl.parallel.backend import Backend
+from megarl.parallel.value_head import ValueHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,13 +48,17 @@ def transformer_config(hf: Mapping[str, Any], model: ModelSettings, layout: Layo
         raise ConfigError(f"model.megatron: refused by Megatron: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def build_chunks(config: TransformerConfig, hf: Mapping[str, Any], backend: Backend, *, grad: bool) -> list[MegatronModule]:
+def build_chunks(
+    config: TransformerConfig, hf: Mapping[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm"
+) -> list[MegatronModule]:
     """The model chunks of this rank (one, or one for each virtual stage), on the device, their weights not yet loaded.
 
-    grad=False builds a frozen model (reference). Requires the grid.
+    grad=False builds a frozen model (reference, reward model). head="value" puts a scalar head in the place of the output layer (critic,
+    reward model): the last stage then gives values [1, R, 1] in float32 instead of logits, whole on every tensor-parallel rank. Only that
+    head has initial weights of its own. Requires the grid.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
-    chunks = [_chunk(config, hf, backend, stage) for stage in stages]
+    chunks = [_chunk(config, hf, backend, stage, head) for stage in stages]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(grad)
@@ -65,7 +71,7 @@ def build_chunks(config: TransformerConfig, hf: Mapping[str, Any], backend: Back
     return chunks
 
 
-def _chunk(config: TransformerConfig, hf: Mapping[str, Any], backend: Backend, stage: int | None) -> GPTModel:
+def _chunk(config: TransformerConfig, hf: Mapping[str, Any], backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=backend.layer_spec(config, stage),
@@ -74,11 +80,14 @@ def _chunk(config: TransformerConfig, hf: Mapping[str, Any], backend: Backend, s
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+        share_embeddings_and_output_weights=head == "lm" and bool(hf.get("tie_word_embeddings")),
         position_embedding_type="rope",
         rotary_base=rope_theta(hf),
         vp_stage=stage,
     )
+    chunk.head = head  # for `weights`, on every stage
+    if head == "value" and chunk.post_process:
+        chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream has no way not to make its own first
     return chunk.to(backend.device)
 
 

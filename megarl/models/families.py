@@ -8,9 +8,9 @@ from typing import Any
 from megarl.config import ConfigError, Layout
 from megarl.models import hf as directory
 from megarl.models import qwen3_moe
-from megarl.models.rows import Family
+from megarl.models.rows import Family, HeadKind
 
-FAMILIES = {family.architecture: family for family in (qwen3_moe.FAMILY,)}
+FAMILIES = {head.architecture: family for family in (qwen3_moe.FAMILY,) for head in family.heads.values()}
 _STORED = {"F32", "BF16", "F16"}
 
 
@@ -23,14 +23,24 @@ def family_of(hf: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def check_checkpoint(path: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint that holds exactly the tensors of its family, in their shapes.
+def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path") -> dict[str, Any]:
+    """The config.json of a checkpoint that holds exactly the tensors of its architecture, in their shapes, and can fill a model.
 
-    Raises ConfigError in one line: missing directory, broken file, a tensor missing, of the wrong shape, quantized or unknown.
+    `head`: that of the model to fill. One with a scalar head ("value": critic, reward model) may start from a language model, too.
+    `key` is the setting that gave the path. Raises ConfigError in one line: missing directory, broken file, another head, a tensor
+    missing, of the wrong shape, quantized or unknown.
     """
+    try:
+        return _check_checkpoint(path, head)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", key, 1)) from None
+
+
+def _check_checkpoint(path: Path, head: HeadKind) -> dict[str, Any]:
     config = directory.read_config(path)
     family = family_of(config)
-    expected, held = family.expected(config), directory.inventory(path)
+    _check_head(path, config, family, head)
+    expected, held, architecture = family.expected(config), directory.inventory(path), config["architectures"][0]
     missing = [name for name in expected if name not in held]
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
@@ -41,8 +51,22 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
             raise ConfigError(f"model.path: {path}: {name} is stored as {held[name].dtype}, expected one of {', '.join(sorted(_STORED))}")
     unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)))
     if unknown:
-        raise ConfigError(f"model.path: {path} holds the tensor {unknown[0]}, which {family.architecture} has not ({len(unknown)} such)")
+        raise ConfigError(f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} has not ({len(unknown)} such)")
     return config
+
+
+def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKind) -> None:
+    stored = family.head_of(config)
+    if stored == "value":
+        named = config.get("id2label")
+        labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)  # as transformers counts them
+        if head != stored:
+            raise ConfigError(
+                f"model.path: {path} is a {family.heads[stored].architecture}: a critic or reward model, where a language model "
+                f"({family.heads[head].architecture}) is needed"
+            )
+        if labels != 1:
+            raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model has 1")
 
 
 def check_layout(hf: dict[str, Any], layout: Layout) -> None:

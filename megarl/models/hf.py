@@ -11,10 +11,10 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
@@ -101,16 +101,16 @@ class Checkpoint:
 
 
 class Writer:
-    """Writes a Hugging Face directory: shards of at most 4 GiB, index, config, tokenizer files of `source`.
+    """Writes a Hugging Face directory: shards of at most 4 GiB, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
     A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
     `path` sees all of it. After an exception nothing is left. Raises ConfigError if `path` already holds something.
     """
 
-    def __init__(self, path: Path, source: Path, dtype: str) -> None:
+    def __init__(self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already exists: not overwritten")
-        self.path, self.source, self.dtype = path, source, dtype
+        self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
         self._aside = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -140,7 +140,7 @@ class Writer:
     def _commit(self) -> None:
         self._flush()
         self._name_shards()
-        config = _json_object(self.source / CONFIG) | {"dtype": self.dtype}
+        config = {**_json_object(self.source / CONFIG), **self.changes, "dtype": self.dtype}
         if "torch_dtype" in config:
             config["torch_dtype"] = self.dtype
         (self._aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models.rows import QKV, Family, GateUp, Plain, Row, Sizes
+from megarl.models.rows import OUTPUT, QKV, Family, GateUp, Head, Plain, Row, Sizes, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
@@ -20,7 +20,7 @@ def sizes(hf: dict[str, Any]) -> Sizes:
     }
     for key, value in refused.items():
         if value:
-            raise ConfigError(f"model.path: config.json's {key}={value!r} is not supported for Qwen3MoeForCausalLM")
+            raise ConfigError(f"model.path: config.json's {key}={value!r} is not supported for Qwen3-MoE")
     hidden, heads, groups = _number(hf, "hidden_size"), _number(hf, "num_attention_heads"), _number(hf, "num_key_value_heads")
     if heads % groups:
         raise ConfigError(f"model.path: config.json's num_key_value_heads={groups} does not divide num_attention_heads={heads}")
@@ -38,15 +38,13 @@ def sizes(hf: dict[str, Any]) -> Sizes:
 
 
 def rows(hf: dict[str, Any]) -> list[Row]:
-    """Megatron parameter <- Hugging Face tensors."""
+    """Megatron parameter <- Hugging Face tensors, of the backbone."""
     n = sizes(hf)
     layer, block = "decoder.layers.{layer}.", "model.layers.{layer}."
     expert, mlp = layer + "mlp.experts.local_experts.{expert}.", block + "mlp.experts.{expert}."
-    vocabulary = Plain((n.vocab, n.hidden), 0, pads=True)
-    tied = bool(hf.get("tie_word_embeddings"))
     attention = tuple(f"{block}self_attn.{name}_proj.weight" for name in "qkv")
     return [
-        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
+        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary(n)),
         Row(layer + "input_layernorm.weight", (block + "input_layernorm.weight",), Plain((n.hidden,))),
         Row(layer + "self_attention.linear_qkv.weight", attention, QKV(n.heads, n.groups, n.head_dim, (n.hidden,))),
         Row(layer + "self_attention.q_layernorm.weight", (block + "self_attn.q_norm.weight",), Plain((n.head_dim,))),
@@ -57,8 +55,16 @@ def rows(hf: dict[str, Any]) -> list[Row]:
         Row(expert + "linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), GateUp(n.expert_ffn, n.hidden)),
         Row(expert + "linear_fc2.weight", (mlp + "down_proj.weight",), Plain((n.hidden, n.expert_ffn), 1)),
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,))),
-        Row("output_layer.weight", ("model.embed_tokens.weight" if tied else "lm_head.weight",), vocabulary, alias=tied),
     ]
+
+
+def _logits(hf: dict[str, Any]) -> Row:
+    tied = bool(hf.get("tie_word_embeddings"))
+    return Row(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(sizes(hf)), alias=tied)
+
+
+def _vocabulary(n: Sizes) -> Plain:
+    return Plain((n.vocab, n.hidden), 0, pads=True)
 
 
 def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
@@ -73,4 +79,9 @@ def _number(hf: dict[str, Any], key: str) -> int:
     return hf[key]
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", sizes, rows, _optional)
+FAMILY = Family(
+    heads={"lm": Head("Qwen3MoeForCausalLM", _logits, {}), "value": scalar_head("Qwen3MoeForSequenceClassification", sizes)},
+    sizes=sizes,
+    rows=rows,
+    optional=_optional,
+)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number a token (critic, reward model)
+OUTPUT = "output_layer.weight"  # Megatron's name of any head's one parameter
 Read = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
 
 
@@ -211,24 +213,49 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Family:
-    """What megarl knows of one architecture."""
+class Head:
+    """What stands on the backbone of a family, on the last pipeline stage."""
 
     architecture: str  # config.json's architectures[0]
+    row: Callable[[dict[str, Any]], Row]  # of the parameter OUTPUT
+    labels: dict[str, Any]  # what config.json says of the head beside its architecture
+
+
+def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes]) -> Head:
+    """One number a token, as transformers' sequence classification with one label keeps it in every family."""
+
+    def row(hf: dict[str, Any]) -> Row:
+        return Row(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))
+
+    return Head(architecture, row, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
+
+
+@dataclass(frozen=True)
+class Family:
+    """What megarl knows of one kind of model: a backbone, and the heads that it may carry."""
+
+    heads: dict[HeadKind, Head]
     sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's rows do not hold
-    rows: Callable[[dict[str, Any]], list[Row]]
+    rows: Callable[[dict[str, Any]], list[Row]]  # of the backbone
     optional: Callable[[dict[str, Any]], tuple[str, ...]]  # Hugging Face tensors that may be there and are not used
 
-    def weights(self, hf: dict[str, Any]) -> list[Weight]:
-        """Every Megatron parameter of the model, in the order of the model: outer rows, then layer by layer."""
-        sizes, rows = self.sizes(hf), self.rows(hf)
+    def head_of(self, hf: dict[str, Any]) -> HeadKind:
+        """The head that a config.json of this family names."""
+        [kind] = [kind for kind, head in self.heads.items() if head.architecture == hf["architectures"][0]]
+        return kind
+
+    def weights(self, hf: dict[str, Any], head: HeadKind = "lm") -> list[Weight]:
+        """Every Megatron parameter of the backbone of `hf` under `head`, whichever head `hf` names, in the order of the model: outer
+        rows, then layer by layer."""
+        sizes, rows = self.sizes(hf), [*self.rows(hf), self.heads[head].row(hf)]
         outer = [weight for row in rows if "{layer}" not in row.megatron for weight in _expand(row, None, 0)]
         inner = [row for row in rows if "{layer}" in row.megatron]
         return outer + [weight for layer in range(sizes.layers) for row in inner for weight in _expand(row, layer, sizes.experts)]
 
     def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
-        """The name and shape of every tensor that a checkpoint must hold."""
-        return {name: shape for weight in self.weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
+        """The name and shape of every tensor that a checkpoint with this config.json must hold."""
+        weights = self.weights(hf, self.head_of(hf))
+        return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
 
 def _expand(row: Row, layer: int | None, experts: int) -> Iterator[Weight]:

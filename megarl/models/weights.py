@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.families import family_of
-from megarl.models.hf import Checkpoint
-from megarl.models.rows import Weight
+from megarl.models.hf import Checkpoint, read_config
+from megarl.models.rows import OUTPUT, HeadKind, Weight
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
@@ -37,6 +37,12 @@ def unwrap(chunk: Any) -> Any:
     return chunk
 
 
+def head_of(chunks: Iterable[Any]) -> HeadKind:
+    """The head that `build_chunks` gave the model of these chunks, known on every pipeline stage."""
+    [head] = {unwrap(chunk).head for chunk in chunks}
+    return head
+
+
 def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, torch.nn.Parameter]:
     """The parameters of this rank's model chunks by canonical name."""
     found: dict[str, torch.nn.Parameter] = {}
@@ -52,17 +58,24 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, torch.nn.
 def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:
     """Fills every parameter of this rank from the Hugging Face directory, reading only this rank's slices.
 
+    A model with a scalar head may come from a language model's directory: it takes the backbone and keeps its fresh head.
     Call it on the chunks of `build_chunks`, before `make_trainable` copies parameters into the optimizer. Each parameter keeps its dtype.
-    Raises ValueError naming the parameter where the built model and the family's rows differ.
+    Raises ValueError naming the parameter where the built model and the family's rows differ, or the heads where the directory lacks ours.
     """
     chunks = list(chunks)
-    weights = {weight.name: weight for weight in family_of(hf).weights(hf)}
+    family, head = family_of(hf), head_of(chunks)
+    stored = family.head_of(read_config(path))
+    if stored != head and head == "lm":
+        raise ValueError(f"{path} is a {family.heads[stored].architecture}, from which no {family.heads[head].architecture} can be loaded")
+    weights = {weight.name: weight for weight in family.weights(hf, head)}
     parameters = local_parameters(chunks, grid.ep_rank)
     unknown, absent = sorted(parameters.keys() - weights.keys()), sorted(_required(chunks, weights.values(), grid) - parameters.keys())
     if unknown or absent:
         raise ValueError(f"rank {grid.rank}: the built model and its family differ: not in the family {unknown}, not built {absent}")
     with Checkpoint(path) as checkpoint, torch.no_grad():
         for name, parameter in parameters.items():
+            if name == OUTPUT and stored != head:
+                continue
             rank, ranks = tensor_parallel(weights[name], grid)
             shard = _shard(weights[name], checkpoint, rank, ranks)
             if shard.numel() != parameter.numel():

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.models.families import family_of
 from megarl.models.hf import Writer
 from megarl.models.rows import Weight
-from megarl.models.weights import local_parameters, tensor_parallel
+from megarl.models.weights import head_of, local_parameters, tensor_parallel
 from megarl.parallel.grid import Grid
 
 GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
@@ -40,9 +40,11 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
 
     Collective: every rank must iterate to the end, and rank 0 alone gets tensors. A tensor is valid until the next is asked for.
     """
+    chunks = list(chunks)
+    weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]
     parameters = local_parameters(chunks, grid.ep_rank)
     device = next(iter(parameters.values())).device
-    for batch in _plan(hf, grid, parameters, dtype, device):
+    for batch in _plan(weights, grid, parameters, dtype, device):
         shards = _collect(batch, parameters, grid, dtype, device)
         if shards is not None:
             yield from _named(batch, shards)
@@ -51,6 +53,9 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
 def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
     """Writes the model as a Hugging Face directory `target` in the parameters' dtype; config and tokenizer come from `source`.
 
+    config.json names the model's own head: transformers loads a critic or reward model with AutoModelForSequenceClassification, whichever
+    directory it came from. It scores a sequence at the last token that is not config.json's pad_token_id, so one token too early where
+    that is also the end token, and takes one sequence at a time where there is none.
     Collective; rank 0 writes. `target` appears complete or not at all; ConfigError if it already holds something.
     """
     chunks = list(chunks)
@@ -60,14 +65,14 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
         for _ in stream:
             raise AssertionError("rank 0 alone is given tensors")
         return
-    with Writer(target, source, str(dtype).removeprefix("torch.")) as writer:
+    head = family_of(hf).heads[head_of(chunks)]
+    with Writer(target, source, str(dtype).removeprefix("torch."), {"architectures": [head.architecture], **head.labels}) as writer:
         for name, tensor in stream:
             writer.add(name, tensor)
 
 
-def _plan(hf: dict[str, Any], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
+def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
     """The batches of the whole model in one order for all ranks, with their stages."""
-    weights = [weight for weight in family_of(hf).weights(hf) if not weight.alias]
     batches: list[_Batch] = []
     for _, group in groupby(weights, key=lambda weight: (weight.layer, weight.op if weight.expert is not None else weight.name)):
         batches += _batches(list(group), grid.layout.ep, dtype)
