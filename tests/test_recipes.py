@@ -1,17 +1,26 @@
-"""The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base."""
+"""The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base.
+
+And README's example of a new algorithm, as it stands there.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from megarl.algorithms import Algorithm
 from megarl.algorithms.dapo import Dapo
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.stages.checks import check_train
+from tests.algorithms import reference
+from tests.algorithms.cases import LENGTHS, ragged, same, weighted
 from tests.test_examples import EXAMPLES, QWEN3_30B_A3B, root_of, write_headers
 
 RECIPES = EXAMPLES / "recipes"
@@ -177,3 +186,34 @@ def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> No
     there.write_text("base: here.yaml\n")
     with pytest.raises(ConfigError, match="^base: .*here.yaml leads back to itself$"):
         train_config(here)
+
+
+def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is imported as it stands, and the formula beside it joins those of the suite."""
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    [source] = [block for block in blocks if "class Sapo" in block]
+    [formula] = [block for block in blocks if "def sapo" in block]
+    path = tmp_path / "readme_sapo.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # where pydantic looks up the annotations
+    spec.loader.exec_module(module)
+    known = dict(vars(reference))
+    exec(formula, known)
+    monkeypatch.setitem(reference.POLICY, "sapo", known["sapo"])
+    monkeypatch.setitem(reference.MEANS, "seq-mean-token-mean", ["sapo"])
+
+    algorithm = module.Sapo(tau_negative=1.3)
+    batch, logp_T, entropy_T = ragged(0, LENGTHS[:40])
+    batch = weighted(algorithm, batch)
+    mine_T, plain_T = logp_T.clone().requires_grad_(), logp_T.clone().requires_grad_()
+    value = (algorithm.loss(mine_T, entropy_T, batch, same, 0.0).loss_T * batch.extra_T["weight"]).sum()
+    expected = reference.total(algorithm, batch, plain_T, entropy_T)
+    value.backward()
+    expected.backward()
+    assert mine_T.grad is not None and plain_T.grad is not None
+    torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(mine_T.grad[batch.mask_T], plain_T.grad[batch.mask_T], rtol=1e-10, atol=1e-15)
+    assert bool((mine_T.grad[~batch.mask_T] == 0).all())
