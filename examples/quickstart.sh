@@ -41,6 +41,10 @@ mkdir -p "runs/$run"
 step "tiny model" "$base" make_model
 step "warm start" "runs/$run/sft/summary.json" \
     .venv/bin/megarl sft examples/quickstart/sft.yaml "name=$run/sft" "seed=$seed" "model.path=$base"
+if (($#)) && [[ -e runs/$run/rl/summary.json ]]; then
+    echo "quickstart: error: runs/$run/rl is done, and the overrides ($*) would not be used: delete it, or choose another SEED" >&2
+    exit 2
+fi
 step "RL" "runs/$run/rl/summary.json" \
     .venv/bin/megarl train examples/quickstart/rl.yaml "name=$run/rl" "seed=$seed" "model.path=runs/$run/sft/model" "model.base=$base" "$@"
 

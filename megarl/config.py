@@ -21,12 +21,14 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class ModelSettings(Section):
@@ -72,7 +74,7 @@ class OptimizerSettings(Section):
     """AdamW through Megatron's distributed optimizer."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
@@ -196,7 +198,7 @@ class ClusterSettings(Section):
     address: str | None = None  # an existing Ray cluster; None starts one on this machine
     interface: str | None = None
     gpus: bool = True  # one for every model rank and every engine rank; false runs all of it on the CPU
-    object_store_mb: Positive = 200
+    object_store_mb: Annotated[int, Field(ge=80)] = 200  # Ray needs 75 MB
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     phase_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # longest that any phase may take
 
@@ -215,9 +217,9 @@ class LogSettings(Section):
 class RunSettings(Section):
     """What every stage has: a name, a place, a seed, a model on ranks."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.\-/]+$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$")]  # a path below run_dir
     run_dir: Path = Path("runs")
-    seed: NonNegative = 1
+    seed: Seed = 1
     model: ModelSettings
     layout: Layout = Layout()
     cluster: ClusterSettings = ClusterSettings()
@@ -296,10 +298,16 @@ class SftConfig(RunSettings):
     sft: SftSteps
 
 
+class EvalData(Section):
+    eval: PromptSource
+    chat: bool = True
+    template: str = "{prompt}"
+
+
 class EvalConfig(RunSettings):
     """`megarl eval`: held-out pass rates of a Hugging Face directory through vLLM."""
 
-    data: DataSettings
+    data: EvalData
     reward: RewardSettings
     rollout: RolloutSettings = RolloutSettings()
 
@@ -372,7 +380,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     location = [str(part) for part in fault["loc"]]
     key = ".".join(part for part in location if part not in _tags(root))
     if fault["type"] == "extra_forbidden":
-        guess = difflib.get_close_matches(location[-1], sorted(_keys(root)), n=1)
+        guess = difflib.get_close_matches(location[-1], sorted(_keys(root) - {location[-1]}), n=1)
         return f"{key}: unknown key" + (f" (did you mean {guess[0]!r}?)" if guess else "")
     if fault["type"] == "missing":
         return f"{key}: required, and missing"

@@ -27,11 +27,11 @@ def train(config: TrainConfig) -> None:
         with run.phase("start"):
             ranks, engines = start(config)
         if config.model.base is not None:
-            run.pass_rate("base", evaluate(data.eval, engines, scorer, run, config.seed))
+            evaluate("base", data.eval, engines, scorer, run, config.seed)
         with run.phase("sync"):
             run.log(0, ranks.sync(engines, 0, config.sync))
         if config.train.eval_at_start:
-            run.pass_rate("sft", evaluate(data.eval, engines, scorer, run, config.seed))
+            evaluate("sft", data.eval, engines, scorer, run, config.seed)
 
         sampler = Sampler(len(data.train), config.seed, config.data.shuffle)
         kl_coef = config.algorithm.kl_coef
@@ -50,10 +50,12 @@ def train(config: TrainConfig) -> None:
                 metrics |= merge([ranks.update(mini_batch) for mini_batch in plan.trained])
             with run.phase("sync"):
                 metrics |= ranks.sync(engines, step, config.sync)
-            run.log(step, metrics | {"actor/kl_coef": Last(kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))})
+            if config.algorithm.needs_reference:
+                metrics |= {"actor/kl_coef": Last(kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))}
+            run.log(step, metrics)
             kl_coef = config.algorithm.next_kl_coef(kl_coef, float(kl_N.mean()), len(kl_N))
             if config.train.eval_every and step % config.train.eval_every == 0 or step == config.train.steps:
-                run.pass_rate("rl", evaluate(data.eval, engines, scorer, run, config.seed), step)
+                evaluate("rl", data.eval, engines, scorer, run, config.seed, step)
 
         with run.phase("save"):
             ranks.save(run.directory / "model")

@@ -64,10 +64,13 @@ def test_a_split_covers_every_response_once_with_equal_micro_batches_on_every_ra
 
 
 class FakeTime:
-    """Only the phases of a run."""
+    """Only the phases of a run, and no console."""
 
     def __init__(self) -> None:
         self.phase = Phases()
+
+    def failures(self, scores: Sequence[Score]) -> None:
+        assert all(score.error is None for score in scores)
 
 
 class Answers:

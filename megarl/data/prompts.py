@@ -72,6 +72,8 @@ def load_prompts(
     while chunk := list(islice(rows, CHUNK)):
         texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
+            if not tokens:
+                raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > max_prompt_tokens:
                 raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {limit_key}={max_prompt_tokens}")
             prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta))

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 Message = dict[str, str]  # of a chat: role and content
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without a single token
+        raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         if (path / "tokenizer.json").is_file():
             # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,9 @@ from megarl.observe.metrics import Last, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import open_writers
+from megarl.rewards.score import Score
 
-KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb")  # what a run writes besides its model
+KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "eval.json")  # what a run writes
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 
@@ -40,13 +41,14 @@ class Run:
         self._alarms = Alarms()
         self._pass_rates: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
+        self._failed: set[str] = set()
         self._step = 0
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
         self._lock = _claim(self.directory)
         try:
-            _set_aside(self.directory)
+            _set_aside(self.directory, self._config)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log)
         except BaseException:
@@ -86,12 +88,20 @@ class Run:
         self._write(step, values)
         self._console.step(step, values, phases)
 
-    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0) -> None:
+    def failures(self, scores: Iterable[Score]) -> None:
+        """Shows the first message of each kind of failure of the reward function, once a run."""
+        for score in scores:
+            kind = None if score.error is None else score.error.partition(":")[0]
+            if kind is not None and kind not in self._failed:
+                self._failed.add(kind)
+                self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
+
+    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, failures: Mapping[str, Metric] | None = None) -> None:
         """The held-out pass rates {"sampled": x, "greedy": y} of the weights called `name` (base, sft or rl); the last one counts."""
         self._pass_rates[name] = dict(rates)
         prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
         values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}
-        self._write(step, values | scalars(_timing(self._phases.take())))
+        self._write(step, values | scalars(failures or {}) | scalars(_timing(self._phases.take())))
         self._console.rate(name, rates)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
@@ -132,8 +142,11 @@ def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:
 
 def _claim(directory: Path) -> int:
     """Makes the directory and locks it for this process; returns the lock's descriptor. ConfigError where another process holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = os.open(directory, os.O_RDONLY)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -142,9 +155,15 @@ def _claim(directory: Path) -> int:
     return lock
 
 
-def _set_aside(directory: Path) -> None:
-    """Moves what an earlier run wrote to earlier-<n>/, so that runs do not mix and nothing is lost."""
+def _set_aside(directory: Path, config: RunSettings) -> None:
+    """Moves what an earlier run wrote to earlier-<n>/, so that runs do not mix and nothing is lost.
+
+    ConfigError where this run reads its model from there.
+    """
     left = [directory / name for name in KEPT if (directory / name).exists()]
+    for path in left:
+        if config.model.path.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
     if left:
         number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
         aside = directory / f"earlier-{number}"

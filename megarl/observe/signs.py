@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.observe.metrics import Max, Mean, Metric, Min, Sum, merge
+from megarl.observe.metrics import Max, Mean, Metric, Min, Sum
+from megarl.rewards.score import Score, errors_by_kind
 
 if TYPE_CHECKING:
-    from megarl.rewards.score import Score
     from megarl.workers.rollout_worker import Response
 
 
@@ -28,15 +28,18 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
         "perf/tokens": Sum(sum(lengths) + sum(response.prompt_length for response in responses)),
     }
     parts: dict[str, list[float]] = defaultdict(list)
-    groups: dict[int, set[float]] = defaultdict(set)
+    groups: dict[int, list[float]] = defaultdict(list)
     for response, score in zip(responses, scores, strict=True):
-        groups[response.prompt].add(score.value)
+        groups[response.prompt].append(score.value)
         for name, value in score.parts.items():
             parts[name].append(value)
-        if score.error is not None:
-            kind = "events/reward_timeout" if score.error == "timeout" else "events/reward_error"
-            metrics = merge([metrics, {kind: Sum(1.0)}])
     for name, values in parts.items():
         metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
-    metrics["frac_reward_zero_std"] = Mean(sum(len(values) == 1 for values in groups.values()), float(len(groups)))
-    return metrics
+    compared = [values for values in groups.values() if len(values) > 1]
+    metrics["frac_reward_zero_std"] = Mean(sum(len(set(values)) == 1 for values in compared), float(len(compared)))
+    return metrics | reward_failures(scores)
+
+
+def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:
+    """How many responses the reward function failed on, by the kind of failure: events/reward/<kind>."""
+    return {f"events/reward/{kind.replace(' ', '_')}": Sum(float(count)) for kind, count in errors_by_kind(scores).items()}

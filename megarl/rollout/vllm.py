@@ -113,6 +113,8 @@ class RolloutEngine:
             _remove_files(directory)
         pids = sorted({process.pid for process in self._watched} | set(workers))
         self._segments = {segment for pid in pids for segment in _message_queues(pid)}
+        for segment in self._segments:  # all who use them have mapped them: without a name nothing is left, however the engine ends
+            segment.unlink(missing_ok=True)
         return EngineInfo(workers=settings.tp, vllm=VLLM_VERSION, start_s=time.monotonic() - begun, pids=pids)
 
     def _make(self, model: Path, seed: int) -> Any:
@@ -316,8 +318,9 @@ class RolloutEngine:
             await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not self._dead.is_set():
                 return task.result()
-        except EngineDeadError:
-            raise EngineDead(f"{self._label}: its process has failed, see its log") from None
+        except EngineDeadError as error:
+            said = " ".join(str(error.__cause__ or error).split())
+            raise EngineDead(f"{self._label}: its process has failed: {said}") from error
         finally:
             for waiting in (task, death):
                 waiting.cancel()

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, DataSettings, EvalConfig, RolloutSettings, RunSettings, SftConfig, TrainConfig
+import psutil
+
+from megarl.config import (
+    ClusterSettings,
+    ConfigError,
+    DataSettings,
+    EvalConfig,
+    EvalData,
+    PromptSource,
+    RolloutSettings,
+    RunSettings,
+    SftConfig,
+    TrainConfig,
+)
 from megarl.data.demonstrations import Demonstration, demonstrations
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -35,14 +49,26 @@ def check_model(config: RunSettings) -> dict[str, Any]:
     check_layout(hf, config.layout)
     check_fields(config.model.megatron)
     writers.check(config.log)
+    check_cluster(config.cluster)
     return hf
 
 
-def check_prompts(config: RunSettings, data: DataSettings, rollout: RolloutSettings) -> Data:
-    """Every prompt, tokenised; ConfigError for the first that is malformed or too long."""
-    tokenizer = load_tokenizer(config.model.path)
-    load = lambda source, key: load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key)  # noqa: E731
-    return Data(load(data.train, "data.train"), load(data.eval, "data.eval"))
+def check_cluster(settings: ClusterSettings) -> None:
+    """ConfigError where this machine has not the network interface or, for a session of its own, the GPUs."""
+    if settings.address is not None:
+        return
+    known = psutil.net_if_addrs()
+    if settings.interface is not None and settings.interface not in known:
+        raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
+    if settings.gpus and not any(Path("/dev").glob("nvidia[0-9]*")):
+        raise ConfigError("cluster.gpus=true: this machine has no GPU (cluster.gpus=false runs all of it on the CPU)")
+
+
+def check_prompts(
+    config: RunSettings, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
+) -> list[Prompt]:
+    """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long."""
+    return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
 
 
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
@@ -58,7 +84,7 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
 def check_train(config: TrainConfig) -> Data:
     """All checks of `megarl train`."""
     hf = check_model(config)
-    if config.model.base is not None and check_checkpoint(config.model.base)["architectures"] != hf["architectures"]:
+    if config.model.base is not None and check_checkpoint(config.model.base, key="model.base")["architectures"] != hf["architectures"]:
         raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
@@ -67,7 +93,10 @@ def check_train(config: TrainConfig) -> Data:
     if config.algorithm.needs_critic:
         raise ConfigError(f"algorithm.type={config.algorithm.type}: needs a critic, which megarl does not train yet")
     check_reward(config.reward)
-    data = check_prompts(config, config.data, config.rollout)
+    data = Data(
+        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
+        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
+    )
     if len(data.train) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.train holds {len(data.train)} prompts")
     return data
@@ -87,18 +116,18 @@ def check_sft(config: SftConfig) -> tuple[list[Demonstration], list[Demonstratio
     return make(copied=False), make(copied=True) if data.corrupt_copy and data.corrupt_last else []
 
 
-def check_eval(config: EvalConfig) -> Data:
-    """All checks of `megarl eval`."""
+def check_eval(config: EvalConfig) -> list[Prompt]:
+    """All checks of `megarl eval`; its prompts."""
     hf = check_model(config)
     check_length(hf, config.rollout)
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     check_reward(config.reward)
-    return check_prompts(config, config.data, config.rollout)
+    return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
 
 
 def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:
     """RuntimeError where engines and trainer disagree about the log-probs of the first step's responses: they do not run one model."""
     limit = config.sync.logprob_gap or {"float32": 1e-4, "bfloat16": 5e-2}[config.model.dtype]
-    gap = scalars(metrics)["training/logprob_gap_mean"]
-    if not gap <= limit:
+    gap = scalars(metrics).get("training/logprob_gap_mean")
+    if gap is not None and not gap <= limit:  # None: no response of the step is trained on
         raise RuntimeError(f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}, more than sync.logprob_gap={limit:g}")

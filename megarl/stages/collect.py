@@ -38,7 +38,8 @@ class _Group:
 
     @property
     def informative(self) -> bool:
-        return len({score.value for score in self.scores}) > 1
+        """Whether the answers differ in the task itself; DAPO does not ask how long they are (arXiv:2503.14476, eq. 11)."""
+        return len({score.parts.get("task", score.value) for score in self.scores}) > 1
 
 
 def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, scorer: Scorer, run: Run) -> Collected:
@@ -80,7 +81,10 @@ def _round(config: TrainConfig, step: int, number: int, prompts: list[Prompt], e
         scores = [
             shaped(config, response, score) for response, score in zip(responses, scorer.score(requests(prompts, responses)), strict=True)
         ]
-        baselines = [score.value for score in scorer.score(requests(prompts, greedy))]
+        run.failures(scores)
+        baselines = [
+            shaped(config, response, score).value for response, score in zip(greedy, scorer.score(requests(prompts, greedy)), strict=True)
+        ]
     groups: list[_Group] = [_Group([], [], baselines[index] if baselines else None) for index in range(len(prompts))]
     for response, score in zip(responses, scores, strict=True):
         groups[response.prompt].responses.append(response)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
+from megarl.observe.metrics import Metric, merge
 from megarl.observe.run import Run
+from megarl.observe.signs import reward_failures
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Scorer
 from megarl.rollout.engine import Sampling
@@ -18,24 +20,28 @@ from megarl.workers.team import Engines, call_seed, start_engines
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
 
-def evaluate(prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: Run, seed: int) -> dict[str, float]:
-    """Pass rate over the prompts with one response each: sampled at the rollout temperature, and greedy."""
-    rates = {}
+def evaluate(
+    name: str, prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: Run, seed: int, step: int = 0
+) -> dict[str, float]:
+    """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
+    rates, failures = dict[str, float](), dict[str, Metric]()
     with run.phase("eval"):
-        for name, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
+        for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
             sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
             responses = engines.generate(prompts, sampling)
             scores = scorer.score(requests(prompts, responses))
-            rates[name] = sum(score.value for score in scores) / len(scores)
+            rates[kind] = sum(score.value for score in scores) / len(scores)
+            failures = merge([failures, reward_failures(scores)])
+            run.failures(scores)
+    run.pass_rate(name, rates, step, failures)
     return rates
 
 
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
-    data = check_eval(config)
+    prompts = check_eval(config)
     with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), Scorer(config.reward) as scorer:
         with run.phase("start"):
             engines = start_engines(config)
-        rates = evaluate(data.eval, engines, scorer, run, config.seed)
-        run.pass_rate("eval", rates)
-        write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(data.eval), **rates})
+        rates = evaluate("eval", prompts, engines, scorer, run, config.seed)
+        write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(prompts), **rates})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -46,8 +47,9 @@ LOOPBACK = {
 def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
     """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
 
-    A started session listens on loopback only (or on the address of `settings.interface`) and asks every peer for a token made for
-    this run, which travels in the environment of the children and nowhere else.
+    A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
+    the children and nowhere else. With `settings.interface` the ranks listen there; Ray's own servers then listen on every interface,
+    which it offers no setting against, and the token guards them.
     """
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
@@ -77,6 +79,8 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
     on_termination = signal.getsignal(signal.SIGTERM)
     # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
     scratch = tempfile.mkdtemp(prefix="megarl-")
+    temporary = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = scratch  # what the actors leave behind goes with the session
     reaper = subprocess.Popen([sys.executable, "-I", "-S", reaper_script.__file__, scratch], stdin=subprocess.PIPE, start_new_session=True)
     try:
         ray.init(
@@ -86,14 +90,17 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             log_to_driver=True,
             configure_logging=False,
             _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
-            _temp_dir=scratch,
+            _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
         )
         signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
         yield
     finally:
         ray.shutdown()
-        os.environ.pop("RAY_AUTH_TOKEN", None)
+        del os.environ["RAY_AUTH_TOKEN"], os.environ["TMPDIR"]
+        if temporary is not None:
+            os.environ["TMPDIR"] = temporary
         reaper.communicate()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def interface_address(interface: str) -> str:
@@ -133,16 +140,29 @@ class Group:
             for reference in ready:
                 try:
                     ray.get(reference)
-                except RayActorError as error:
-                    raise WorkerDied(f"{doing}: {names[reference]} died ({str(error).splitlines()[0]})") from error
-                except RayTaskError as error:
-                    error.cause.add_note(f"raised by {names[reference]} in {doing}")
-                    raise error.cause from error  # its own type; the remote traceback stands above it
+                except RayError as error:
+                    raise_cause(error, names[reference], doing)
         return ray.get(list(references))
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         """`start` and `wait`."""
         return self.wait(self.start(method, *args, **kwargs), method, timeout_s)
+
+
+def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
+    """Raises what went wrong in the actor called `name`, in its own type, or WorkerDied or WorkerLate with that name.
+
+    Ray's wrapper of an actor's exception is an instance of that exception's class too, so it is looked at first.
+    """
+    cause: BaseException = error
+    while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception went through
+        cause = cause.cause
+    if isinstance(cause, RayActorError):
+        raise WorkerDied(f"{doing}: {name} died ({str(cause).splitlines()[0]})") from error
+    if isinstance(cause, GetTimeoutError):
+        raise WorkerLate(f"{doing}: no answer in time from {name}") from error
+    cause.add_note(f"raised by {name} in {doing}")
+    raise cause from error
 
 
 def reserve(bundles: list[dict[str, float]], timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:

@@ -195,11 +195,12 @@ class ModelWorker:
         names = [name for name in ("old_logp", "ref_logp") if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
-    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
         vocabulary = int(self._hf["vocab_size"])
-        return logprob_entropy(logits_RV, row_T, batch.target_T, self._objective.temperature, self._grid.groups.tp, vocabulary)
+        group, temperature = self._grid.groups.tp, self._objective.temperature
+        return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, vocabulary, overwrite)
 
     def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str, watch: RouterWatch | None = None) -> list[Batch]:
         """The batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere.
@@ -239,7 +240,7 @@ class ModelWorker:
         return metrics
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch)
+        logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
         loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted_T is not None:

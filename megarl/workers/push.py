@@ -8,12 +8,14 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from torch import Tensor
 
 from megarl.config import SyncSettings
 from megarl.observe.metrics import Last, Metric
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
+from megarl.workers.cluster import raise_cause
 
 
 class Pusher:
@@ -59,8 +61,18 @@ class Pusher:
     def _all(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         """Starts a call on every engine; the result waits for all of them."""
         references = [getattr(engine, method).remote(*arguments) for engine in self._engines]
-        return lambda: ray.get(references, timeout=self._settings.timeout_s)
+        return lambda: self._wait(references, method)
 
     def _meet(self, rendezvous: dict[str, Any]) -> Callable[[], object]:
         references = [engine.connect.remote(rendezvous, 1 + index * self._per_engine) for index, engine in enumerate(self._engines)]
-        return lambda: ray.get(references, timeout=self._settings.timeout_s)
+        return lambda: self._wait(references, "connect")
+
+    def _wait(self, references: list[Any], doing: str) -> list[Any]:
+        """The engines' answers. Raises what the first failing engine raised, naming it where it died or is late."""
+        deadline, answers = time.monotonic() + self._settings.timeout_s, []
+        for index, reference in enumerate(references):
+            try:
+                answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+            except RayError as error:
+                raise_cause(error, f"engine {index}", f"sync ({doing})")
+        return answers

@@ -12,7 +12,7 @@ import ray
 
 from megarl.config import EvalConfig, RolloutSettings, RunSettings, SyncSettings, TrainConfig
 from megarl.data.prompts import Prompt
-from megarl.observe.metrics import Metric, merge
+from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.rollout.engine import Sampling
 from megarl.workers.cluster import Group, reserve
 from megarl.workers.model_worker import ModelWorker, Objective
@@ -60,11 +60,11 @@ class Ranks:
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last scored plan."""
-        return merge(self.group.call("update", mini_batch, timeout_s=self.timeout_s))
+        return _one_update(merge(self.group.call("update", mini_batch, timeout_s=self.timeout_s)))
 
     def train(self, plan: StepPlan) -> dict[str, Metric]:
         """One optimizer step on a plan of one mini-batch that needs no scoring."""
-        return merge(self.group.call("train", plan, timeout_s=self.timeout_s))
+        return _one_update(merge(self.group.call("train", plan, timeout_s=self.timeout_s)))
 
     def sync(self, engines: Engines, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
@@ -105,6 +105,13 @@ class Engines:
         references = [actor.respond.remote(share, sampling) for actor, share in busy]
         answers = self.group.wait(references, "generate", self.settings.timeout_s)
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
+
+
+def _one_update(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """The ranks' parts of the loss are a sum over one mini-batch, and a mean over the mini-batches of a step."""
+    loss = metrics["actor/pg_loss"]
+    assert isinstance(loss, Sum)
+    return {**metrics, "actor/pg_loss": Mean(loss.total, 1.0)}
 
 
 def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:

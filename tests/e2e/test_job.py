@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,12 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     """Three steps on one rank."""
     return Job(tmp_path_factory.mktemp("straight"), tiny_model).run()
+
+
+def megarl(*arguments: object) -> int:
+    """The exit status of one command."""
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=240).returncode
 
 
 def gone(job: Job, within_s: float = 20) -> list[int]:
@@ -44,11 +52,26 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> N
     assert gone(straight) == []
 
 
-def test_the_same_seed_gives_the_same_run(straight: Job, tmp_path: Path) -> None:
-    again = Job(tmp_path, straight.model).run()
-    assert again.steps() == straight.steps()
-    first, second = (load_file(job.runs / "job" / "model" / "model.safetensors") for job in (straight, again))
+def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name(straight: Job) -> None:
+    before = straight.steps()
+    again = Job(straight.runs, straight.model).run()
+    assert again.steps() == before
+    directory = straight.runs / "job"
+    first, second = (load_file(place / "model" / "model.safetensors") for place in (directory / "earlier-1", directory))
     assert all(bool((first[name] == second[name]).all()) for name in first)
+
+
+def test_supervised_training_and_evaluation_from_the_command_line(tmp_path: Path, tiny_model: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples" / "quickstart"
+    places = (f"run_dir={tmp_path}", f"model.path={tiny_model}")
+    config = (examples / "sft.yaml", "name=sft", *places, "sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2")
+    assert megarl("sft", *config, "layout.ep=2") == 0
+    losses = [row["sft/loss"] for row in map(json.loads, (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines())]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    trained = f"model.path={tmp_path / 'sft' / 'model'}"
+    assert megarl("eval", examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16") == 0
+    result = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert result["prompts"] == 16 and set(result) == {"model", "prompts", "sampled", "greedy"}
 
 
 @pytest.mark.parametrize(
