@@ -83,6 +83,16 @@ class OptimizerSettings(Section):
     min_lr_fraction: Fraction = 0.1  # where the cosine ends
 
 
+class CriticSettings(Section):
+    """The value model of the value-based algorithms: the policy's family with a scalar head, on the same ranks."""
+
+    path: Path | None = None  # backbone (and head, from a reward model or an earlier critic); None: model.path with a fresh head
+    optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
+    epochs: Positive = 1  # passes of the critic over a step's mini-batches
+    pretrain_steps: NonNegative = 0  # value pretraining (VC-PPO, VAPO): at most so many steps of the critic alone, on Monte Carlo returns
+    pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01  # ended early: 10 steps have lowered the value loss by less than this share
+
+
 class ReasoningGymSource(Section):
     """Procedural prompts of reasoning-gym: `items` entries of `dataset` drawn with `seed`."""
 
@@ -235,6 +245,7 @@ class TrainConfig(RunSettings):
 
     optimizer: OptimizerSettings = OptimizerSettings()
     algorithm: Algorithm
+    critic: CriticSettings | None = None  # with algorithms that need one
     data: DataSettings
     reward: RewardSettings
     rollout: RolloutSettings = RolloutSettings()
@@ -254,6 +265,10 @@ class TrainConfig(RunSettings):
                 f"train.mini_batches={self.train.mini_batches} leaves {sequences // self.train.mini_batches} sequences "
                 f"a mini-batch for {self.layout.dp} data-parallel ranks"
             )
+        if self.algorithm.needs_critic and self.critic is None:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
+        if self.critic is not None and not self.algorithm.needs_critic:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "

@@ -11,6 +11,7 @@ from megarl.rewards.score import Scorer
 from megarl.stages.checks import check_gap, check_train
 from megarl.stages.collect import collect
 from megarl.stages.eval import evaluate
+from megarl.stages.pretraining import ValuePretraining
 from megarl.workers.cluster import ray_session
 from megarl.workers.plan import plan_step, response_advantages
 from megarl.workers.team import start
@@ -35,7 +36,10 @@ def train(config: TrainConfig) -> None:
 
         sampler = Sampler(len(data.train), config.seed, config.data.shuffle)
         kl_coef = config.algorithm.kl_coef
-        for step in range(1, config.train.steps + 1):
+        pretraining = ValuePretraining(config.critic)
+        step = learned = 0
+        while learned < config.train.steps:
+            step += 1
             collected = collect(config, step, lambda count: [data.train[index] for index in sampler.take(count)], engines, scorer, run)
             metrics = collected.metrics | rollout_metrics(collected.responses, collected.scores)
             plan = plan_step(config, collected)
@@ -45,16 +49,24 @@ def train(config: TrainConfig) -> None:
                 check_gap(config, metrics)
             with run.phase("advantage"):
                 kl_N = ranks.sequence_kl(len(collected.responses))
-                ranks.advantages(response_advantages(config, plan, collected.greedy, kl_N, kl_coef), kl_coef)
+                metrics |= ranks.advantages(response_advantages(config, plan, collected.greedy, kl_N, kl_coef), kl_coef)
+            if config.critic is not None:
+                with run.phase("update_critic"):
+                    metrics |= merge([ranks.update_critic(part) for _ in range(config.critic.epochs) for part in plan.trained])
+            if pretraining.active:
+                pretraining.observe(metrics)
+                run.log(step, metrics)
+                continue
             with run.phase("update"):
                 metrics |= merge([ranks.update(mini_batch) for mini_batch in plan.trained])
             with run.phase("sync"):
                 metrics |= ranks.sync(engines, step, config.sync)
+            learned += 1
             if config.algorithm.needs_reference:
                 metrics |= {"actor/kl_coef": Last(kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))}
             run.log(step, metrics)
             kl_coef = config.algorithm.next_kl_coef(kl_coef, float(kl_N.mean()), len(kl_N))
-            if config.train.eval_every and step % config.train.eval_every == 0 or step == config.train.steps:
+            if config.train.eval_every and learned % config.train.eval_every == 0 or learned == config.train.steps:
                 evaluate("rl", data.eval, engines, scorer, run, config.seed, step)
 
         with run.phase("save"):

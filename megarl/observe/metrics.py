@@ -95,7 +95,35 @@ class Last:
         return self.last
 
 
-Metric = Mean | Std | Sum | Max | Min | Last
+@dataclass(frozen=True)
+class Explained:
+    """Explained variance, 1 - Var(goal - guess) / Var(goal), from sums of goal, goal^2, error = goal - guess and error^2."""
+
+    count: float
+    goal: float
+    goal_square: float
+    error: float
+    error_square: float
+
+    def merge(self, other: Explained) -> Explained:
+        return Explained(
+            self.count + other.count,
+            self.goal + other.goal,
+            self.goal_square + other.goal_square,
+            self.error + other.error,
+            self.error_square + other.error_square,
+        )
+
+    def value(self) -> float | None:
+        if not self.count:
+            return None
+        variance = self.goal_square / self.count - (self.goal / self.count) ** 2
+        if variance <= 1e-12 * self.goal_square / self.count:
+            return None  # the goal does not vary: there is nothing to explain
+        return 1 - (self.error_square / self.count - (self.error / self.count) ** 2) / variance
+
+
+Metric = Mean | Std | Sum | Max | Min | Last | Explained
 
 
 def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

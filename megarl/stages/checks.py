@@ -90,8 +90,8 @@ def check_train(config: TrainConfig) -> Data:
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
-    if config.algorithm.needs_critic:
-        raise ConfigError(f"algorithm.type={config.algorithm.type}: needs a critic, which megarl does not train yet")
+    if config.critic is not None and config.critic.path is not None:
+        check_checkpoint(config.critic.path, head="value", key="critic.path")
     check_reward(config.reward)
     data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),

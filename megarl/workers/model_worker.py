@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from megarl.algorithms import Loss, PolicyAlgorithm
 from megarl.algorithms.ops import SumOver, sequence_kl
+from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch, concat, pack
-from megarl.config import OptimizerSettings, RunSettings, SyncSettings
-from megarl.observe.metrics import Max, Mean, Metric, Std, Sum, merge
+from megarl.config import CriticSettings, OptimizerSettings, RunSettings, SyncSettings
+from megarl.observe.metrics import Max, Mean, Metric, Std, merge
+from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.plan import StepPlan
 
 if TYPE_CHECKING:
-    from megarl.parallel.routing import RouterWatch
     from megarl.workers.push import Pusher
 
 
@@ -47,6 +48,8 @@ class Objective:
     optimizer: OptimizerSettings
     updates: int  # optimizer steps of the whole run, for the learning-rate schedule
     temperature: float  # of the sampling that the log-probs must match
+    critic: CriticSettings | None = None
+    critic_updates: int = 0  # optimizer steps of the critic
 
 
 class ModelWorker:
@@ -72,26 +75,20 @@ class ModelWorker:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._backend = backend.choose()  # before anything imports megatron
-        from megarl.models import hf
-        from megarl.models.build import build_chunks, transformer_config
-        from megarl.models.weights import load_hf
         from megarl.parallel import grid
-        from megarl.parallel.optimizer import make_trainable
+        from megarl.parallel.model import Model
 
-        config = self._config
+        config, objective = self._config, self._objective
         store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
         self._grid = grid.init_grid(config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
-        self._hf = hf.read_config(config.model.path)
-        self._transformer = transformer_config(self._hf, config.model, config.layout, self._backend)
-
-        def load(grad: bool) -> list[Any]:
-            chunks = build_chunks(self._transformer, self._hf, self._backend, grad=grad)
-            load_hf(chunks, config.model.path, self._hf, self._grid)
-            return chunks
-
-        self._policy = make_trainable(load(grad=True), self._objective.optimizer, self._objective.updates)
-        self._reference = load(grad=False) if self._objective.algorithm.needs_reference else None
-        self._routing: list[dict[str, Metric]] = []
+        place = (config.model, config.layout, self._backend, self._grid)
+        self._policy = Model(config.model.path, *place, optimizer=objective.optimizer, updates=objective.updates)
+        self._reference = Model(config.model.path, *place) if objective.algorithm.needs_reference else None
+        self._critic: Critic | None = None
+        if objective.critic is not None:
+            path, optimizer = objective.critic.path or config.model.path, objective.critic.optimizer
+            model = Model(path, *place, head="value", optimizer=optimizer, updates=objective.critic_updates)
+            self._critic = Critic(model, self._grid)
         self._pusher: Pusher | None = None
         self._kl_coef = 0.0
 
@@ -106,14 +103,24 @@ class ModelWorker:
         mini_batches = [[_assemble(plan, members) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
         flat = [batch for mini_batch in mini_batches for batch in mini_batch]
+        routing: list[dict[str, Metric]] = []
         watch = RouterWatch(self._policy.chunks, self._grid)
-        flat = self._with_logp(flat, self._policy.chunks, "old_logp", watch)
+
+        def logp(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+            return self._logprobs(logits_RV, row_T, batch)[0]
+
+        def watched(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+            if "routes" in batch.extra_T:
+                routing.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routes"]))})
+            return logp(logits_RV, row_T, batch)
+
+        flat = [batch.without("routes") for batch in self._policy.fill(flat, "old_logp", watched)]
         watch.close()
         if self._reference is not None:
-            flat = self._with_logp(flat, self._reference, "ref_logp")
-        rest = iter(flat)
-        self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in mini_batches]
-        routing, self._routing = self._routing, []
+            flat = self._reference.fill(flat, "ref_logp", logp)
+        if self._critic is not None:
+            flat = self._critic.fill(flat)
+        self._keep(flat, mini_batches)
         return merge([*routing, *(_mismatch(batch) for batch in flat)]) if self._reports else {}
 
     def sequence_kl(self) -> dict[int, float]:
@@ -124,23 +131,36 @@ class ModelWorker:
                 found |= dict(zip(members, sequence_kl(_known(batch)).tolist(), strict=True))
         return found
 
-    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> None:
-        """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks."""
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> dict[str, Metric]:
+        """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks.
+
+        Returns how well the critic's values explain the returns, where there is a critic.
+        """
         algorithm = self._objective.algorithm
         assert isinstance(algorithm, PolicyAlgorithm)
         self._kl_coef = kl_coef
         if not self._grid.is_last_stage:
-            return
+            return {}
         batches = [_spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
         whole = concat([self._completed(batch) for batch in batches])
-        advantage_T = algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)
-        parts = iter(advantage_T.split([len(batch) for batch in batches]))
-        filled = iter([batch.with_extra(advantage=next(parts)) for batch in batches])
-        self._mini_batches = [[next(filled) for _ in mini_batch] for mini_batch in self._mini_batches]
+        extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
+        if self._critic is not None:
+            assert isinstance(algorithm, ActorCritic)
+            extra["return"] = algorithm.returns(whole, kl_coef)
+        ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
+        parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
+        filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
+        self._keep(filled, self._mini_batches)
+        return merge([critic_metrics(batch) for batch in filled]) if self._critic is not None and self._reports else {}
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
         return self._step(self._mini_batches[mini_batch])
+
+    def update_critic(self, mini_batch: int) -> dict[str, Metric]:
+        """One optimizer step of the critic on a mini-batch of the last plan."""
+        assert self._critic is not None and isinstance(self._objective.algorithm, ActorCritic)
+        return self._critic.step(self._mini_batches[mini_batch], self._objective.algorithm.value_clip, report=self._reports)
 
     def train(self, plan: StepPlan) -> dict[str, Metric]:
         """One optimizer step on a plan of one mini-batch, without scoring it first (supervised stages)."""
@@ -149,10 +169,9 @@ class ModelWorker:
 
     def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
-        from megarl.sync.export import export
         from megarl.workers.push import Pusher
 
-        stream = export(self._policy.chunks, self._hf, self._grid, self._transformer.params_dtype)
+        stream = self._policy.stream()
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
@@ -161,14 +180,10 @@ class ModelWorker:
         return self._pusher.push(stream, version)
 
     def save(self, directory: Path) -> None:
-        """Writes the policy as a Hugging Face directory (rank 0 writes, all gather)."""
-        from megarl.sync.export import save_hf
-
-        save_hf(self._policy.chunks, self._hf, self._grid, source=self._config.model.path, target=directory)
-
-    def usage(self) -> dict[str, int]:
-        """The process behind this rank."""
-        return {"pid": os.getpid()}
+        """Writes the policy as a Hugging Face directory, and the critic beside it (<directory>-critic), where there is one."""
+        self._policy.save(directory)
+        if self._critic is not None:
+            self._critic.save(directory.with_name(f"{directory.name}-critic"))
 
     @property
     def _reports(self) -> bool:
@@ -177,6 +192,11 @@ class ModelWorker:
 
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
+
+    def _keep(self, flat: Sequence[Batch], shape: Sequence[Sequence[Batch]]) -> None:
+        """The batches as the step's mini-batches, of the given lengths."""
+        rest = iter(flat)
+        self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
 
     def _sum_over(self, value: Tensor) -> Tensor:
         from megarl.parallel.collectives import summed
@@ -192,48 +212,18 @@ class ModelWorker:
         """The batch with the log-probs of its entries on all context-parallel ranks."""
         if self._grid.cp_size == 1:
             return batch
-        names = [name for name in ("old_logp", "ref_logp") if name in batch.extra_T]
+        names = [name for name in ("old_logp", "ref_logp", "value") if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
     def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
-        vocabulary = int(self._hf["vocab_size"])
+        vocabulary = int(self._policy.hf["vocab_size"])
         group, temperature = self._grid.groups.tp, self._objective.temperature
         return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, vocabulary, overwrite)
 
-    def _with_logp(self, batches: list[Batch], chunks: Iterable[Any], name: str, watch: RouterWatch | None = None) -> list[Batch]:
-        """The batches with `extra_T[name]`: log-probs under the given model at the entries that this rank computes, NaN elsewhere.
-
-        The engine's routes, which `watch` has compared by then, are dropped.
-        """
-        from megarl.parallel import schedule
-
-        def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            logp_T, _ = self._logprobs(logits_RV, row_T, batch)
-            if watch is not None and "routes" in batch.extra_T:
-                self._routing.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routes"]))})
-            return logp_T.sum(), (batch.extra_T["entry"], logp_T)
-
-        numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
-        results = iter(schedule.run(list(chunks), numbered, visit, self._grid, forward_only=True))
-        filled = []
-        for batch in batches:
-            value_T = torch.full((len(batch),), torch.nan)
-            if len(batch) and self._grid.is_last_stage:
-                entry_T, logp_T = next(results)
-                value_T[entry_T] = logp_T.cpu()
-            filled.append(batch.without("routes").with_extra(**{name: value_T}))
-        return filled
-
     def _step(self, batches: list[Batch]) -> dict[str, Metric]:
-        from megarl.parallel import schedule
-
-        self._policy.zero_grad()
-        results = schedule.run(self._policy.chunks, batches, self._visit, self._grid, forward_only=False)
-        info = self._policy.step()
-        if info.skipped:
-            raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
+        results, info = self._policy.step(batches, self._visit)
         metrics = merge(results) if self._reports else {}
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
@@ -245,7 +235,7 @@ class ModelWorker:
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted_T is not None:
             total = total + loss.weighted_T.sum()
-        return total, _loss_metrics(loss, float(total.detach()))
+        return total, loss_metrics(loss, "actor/pg_loss", float(total.detach()))
 
 
 def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
@@ -256,7 +246,8 @@ def _assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
     keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
     batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
     batch = _spread(batch, members, reward=plan.reward_N)
-    weights = {"weight": plan.weight_N} | ({} if plan.positive_weight_N is None else {"positive_weight": plan.positive_weight_N})
+    given = {"weight": plan.weight_N, "positive_weight": plan.positive_weight_N, "value_weight": plan.value_weight_N}
+    weights = {name: weight_N for name, weight_N in given.items() if weight_N is not None}
     weighted = _spread(batch, members, **weights)
     return batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
 
@@ -269,11 +260,6 @@ def _spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Bat
 def _known(batch: Batch) -> Batch:
     """The batch with the loss tokens alone whose log-probs this rank computed."""
     return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
-
-
-def _loss_metrics(loss: Loss, total: float) -> dict[str, Metric]:
-    means: dict[str, Metric] = {name: Mean(float(mean.total), float(mean.weight)) for name, mean in loss.mean.items()}
-    return {"actor/pg_loss": Sum(total), **means, **{name: Max(float(peak)) for name, peak in loss.peak.items()}}
 
 
 def _mismatch(batch: Batch) -> dict[str, Metric]:

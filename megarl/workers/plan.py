@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
 
@@ -34,6 +35,7 @@ class StepPlan:
     keep_N: np.ndarray  # bool: the others get no loss and count nowhere
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitating term
+    value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
 
     @property
     def trained(self) -> list[int]:
@@ -58,12 +60,15 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, config.layout.dp, config.train.micro_batch_tokens)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)
-    positive_N = torch.zeros_like(weight_N)
+    positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
+    value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
     for chosen in map(members, split):
         if count_N[chosen].any():
             weight_N[chosen] = algorithm.weights(count_N[chosen])
-            positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
-            positive_N[chosen] = torch.zeros(()).double() if positive is None else positive
+            if positive_N is not None:
+                positive_N[chosen] = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
+            if value_N is not None:
+                value_N[chosen] = value_weights(count_N[chosen])
     payloads = list(dict.fromkeys(response.payload for response in responses))
     place = {payload: index for index, payload in enumerate(payloads)}
     return StepPlan(
@@ -74,7 +79,8 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
         group_N=group_N.numpy(),
         keep_N=keep_N.numpy(),
         weight_N=weight_N.float().numpy(),
-        positive_weight_N=positive_N.float().numpy() if positive_N.any() else None,
+        positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
+        value_weight_N=None if value_N is None else value_N.float().numpy(),
     )
 
 

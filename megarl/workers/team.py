@@ -54,13 +54,17 @@ class Ranks:
                 kl_N[n] += value
         return kl_N
 
-    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> None:
-        """Gives every token of the scored plan its advantage, from one number a response."""
-        self.group.call("advantages", advantage_N, kl_coef, timeout_s=self.timeout_s)
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> dict[str, Metric]:
+        """Gives every token of the scored plan its advantage, from one number a response; what a critic explained of the returns."""
+        return merge(self.group.call("advantages", advantage_N, kl_coef, timeout_s=self.timeout_s))
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last scored plan."""
         return _one_update(merge(self.group.call("update", mini_batch, timeout_s=self.timeout_s)))
+
+    def update_critic(self, mini_batch: int) -> dict[str, Metric]:
+        """One optimizer step of the critic on a mini-batch of the last scored plan."""
+        return merge(self.group.call("update_critic", mini_batch, timeout_s=self.timeout_s))
 
     def train(self, plan: StepPlan) -> dict[str, Metric]:
         """One optimizer step on a plan of one mini-batch that needs no scoring."""
@@ -130,8 +134,9 @@ def start(config: TrainConfig) -> tuple[Ranks, Engines]:
     places = reserve_workers(config, ranks=config.layout.ranks, engines=config.rollout)
     engines = Engines.create(config, config.rollout, places[config.layout.ranks :])
     opening = engines.open(config.model.base or config.model.path, config)
-    updates = config.train.steps * config.train.mini_batches
-    objective = Objective(config.algorithm, config.optimizer, updates, config.rollout.temperature)
+    updates, critic = config.train.steps * config.train.mini_batches, config.critic
+    critic_updates = 0 if critic is None else critic.epochs * (updates + critic.pretrain_steps * config.train.mini_batches)
+    objective = Objective(config.algorithm, config.optimizer, updates, config.rollout.temperature, critic, critic_updates)
     ranks = Ranks.create(config, objective, places[: config.layout.ranks])
     ranks.build(settings.start_timeout_s)
     engines.group.wait(opening, "start", settings.start_timeout_s)

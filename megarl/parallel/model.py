@@ -1,0 +1,88 @@
+"""One model on the ranks of the grid, frozen or trained: read it on batches, take optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.models import hf as directory
+from megarl.models.build import build_chunks, transformer_config
+from megarl.models.weights import load_hf
+from megarl.parallel import schedule
+from megarl.parallel.backend import Backend
+from megarl.parallel.grid import Grid
+from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
+from megarl.sync.export import export, save_hf
+
+# logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
+Read = Callable[[Tensor, Tensor, Batch], Tensor]
+
+
+class Model:
+    """This rank's part of a model that was loaded from a Hugging Face directory."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: ModelSettings,
+        layout: Layout,
+        backend: Backend,
+        grid: Grid,
+        *,
+        head: Literal["lm", "value"] = "lm",
+        optimizer: OptimizerSettings | None = None,
+        updates: int = 0,
+    ) -> None:
+        """Builds and loads the model; with `optimizer` it is trained for `updates` steps, else frozen. Collective."""
+        self._path, self._grid = path, grid
+        self.hf = directory.read_config(path)
+        self._config = transformer_config(self.hf, settings, layout, backend)
+        chunks: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
+        load_hf(chunks, path, self.hf, grid)
+        self._trainable: Trainable | None = make_trainable(chunks, optimizer, updates) if optimizer is not None else None
+        self.chunks = self._trainable.chunks if self._trainable is not None else chunks
+
+    def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
+        """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere."""
+
+        def visit(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            value_T = read(output_RV, row_T, batch)
+            return value_T.sum(), (batch.extra_T["entry"], value_T)
+
+        numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
+        results = iter(schedule.run(self.chunks, numbered, visit, self._grid, forward_only=True))
+        filled = []
+        for batch in batches:
+            value_T = torch.full((len(batch),), torch.nan)
+            if len(batch) and self._grid.is_last_stage:
+                entry_T, found_T = next(results)
+                value_T[entry_T] = found_T.cpu()
+            filled.append(batch.with_extra(**{name: value_T}))
+        return filled
+
+    def step(self, batches: Sequence[Batch], visit: schedule.Visit) -> tuple[list[Any], StepInfo]:
+        """One optimizer step on the sum of `visit`'s losses; what it returned on the last stage, and what the step did.
+
+        Raises FloatingPointError where the gradient is not finite; the weights are then as before.
+        """
+        assert self._trainable is not None, "a frozen model takes no steps"
+        self._trainable.zero_grad()
+        results = schedule.run(self.chunks, batches, visit, self._grid, forward_only=False)
+        info = self._trainable.step()
+        if info.skipped:
+            raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
+        return results, info
+
+    def stream(self) -> Any:
+        """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end."""
+        return export(self.chunks, self.hf, self._grid, self._config.params_dtype)
+
+    def save(self, target: Path) -> None:
+        """Writes the model as a Hugging Face directory. Collective."""
+        save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
