@@ -21,7 +21,8 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import open_writers
 from megarl.rewards.score import Score
 
-KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "eval.json")  # what a run writes
+# What a run writes.
+KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "model-critic", "eval.json")
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 
@@ -132,7 +133,7 @@ class Run:
 
 def _steps(config: RunSettings) -> int:
     if isinstance(config, TrainConfig):
-        return config.train.steps
+        return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
     return config.sft.steps if isinstance(config, SftConfig) else 0
 
 

@@ -65,8 +65,9 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
     for chosen in map(members, split):
         if count_N[chosen].any():
             weight_N[chosen] = algorithm.weights(count_N[chosen])
-            if positive_N is not None:
-                positive_N[chosen] = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
+            positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
+            if positive_N is not None and positive is not None:
+                positive_N[chosen] = positive
             if value_N is not None:
                 value_N[chosen] = value_weights(count_N[chosen])
     payloads = list(dict.fromkeys(response.payload for response in responses))

@@ -95,6 +95,18 @@ def test_the_job_runs_on_other_layouts(straight: Job, tmp_path: Path, overrides:
     assert mine["training/logprob_gap_mean"] <= 1e-5 and mine["training/logprob_gap_max"] <= 1e-3
 
 
+def test_a_critic_learns_beside_the_policy_and_is_saved(straight: Job, tmp_path: Path) -> None:
+    critic = "critic={optimizer: {lr: 0.001}, pretrain_steps: 2}"
+    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2")
+    job = Job(tmp_path, straight.model, ("train.steps=1", "algorithm.type=vapo", critic, *layout)).run()
+    rows = [row for row in job.rows() if "critic/vf_loss" in row]
+    assert ["actor/grad_norm" in row for row in rows] == [False, False, True], "the policy is frozen while the critic is pretrained"
+    assert all(row["critic/grad_norm"] > 0 and "critic/explained_variance" in row for row in rows)
+    assert rows[0]["training/logprob_gap_max"] <= 1e-3 and rows[2]["training/logprob_gap_max"] <= 1e-3
+    saved = load_file(tmp_path / "job" / "model-critic" / "model.safetensors")
+    assert saved["score.weight"].shape == (1, 128) and "lm_head.weight" not in saved
+
+
 def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
     job.wait_for("first step", lambda: len(job.steps()) >= 1)
