@@ -19,7 +19,7 @@ from megarl.observe.metrics import Explained, Max, Mean, Metric, Sum, merge
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
-    from megarl.parallel.model import Model
+    from megarl.workers.model import Model
 
 
 class Critic:

@@ -76,7 +76,7 @@ class ModelWorker:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._backend = backend.choose()  # before anything imports megatron
         from megarl.parallel import grid
-        from megarl.parallel.model import Model
+        from megarl.workers.model import Model
 
         config, objective = self._config, self._objective
         store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
