@@ -101,7 +101,6 @@ PAPERS: dict[str, dict[str, Any]] = {
         "algorithm.kl_in": "reward",
         "rollout.samples_per_prompt": 4,
         "optimizer.lr": 1e-6,
-        "critic.optimizer.lr": 2e-6,
     },
     "vapo": {
         "algorithm.alpha": 0.05,
