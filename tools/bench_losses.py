@@ -190,8 +190,8 @@ def policy_run(name: str, batch: Batch, logp_T: Tensor) -> Run:
         leaf.grad = None
         loss = algorithm.loss(leaf, entropy_T, batch, lambda value: value, 0.0)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
-        if loss.weighted_T is not None:
-            total = total + loss.weighted_T.sum()
+        if loss.weighted is not None:
+            total = total + loss.weighted
         total.backward()
 
     return run

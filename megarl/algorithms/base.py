@@ -28,12 +28,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Loss:
     """A loss before aggregation, and what to show of it.
 
-    The batch's loss is sum_T weight * loss + sum_T weighted. Both are 0 with zero gradient at masked entries. `mean` is averaged over
+    The batch's loss is sum_T weight * loss + weighted. Both are 0 with zero gradient at masked entries. `mean` is averaged over
     the global batch, `peak` (0-dim) maximised; a share without tokens has no peak.
     """
 
     loss_T: Tensor
-    weighted_T: Tensor | None = None  # a further term that already carries its weights
+    weighted: Tensor | None = None  # a further term, 0-dim, that already carries its weights and is summed
     mean: Mapping[str, Average] = field(default_factory=dict)
     peak: Mapping[str, Tensor] = field(default_factory=dict)
 

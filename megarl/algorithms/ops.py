@@ -66,7 +66,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
-    """A tensor [T] equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry."""
+    """A tensor equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry; a 0-dim value is a sum."""
     return _Attach.apply(logp_T, value_T, slope_T)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, Loss, NonNegative, Positive
 from megarl.algorithms.gae import length_adaptive_lambda
-from megarl.algorithms.ops import Aggregation, Average, SumOver
+from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
 
@@ -49,4 +49,6 @@ class Vapo(ActorCritic):
         weight_T = batch.extra_T["positive_weight"]
         nll = torch.where(weight_T > 0, logp_T.detach(), 0.0).sum().neg()
         mean = {**loss.mean, "actor/positive_nll": Average(nll, (weight_T > 0).count_nonzero())}
-        return replace(loss, weighted_T=-(torch.where(batch.mask_T, logp_T, 0.0) * weight_T), mean=mean)
+        # Its value is one number and its slope is the weights themselves: no further tensor of the tokens is kept.
+        weighted_lp = torch.where(batch.mask_T, logp_T.detach(), 0.0).mul_(weight_T).sum()
+        return replace(loss, weighted=-attach(logp_T, weighted_lp, weight_T), mean=mean)

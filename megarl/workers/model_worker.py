@@ -233,8 +233,8 @@ class ModelWorker:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
         loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
-        if loss.weighted_T is not None:
-            total = total + loss.weighted_T.sum()
+        if loss.weighted is not None:
+            total = total + loss.weighted
         return total, loss_metrics(loss, "actor/pg_loss", float(total.detach()))
 
 

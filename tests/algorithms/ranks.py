@@ -131,7 +131,7 @@ def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
         entry_T = mine_T[(held_T & (place_T == micro_batch))[mine_T]]
         part = batch.take(entry_T)
         loss = given.loss(x_T[entry_T], part, lambda value: summed(value, grid.groups.cp))
-        total = total + (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted_T is None else loss.weighted_T.sum())
+        total = total + (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted is None else loss.weighted)
         metrics.append(shown(loss))
     total.backward()
     assert x_T.grad is not None
@@ -175,7 +175,7 @@ def through_the_model(grid: Grid, job: Job) -> dict[str, Step]:
         ) -> tuple[Tensor, tuple[float, dict[str, Metric]]]:
             logp_T, entropy_T = logprob_entropy(logits_RV, row_T, part.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
             loss = algorithm.loss(logp_T, entropy_T, part, lambda value: summed(value, grid.groups.cp), algorithm.kl_coef)
-            total = (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted_T is None else loss.weighted_T.sum())
+            total = (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted is None else loss.weighted)
             return total, (float(total.detach()), shown(loss))
 
         mine = shares(_off_policy(batch, algorithm), job.micro_batches)[grid.dp_rank :: grid.dp_size]

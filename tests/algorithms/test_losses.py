@@ -24,8 +24,8 @@ def evaluate(algorithm: PolicyAlgorithm, batch: Batch, logp_T: Tensor, entropy_T
     logp_T, entropy_T = logp_T.clone().requires_grad_(), entropy_T.clone().requires_grad_()
     loss = algorithm.loss(logp_T, entropy_T, batch, same, algorithm.kl_coef)
     total = (loss.loss_T * batch.extra_T["weight"]).sum()
-    if loss.weighted_T is not None:
-        total = total + loss.weighted_T.sum()
+    if loss.weighted is not None:
+        total = total + loss.weighted
     total.backward()
     assert logp_T.grad is not None
     return total.detach(), logp_T.grad, torch.zeros_like(logp_T) if entropy_T.grad is None else entropy_T.grad, loss
@@ -98,7 +98,7 @@ def test_any_split_of_the_tokens_gives_the_same(name: str, cut: Callable[[int, i
     def run(rank: int, sum_over: SumOver) -> Tensor:
         part = batch.take(shares[rank])
         loss = algorithm.loss(x_T[shares[rank]], entropy_T[shares[rank]], part, sum_over, algorithm.kl_coef)
-        return (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted_T is None else loss.weighted_T.sum())
+        return (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted is None else loss.weighted)
 
     total = torch.stack(together(run, ranks=3)).sum()
     total.backward()
@@ -210,14 +210,14 @@ def test_positive_examples_are_counted_over_the_global_batch() -> None:
     _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
     correct_T = batch.mask_T & (batch.extra_T["reward"] > 0)
     assert 0 < mean_of(loss, "actor/positive_nll") == pytest.approx(-float(logp_T[correct_T].mean()))
-    assert float(loss.weighted_T.detach().sum()) == pytest.approx(0.1 * mean_of(loss, "actor/positive_nll"))
+    assert float(loss.weighted.detach()) == pytest.approx(0.1 * mean_of(loss, "actor/positive_nll"))
 
 
 def test_without_a_correct_response_there_is_nothing_to_imitate() -> None:
     batch, logp_T, entropy_T = ragged(10, [4, 8, 2])
     algorithm = ALGORITHMS["vapo"]
     _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch).without("positive_weight"), logp_T, entropy_T)
-    assert loss.weighted_T is None
+    assert loss.weighted is None
 
 
 @pytest.mark.gpu
