@@ -17,9 +17,9 @@ from megarl.observe.metrics import Sum
 from megarl.observe.run import Run
 from megarl.stages.checks import check_sft
 from megarl.workers.cluster import ray_session
-from megarl.workers.model_worker import Objective
+from megarl.workers.model_worker import ModelWorker, Objective
 from megarl.workers.plan import StepPlan, split_step
-from megarl.workers.team import Ranks, reserve_workers
+from megarl.workers.team import Ranks, reserve_workers, start_ranks
 
 
 def sft(config: SftConfig) -> None:
@@ -28,8 +28,8 @@ def sft(config: SftConfig) -> None:
     with Run(config) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             objective = Objective(Sft(), config.optimizer, config.sft.steps, temperature=1.0)
-            ranks = Ranks.create(config, objective, reserve_workers(config, ranks=config.layout.ranks))
-            ranks.build(config.cluster.start_timeout_s)
+            places = reserve_workers(config, ranks=config.layout.ranks)
+            ranks = Ranks(start_ranks(ModelWorker, config, config.layout, places, objective), config.cluster.phase_timeout_s)
         sampler = Sampler(len(clean), config.seed, shuffle=True)
         for step in range(1, config.sft.steps + 1):
             weak = step > config.sft.steps * (1 - config.data.corrupt_last)

@@ -6,8 +6,6 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
 from __future__ import annotations
 
 import collections
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +20,11 @@ from megarl.algorithms import Loss, PolicyAlgorithm
 from megarl.algorithms.ops import SumOver, sequence_kl
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch, concat, pack
-from megarl.config import CriticSettings, OptimizerSettings, RunSettings, SyncSettings
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Max, Mean, Metric, Std, merge
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.plan import StepPlan
+from megarl.workers.rank import Rank
 
 if TYPE_CHECKING:
     from megarl.workers.push import Pusher
@@ -52,43 +51,22 @@ class Objective:
     critic_updates: int = 0  # optimizer steps of the critic
 
 
-class ModelWorker:
+class ModelWorker(Rank):
     """The policy on one rank of the grid."""
 
-    def __init__(self, rank: int, config: RunSettings, objective: Objective) -> None:
-        self._rank, self._config, self._objective = rank, config, objective
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, objective: Objective) -> None:
+        super().__init__(rank, config, layout)
+        self._objective = objective
 
-    def listen(self) -> tuple[str, int]:
-        """On rank 0: opens the rendezvous of the ranks. Returns its address."""
-        from megarl.parallel.grid import listen_store
-
-        self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
-        self._store, port = listen_store(self._host, self._config.layout.ranks, self._config.cluster.start_timeout_s)
-        return self._host, port
-
-    def build(self, address: tuple[str, int]) -> None:
-        """Joins the grid, builds this rank's part of the model and fills it from the Hugging Face directory."""
-        from megarl.parallel import backend
-
-        # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        self._backend = backend.choose()  # before anything imports megatron
-        from megarl.parallel import grid
-        from megarl.workers.model import Model
-
+    def build_models(self) -> None:
+        """The policy, the reference and the critic, as far as the objective asks for them."""
         config, objective = self._config, self._objective
-        store = self._store if self._rank == 0 else grid.connect_store(*address, config.layout.ranks, config.cluster.start_timeout_s)
-        self._grid = grid.init_grid(config.layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
-        place = (config.model, config.layout, self._backend, self._grid)
-        self._policy = Model(config.model.path, *place, optimizer=objective.optimizer, updates=objective.updates)
-        self._reference = Model(config.model.path, *place) if objective.algorithm.needs_reference else None
+        self._policy = self._model(config.model.path, optimizer=objective.optimizer, updates=objective.updates)
+        self._reference = self._model(config.model.path) if objective.algorithm.needs_reference else None
         self._critic: Critic | None = None
         if objective.critic is not None:
-            path, optimizer = objective.critic.path or config.model.path, objective.critic.optimizer
-            model = Model(path, *place, head="value", optimizer=optimizer, updates=objective.critic_updates)
-            self._critic = Critic(model, self._grid)
+            path = objective.critic.path or config.model.path
+            self._critic = Critic(self._model(path, "value", objective.critic.optimizer, objective.critic_updates), self._grid)
         self._pusher: Pusher | None = None
         self._kl_coef = 0.0
 
@@ -185,11 +163,6 @@ class ModelWorker:
         if self._critic is not None:
             self._critic.save(directory.with_name(f"{directory.name}-critic"))
 
-    @property
-    def _reports(self) -> bool:
-        """True on the one rank of each tensor-parallel group of the last stage: it speaks for its tokens."""
-        return self._grid.is_last_stage and self._grid.tp_rank == 0
-
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
 
@@ -197,16 +170,6 @@ class ModelWorker:
         """The batches as the step's mini-batches, of the given lengths."""
         rest = iter(flat)
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
-
-    def _sum_over(self, value: Tensor) -> Tensor:
-        from megarl.parallel.collectives import summed
-
-        return summed(value, self._grid.groups.cp)
-
-    def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        from megarl.parallel.collectives import summed
-
-        return summed(value, self._grid.groups.dp)
 
     def _completed(self, batch: Batch) -> Batch:
         """The batch with the log-probs of its entries on all context-parallel ranks."""

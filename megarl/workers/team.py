@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.config import EvalConfig, RolloutSettings, RunSettings, SyncSettings, TrainConfig
+from megarl.config import EvalConfig, Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.rollout.engine import Sampling
 from megarl.workers.cluster import Group, reserve
 from megarl.workers.model_worker import ModelWorker, Objective
 from megarl.workers.plan import StepPlan
+from megarl.workers.rank import Rank
 from megarl.workers.rollout_worker import Response, RolloutWorker
 
 
@@ -26,21 +27,6 @@ class Ranks:
 
     group: Group
     timeout_s: float
-
-    @classmethod
-    def create(cls, config: RunSettings, objective: Objective, places: Sequence[Any]) -> Ranks:
-        """Starts the processes; `build` makes them a model."""
-        actor = ray.remote(ModelWorker)
-        actors = [
-            actor.options(num_cpus=1, num_gpus=int(config.cluster.gpus), scheduling_strategy=place).remote(rank, config, objective)
-            for rank, place in enumerate(places)
-        ]
-        return cls(Group("rank", actors), config.cluster.phase_timeout_s)
-
-    def build(self, timeout_s: float) -> None:
-        """Builds the model on every rank and loads its weights."""
-        [address] = Group("rank", self.group.actors[:1]).call("listen", timeout_s=timeout_s)
-        self.group.call("build", address, timeout_s=timeout_s)
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
         """Hands the step to the ranks; they compute log-probs of the policy it starts from, and the reference's."""
@@ -118,6 +104,19 @@ def _one_update(metrics: dict[str, Metric]) -> dict[str, Metric]:
     return {**metrics, "actor/pg_loss": Mean(loss.total, 1.0)}
 
 
+def start_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+    """A process of class `worker` at each place, with the models built; `arguments` go to the class after (rank, config, layout)."""
+    actor, gpus = ray.remote(worker), int(config.cluster.gpus)
+    actors = [
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
+        for rank, place in enumerate(places)
+    ]
+    group, timeout_s = Group("rank", actors), config.cluster.start_timeout_s
+    [address] = Group("rank", actors[:1]).call("listen", timeout_s=timeout_s)
+    group.call("build", address, timeout_s=timeout_s)
+    return group
+
+
 def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
     """A place for each model rank, then one for each engine."""
 
@@ -137,10 +136,9 @@ def start(config: TrainConfig) -> tuple[Ranks, Engines]:
     updates, critic = config.train.steps * config.train.mini_batches, config.critic
     critic_updates = 0 if critic is None else critic.epochs * (updates + critic.pretrain_steps * config.train.mini_batches)
     objective = Objective(config.algorithm, config.optimizer, updates, config.rollout.temperature, critic, critic_updates)
-    ranks = Ranks.create(config, objective, places[: config.layout.ranks])
-    ranks.build(settings.start_timeout_s)
+    group = start_ranks(ModelWorker, config, config.layout, places[: config.layout.ranks], objective)
     engines.group.wait(opening, "start", settings.start_timeout_s)
-    return ranks, engines
+    return Ranks(group, settings.phase_timeout_s), engines
 
 
 def start_engines(config: EvalConfig) -> Engines:
