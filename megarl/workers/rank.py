@@ -1,0 +1,78 @@
+"""One model rank as a Ray actor: what every kind of them begins with, the rendezvous and the grid."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import ray
+import torch
+from torch import Tensor
+
+from megarl.config import Layout, OptimizerSettings, RunSettings
+
+if TYPE_CHECKING:
+    from megarl.workers.model import Model
+
+
+class Rank:
+    """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
+
+    def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
+        self._rank, self._config, self._layout = rank, config, layout
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: opens the rendezvous of the ranks. Returns its address."""
+        from megarl.parallel.grid import listen_store
+
+        self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
+        self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
+        return self._host, port
+
+    def build(self, address: tuple[str, int]) -> None:
+        """Joins the grid, then builds what this kind of rank holds."""
+        from megarl.parallel import backend
+
+        # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        self._backend = backend.choose()  # before anything imports megatron
+        from megarl.parallel import grid
+
+        config = self._config
+        store = self._store if self._rank == 0 else grid.connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
+        self._grid = grid.init_grid(self._layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
+        self.build_models()
+
+    def build_models(self) -> None:
+        """What `build` makes on the grid."""
+        raise NotImplementedError
+
+    def _model(
+        self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0
+    ) -> Model:
+        """This rank's part of a model: trained for `updates` steps with `optimizer`, else frozen."""
+        from megarl.workers.model import Model
+
+        place = (self._config.model, self._layout, self._backend, self._grid)
+        return Model(path, *place, head=head, optimizer=optimizer, updates=updates)
+
+    @property
+    def _reports(self) -> bool:
+        """True on the one rank of each tensor-parallel group of the last stage: it speaks for its tokens."""
+        return self._grid.is_last_stage and self._grid.tp_rank == 0
+
+    def _sum_over(self, value: Tensor) -> Tensor:
+        """The sum over the context-parallel ranks, which share the sequences of a micro-batch."""
+        from megarl.parallel.collectives import summed
+
+        return summed(value, self._grid.groups.cp)
+
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        """The sum over the data-parallel ranks, which share the step."""
+        from megarl.parallel.collectives import summed
+
+        return summed(value, self._grid.groups.dp)
