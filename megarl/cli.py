@@ -28,6 +28,9 @@ class Verb:
 VERBS = {
     "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
     "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.checks:check_sft", "megarl.stages.sft:sft"),
+    "value": Verb(
+        "value pretraining", "megarl.config:TrainConfig", "megarl.stages.checks:check_value", "megarl.stages.pretraining:pretrain_value"
+    ),
     "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
 }
 

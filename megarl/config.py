@@ -93,6 +93,18 @@ class CriticSettings(Section):
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01  # ended early: 10 steps have lowered the value loss by less than this share
 
 
+class Placement(Section):
+    """Which models have ranks of their own, laid out as said; the others share the policy's (`layout`).
+
+    Policy and critic are trained at the same time where they share no ranks.
+    """
+
+    critic: Layout | None = None
+    reference: Layout | None = None
+    reward: Layout | None = None  # the reward model
+    offload: bool = False  # models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)
+
+
 class ReasoningGymSource(Section):
     """Procedural prompts of reasoning-gym: `items` entries of `dataset` drawn with `seed`."""
 
@@ -145,7 +157,15 @@ class FunctionReward(Section):
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 
 
-RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+class ModelReward(Section):
+    """A reward model on Megatron ranks (`megarl rm` trains one): its score of the response's last token."""
+
+    type: Literal["reward_model"] = "reward_model"
+    path: Path  # a Hugging Face directory in the layout of sequence classification, with the policy's tokenizer
+
+
+TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | ModelReward, Field(discriminator="type")]
 
 
 class OverlongSettings(Section):
@@ -157,8 +177,10 @@ class OverlongSettings(Section):
 
 class RewardSettings(Section):
     source: RewardSource
+    eval: TextReward | None = None  # what evaluations count instead of `source`: pass rates, where a reward model trains
     overlong: OverlongSettings | None = None
-    require_finished: bool = True  # a response cut by the length limit scores 0
+    require_finished: bool = True  # a response cut by the length limit scores `unfinished`
+    unfinished: float = 0.0
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0
     workers: Positive = 1  # scoring processes
 
@@ -246,6 +268,7 @@ class TrainConfig(RunSettings):
     optimizer: OptimizerSettings = OptimizerSettings()
     algorithm: Algorithm
     critic: CriticSettings | None = None  # with algorithms that need one
+    placement: Placement = Placement()
     data: DataSettings
     reward: RewardSettings
     rollout: RolloutSettings = RolloutSettings()
@@ -269,6 +292,7 @@ class TrainConfig(RunSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
+        self._check_placement(sequences // self.train.mini_batches)
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
@@ -285,6 +309,22 @@ class TrainConfig(RunSettings):
                 f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
             )
         return self
+
+    def _check_placement(self, sequences: int) -> None:
+        """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
+        there = {
+            "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
+            "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
+            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is no reward model"),
+        }
+        for role, (present, why) in there.items():
+            layout: Layout | None = getattr(self.placement, role)
+            if layout is not None and not present:
+                raise ValueError(f"placement.{role}: {why}; leave this out")
+            if layout is not None and sequences < layout.dp:
+                raise ValueError(
+                    f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
+                )
 
 
 class SftData(Section):

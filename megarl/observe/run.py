@@ -22,7 +22,7 @@ from megarl.observe.writers import open_writers
 from megarl.rewards.score import Score
 
 # What a run writes.
-KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "model-critic", "eval.json")
+KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "critic", "eval.json")
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 

@@ -13,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from megarl.config import OptimizerSettings
 from megarl.parallel.backend import choose
@@ -48,6 +49,17 @@ class Trainable:
         self.optimizer = optimizer
         self.steps = 0  # optimizer steps taken
         self._settings, self._total = settings, total_steps
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient buffers; `zero_grad` empties them before they are read."""
+        return [buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def state(self) -> list[Tensor]:
+        """What the optimizer holds on the device: the float32 copies of the weights, and the moments."""
+        parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
+        copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
+        moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
+        return [*copies, *moments]
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers. Call it before each `schedule.run` that trains."""

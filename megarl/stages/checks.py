@@ -16,6 +16,7 @@ from megarl.config import (
     DataSettings,
     EvalConfig,
     EvalData,
+    ModelReward,
     PromptSource,
     RolloutSettings,
     RunSettings,
@@ -24,7 +25,7 @@ from megarl.config import (
 )
 from megarl.data.demonstrations import Demonstration, demonstrations
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.megatron_fields import check_fields
 from megarl.observe import writers
@@ -81,6 +82,16 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
         )
 
 
+def check_reward_model(config: TrainConfig, path: Path) -> None:
+    """ConfigError where the reward model is not whole, cannot be laid out, or reads other tokens than the policy writes."""
+    hf = check_checkpoint(path, head="value", key="reward.source.path")
+    check_layout(hf, config.placement.reward or config.layout)
+    check_same_tokenizer(config.model.path, "model.path", path, "reward.source.path")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > int(hf["max_position_embeddings"]):
+        raise ConfigError(f"reward.source.path: {path} takes {hf['max_position_embeddings']} tokens, and a response may have {longest}")
+
+
 def check_train(config: TrainConfig) -> Data:
     """All checks of `megarl train`."""
     hf = check_model(config)
@@ -90,8 +101,15 @@ def check_train(config: TrainConfig) -> Data:
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
-    if config.critic is not None and config.critic.path is not None:
-        check_checkpoint(config.critic.path, head="value", key="critic.path")
+    if config.critic is not None:
+        path = config.critic.path
+        check_layout(
+            hf if path is None else check_checkpoint(path, head="value", key="critic.path"), config.placement.critic or config.layout
+        )
+    if config.placement.reference is not None:
+        check_layout(hf, config.placement.reference)
+    if isinstance(config.reward.source, ModelReward):
+        check_reward_model(config, config.reward.source.path)
     check_reward(config.reward)
     data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
@@ -99,6 +117,18 @@ def check_train(config: TrainConfig) -> Data:
     )
     if len(data.train) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.train holds {len(data.train)} prompts")
+    return data
+
+
+def check_value(config: TrainConfig) -> Data:
+    """All checks of `megarl value`."""
+    if config.critic is None or config.critic.pretrain_steps == 0:
+        raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
+    data = check_train(config)
+    if len(data.eval) < config.train.prompts_per_step:
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, which is measured on, holds {len(data.eval)}"
+        )
     return data
 
 
@@ -121,6 +151,8 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
     hf = check_model(config)
     check_length(hf, config.rollout)
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
+        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
     return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
 from megarl.observe.run import Run
-from megarl.rewards.score import Request, Score, Scorer
+from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
+from megarl.stages.judge import Judge
+from megarl.workers.engines import Engines, call_seed
 from megarl.workers.rollout_worker import Response
-from megarl.workers.team import Engines, call_seed
 
 Draw = Callable[[int], list[Prompt]]
 
@@ -42,7 +43,7 @@ class _Group:
         return len({score.parts.get("task", score.value) for score in self.scores}) > 1
 
 
-def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, scorer: Scorer, run: Run) -> Collected:
+def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, judge: Judge, run: Run) -> Collected:
     """Responses to `train.prompts_per_step` prompts.
 
     With `train.dynamic_sampling_rounds` (DAPO) groups whose rewards are all equal are dropped and more prompts drawn until the step is
@@ -52,7 +53,7 @@ def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, scorer
     kept: list[_Group] = []
     spare: list[_Group] = []
     for number in range(rounds or 1):
-        for group in _round(config, step, number, draw(wanted), engines, scorer, run):
+        for group in _round(config, step, number, draw(wanted), engines, judge, run):
             (kept if rounds is None or group.informative else spare).append(group)
         if len(kept) >= wanted:
             break
@@ -71,20 +72,16 @@ def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, scorer
     )
 
 
-def _round(config: TrainConfig, step: int, number: int, prompts: list[Prompt], engines: Engines, scorer: Scorer, run: Run) -> list[_Group]:
+def _round(config: TrainConfig, step: int, number: int, prompts: list[Prompt], engines: Engines, judge: Judge, run: Run) -> list[_Group]:
     rollout = config.rollout
     sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(config.seed, step, number))
     with run.phase("rollout"):
         responses = engines.generate(prompts, sampling)
         greedy = engines.generate(prompts, replace(sampling, n=1, temperature=0.0)) if config.algorithm.needs_greedy else []
     with run.phase("reward"):
-        scores = [
-            shaped(config, response, score) for response, score in zip(responses, scorer.score(requests(prompts, responses)), strict=True)
-        ]
+        scores = [shaped(config, response, score) for response, score in zip(responses, judge.scores(prompts, responses), strict=True)]
         run.failures(scores)
-        baselines = [
-            shaped(config, response, score).value for response, score in zip(greedy, scorer.score(requests(prompts, greedy)), strict=True)
-        ]
+        baselines = [shaped(config, response, score).value for response, score in zip(greedy, judge.scores(prompts, greedy), strict=True)]
     groups: list[_Group] = [_Group([], [], baselines[index] if baselines else None) for index in range(len(prompts))]
     for response, score in zip(responses, scores, strict=True):
         groups[response.prompt].responses.append(response)
@@ -99,12 +96,3 @@ def shaped(config: TrainConfig, response: Response, score: Score) -> Score:
         return score
     punishment = overlong.scale * overlong_punishment(response.length, config.rollout.max_response_tokens, overlong.buffer_tokens)
     return replace(score, value=score.value + punishment, parts={**score.parts, "task": score.value, "overlong": punishment})
-
-
-def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
-    """What the scorer needs of each response."""
-    return [
-        Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
-        for response in responses
-        for prompt in [prompts[response.prompt]]
-    ]

@@ -10,26 +10,23 @@ from megarl.observe.metrics import Metric, merge
 from megarl.observe.run import Run
 from megarl.observe.signs import reward_failures
 from megarl.observe.summary import write_json
-from megarl.rewards.score import Scorer
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
-from megarl.stages.collect import requests
+from megarl.stages.judge import Judge, open_scorers
 from megarl.workers.cluster import ray_session
-from megarl.workers.team import Engines, call_seed, start_engines
+from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
 
-def evaluate(
-    name: str, prompts: Sequence[Prompt], engines: Engines, scorer: Scorer, run: Run, seed: int, step: int = 0
-) -> dict[str, float]:
+def evaluate(name: str, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, seed: int, step: int = 0) -> dict[str, float]:
     """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
     rates, failures = dict[str, float](), dict[str, Metric]()
     with run.phase("eval"):
         for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
             sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
             responses = engines.generate(prompts, sampling)
-            scores = scorer.score(requests(prompts, responses))
+            scores = judge.scores(prompts, responses)
             rates[kind] = sum(score.value for score in scores) / len(scores)
             failures = merge([failures, reward_failures(scores)])
             run.failures(scores)
@@ -40,8 +37,8 @@ def evaluate(
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
     prompts = check_eval(config)
-    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), Scorer(config.reward) as scorer:
+    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
-        rates = evaluate("eval", prompts, engines, scorer, run, config.seed)
+        rates = evaluate("eval", prompts, engines, scorers.judges()[1], run, config.seed)
         write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(prompts), **rates})

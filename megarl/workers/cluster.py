@@ -126,11 +126,11 @@ class Group:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def wait(self, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
-        """The results in rank order.
+        """The results in the order of the references, which are those of one or several calls on all actors.
 
         Raises what the first failing actor raised, WorkerDied if one is gone, WorkerLate after `timeout_s`, each naming the actor.
         """
-        names = {reference: f"{self.kind} {rank}" for rank, reference in enumerate(references)}
+        names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
         while pending:
             ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))

@@ -17,6 +17,7 @@ from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
 from megarl.parallel.grid import Grid
+from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.sync.export import export, save_hf
 
@@ -40,13 +41,13 @@ class Model:
         updates: int = 0,
     ) -> None:
         """Builds and loads the model; with `optimizer` it is trained for `updates` steps, else frozen. Collective."""
-        self._path, self._grid = path, grid
+        self._path, self._grid, self._parking = path, grid, Parking(backend)
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)
-        chunks: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
-        load_hf(chunks, path, self.hf, grid)
-        self._trainable: Trainable | None = make_trainable(chunks, optimizer, updates) if optimizer is not None else None
-        self.chunks = self._trainable.chunks if self._trainable is not None else chunks
+        self._modules: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
+        load_hf(self._modules, path, self.hf, grid)
+        self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
+        self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
 
     def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
         """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere."""
@@ -78,6 +79,18 @@ class Model:
         if info.skipped:
             raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
         return results, info
+
+    def park(self) -> None:
+        """Moves weights and optimizer off the device. Before its next use the model must `wake`."""
+        if self._trainable is not None:
+            self._parking.park(self._trainable.gradients(), keep=False)
+            self._parking.park(self._trainable.state())
+        for module in self._modules:
+            self._parking.park([*module.parameters(), *module.buffers()])
+
+    def wake(self) -> None:
+        """Back on the device, where it was parked."""
+        self._parking.wake()
 
     def stream(self) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end."""

@@ -18,6 +18,7 @@ from megarl.config import TrainConfig
 
 if TYPE_CHECKING:
     from megarl.stages.collect import Collected
+    from megarl.workers.rollout_worker import Response
 
 Split = list[list[list[list[int]]]]
 """[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""
@@ -43,13 +44,25 @@ class StepPlan:
         return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
 
 
+@dataclass(frozen=True)
+class ScoringPlan:
+    """Responses to be read by a reward model."""
+
+    payloads: Sequence[Any]
+    place_N: Sequence[tuple[int, int]]
+    split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
+
+
 def members(mini_batch: list[list[list[int]]]) -> list[int]:
     """Every response of a mini-batch, in order."""
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
-def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
-    """Which responses are trained on, the split, and the loss weights of each global mini-batch."""
+def plan_step(config: TrainConfig, collected: Collected, dp: int) -> StepPlan:
+    """Which responses are trained on, the split over `dp` data-parallel ranks, and the loss weights of each global mini-batch.
+
+    The mini-batches hold the same responses for any `dp`.
+    """
     responses, algorithm = collected.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in collected.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
@@ -58,7 +71,7 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
         keep_N &= torch.tensor([response.finished for response in responses])
     count_N = torch.tensor([response.length for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
-    split = split_step(length_N, config.train.mini_batches, config.layout.dp, config.train.micro_batch_tokens)
+    split = split_step(length_N, config.train.mini_batches, dp, config.train.micro_batch_tokens)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
@@ -70,11 +83,10 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
                 positive_N[chosen] = positive
             if value_N is not None:
                 value_N[chosen] = value_weights(count_N[chosen])
-    payloads = list(dict.fromkeys(response.payload for response in responses))
-    place = {payload: index for index, payload in enumerate(payloads)}
+    payloads, place_N = _places(responses)
     return StepPlan(
         payloads=payloads,
-        place_N=[(place[response.payload], response.index) for response in responses],
+        place_N=place_N,
         split=split,
         reward_N=reward_N.float().numpy(),
         group_N=group_N.numpy(),
@@ -83,6 +95,21 @@ def plan_step(config: TrainConfig, collected: Collected) -> StepPlan:
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
     )
+
+
+def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:
+    """The responses over `dp` ranks and micro-batches of at most `capacity` tokens. ValueError where one does not fit."""
+    dealt = [*responses, *[responses[-1]] * (dp - len(responses))]  # no rank may be without one: the last is then read several times
+    payloads, place_N = _places(dealt)
+    [split] = split_step([response.prompt_length + response.length for response in dealt], 1, dp, capacity)
+    return ScoringPlan(payloads, place_N, split)
+
+
+def _places(responses: Sequence[Response]) -> tuple[list[Any], list[tuple[int, int]]]:
+    """The payloads, each once, and where each response lies in them."""
+    payloads = list(dict.fromkeys(response.payload for response in responses))
+    number = {payload: index for index, payload in enumerate(payloads)}
+    return payloads, [(number[response.payload], response.index) for response in responses]
 
 
 def response_advantages(

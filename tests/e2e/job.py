@@ -101,10 +101,14 @@ class Job:
         path = self.runs / "job" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
-    def steps(self) -> list[dict[str, Any]]:
-        """The metrics of the RL steps, without those that measure the clock."""
-        rows = [row for row in self.rows() if "actor/grad_norm" in row]
+    def updates(self) -> list[dict[str, Any]]:
+        """The metrics of the steps of policy or critic, without those that measure the clock."""
+        rows = [row for row in self.rows() if "actor/grad_norm" in row or "critic/grad_norm" in row]
         return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Of these, the steps of the policy."""
+        return [row for row in self.updates() if "actor/grad_norm" in row]
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s

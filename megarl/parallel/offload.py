@@ -1,0 +1,64 @@
+"""Models that wait for their turn leave the device, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.backend import Backend
+
+
+class Parking:
+    """Storages out of the device's memory and back: in pinned host memory on CUDA, in an unnamed file of TMPDIR on the CPU.
+
+    Whole storages are moved, not tensors, so that every view into Megatron's buffers stays what it was.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._places: dict[int, Tensor] = {}  # where a storage went before: pinned memory is slow to get
+
+    def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
+        """Moves the storages of the tensors out. keep=False drops their contents: they come back with any values."""
+        for storage in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values():
+            size = storage.nbytes()
+            if size:  # else it is out already
+                self._away.append((storage, size, self._copy(storage) if keep else None))
+                storage.resize_(0)
+        self._backend.empty_cache()
+
+    def wake(self) -> None:
+        """Brings everything back."""
+        for storage, size, place in self._away:
+            storage.resize_(size)
+            if place is not None:
+                _bytes(storage).copy_(place)
+        self._away.clear()
+        self._backend.synchronize()
+
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        place = self._places.get(storage._cdata)
+        if place is None or len(place) != storage.nbytes():
+            place = self._places[storage._cdata] = self._room(storage.nbytes())
+        return place.copy_(_bytes(storage))
+
+    def _room(self, size: int) -> Tensor:
+        if self._backend.name == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Memory of the CPU is its device's memory: what waits lies in a file, whose pages the kernel may drop.
+        handle, path = tempfile.mkstemp()
+        try:
+            os.truncate(handle, size)
+            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        finally:
+            os.close(handle)
+            os.unlink(path)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

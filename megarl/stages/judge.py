@@ -1,0 +1,66 @@
+"""Who scores the responses of a run: a verifier of their texts in processes of its own, or the reward model on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from megarl.config import ModelReward, RewardSettings
+from megarl.data.prompts import Prompt
+from megarl.rewards.score import Request, Score, Scorer
+from megarl.workers.rollout_worker import Response
+from megarl.workers.team import Team
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Scores of responses."""
+
+    settings: RewardSettings
+    scorer: Scorer | None  # None: the reward model's word counts
+    team: Team | None = None
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
+        """One score a response, in their order; `response.prompt` counts the prompts."""
+        if self.scorer is not None:
+            return self.scorer.score(requests(prompts, responses))
+        assert self.team is not None
+        values = self.team.rewards(responses) if responses else []
+        cut = self.settings.unfinished
+        return [
+            Score(value if response.finished or not self.settings.require_finished else cut, {"model": value})
+            for response, value in zip(responses, values, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """The scoring processes of a run; they start before the models, and import their verifiers meanwhile."""
+
+    settings: RewardSettings
+    train: Scorer | None
+    eval: Scorer | None
+
+    def judges(self, team: Team | None = None) -> tuple[Judge, Judge]:
+        """Who judges in training, and who in evaluations."""
+        return Judge(self.settings, self.train, team), Judge(self.settings, self.eval, team)
+
+
+@contextmanager
+def open_scorers(settings: RewardSettings) -> Iterator[Scorers]:
+    """The processes that `reward` asks for, for training and for evaluations."""
+    with ExitStack() as stack:
+        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(Scorer(settings))
+        apart = settings.eval is not None and settings.eval != settings.source
+        held_out = stack.enter_context(Scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
+        yield Scorers(settings, train, held_out)
+
+
+def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
+    """What a verifier needs of each response."""
+    return [
+        Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
+        for response in responses
+        for prompt in [prompts[response.prompt]]
+    ]

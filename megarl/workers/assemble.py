@@ -1,0 +1,101 @@
+"""From a step's plan to the batches of one rank, and what they say about the engine's log-probs.
+
+Axes: T predicted tokens, N responses of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch, Sample, pack
+from megarl.observe.metrics import Max, Mean, Metric, Std
+from megarl.workers.plan import StepPlan
+
+Columns = list[tuple[list[int], Any]]
+"""What one group of ranks computed for another: for each micro-batch its responses, and a reference to a dictionary of columns for each."""
+
+
+def fetch(payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], members: Sequence[int]) -> list[Sample]:
+    """The given responses; each payload they lie in is fetched once."""
+    needed = sorted({place_N[n][0] for n in members})
+    samples = dict(zip(needed, ray.get([payloads[payload] for payload in needed]), strict=True))
+    return [samples[place_N[n][0]][place_N[n][1]] for n in members]
+
+
+def assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
+    """The given responses of the plan as one batch with their rewards and weights; those that are not kept have no loss token."""
+    batch = pack(fetch(plan.payloads, plan.place_N, members))
+    keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
+    batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
+    batch = spread(batch, members, reward=plan.reward_N)
+    given = {"weight": plan.weight_N, "positive_weight": plan.positive_weight_N, "value_weight": plan.value_weight_N}
+    weights = {name: weight_N for name, weight_N in given.items() if weight_N is not None}
+    weighted = spread(batch, members, **weights)
+    return batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
+
+
+def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:
+    """The batch with each of the plan's per-response values at the entries of its responses."""
+    return batch.with_extra(**{name: batch.spread(torch.tensor(value[list(members)])) for name, value in values_N.items()})
+
+
+def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: Sequence[str]) -> Columns:
+    """The named columns of whole micro-batches, response by response, in the object store."""
+    stored: Columns = []
+    for chosen, batch in zip(members, batches, strict=True):
+        ends = np.cumsum(batch.length_N.numpy())[:-1]
+        parts = {name: np.split(batch.extra_T[name].numpy(), ends) for name in names}
+        stored.append((list(chosen), ray.put([{name: part[index] for name, part in parts.items()} for index in range(len(chosen))])))
+    return stored
+
+
+def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], given: Columns, names: Sequence[str]) -> list[Batch]:
+    """The batches with the columns of another group, which has split the same responses in its own way. Fetches what holds one of these."""
+    mine = {n for chosen in members for n in chosen}
+    needed = [(chosen, stored) for chosen, stored in given if mine.intersection(chosen)]
+    fetched = ray.get([stored for _, stored in needed])
+    found = {n: values for (chosen, _), part in zip(needed, fetched, strict=True) for n, values in zip(chosen, part, strict=True)}
+    nothing = np.empty(0, np.float32)
+    return [
+        batch.with_extra(**{name: torch.from_numpy(np.concatenate([nothing, *(found[n][name] for n in chosen)])) for name in names})
+        for chosen, batch in zip(members, batches, strict=True)
+    ]
+
+
+def known(batch: Batch) -> Batch:
+    """The batch with the loss tokens alone whose log-probs this rank computed."""
+    return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
+
+
+def mismatch(batch: Batch) -> dict[str, Metric]:
+    """How far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
+
+    rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2.
+    """
+    here_T = known(batch).mask_T
+    old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
+    if not len(old):
+        return {}
+    tokens, d, gap = float(len(old)), old - rollout, (old.exp() - rollout.exp()).abs()
+
+    def mean(value: Tensor) -> Metric:
+        return Mean(float(value.sum()), tokens)
+
+    return {
+        "training/rollout_probs_diff_mean": mean(gap),
+        "training/rollout_probs_diff_max": Max(float(gap.max())),
+        "training/rollout_probs_diff_std": Std(float(gap.sum()), float(gap.square().sum()), tokens),
+        "training/logprob_gap_mean": mean(d.abs()),
+        "training/logprob_gap_max": Max(float(d.abs().max())),
+        "rollout_corr/kl": mean(-d),
+        "rollout_corr/k3_kl": mean(torch.expm1(d) - d),
+        "rollout_corr/ratio_gt_2": mean((d.abs() > 0.6931471805599453).double()),
+        "rollout_corr/rollout_is_mean": mean(d.exp()),
+    }

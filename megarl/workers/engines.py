@@ -1,0 +1,60 @@
+"""The rollout engines of a run, as the driver sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl.config import EvalConfig, RolloutSettings, RunSettings
+from megarl.data.prompts import Prompt
+from megarl.rollout.engine import Sampling
+from megarl.workers.cluster import Group
+from megarl.workers.ranks import reserve_workers
+from megarl.workers.rollout_worker import Response, RolloutWorker
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The rollout engines."""
+
+    group: Group
+    settings: RolloutSettings
+
+    @classmethod
+    def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
+        """Starts the processes; `open` gives them weights."""
+        actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
+        actors = [
+            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}")
+            for index, place in enumerate(places)
+        ]
+        return cls(Group("engine", actors), settings)
+
+    def open(self, model: Path, config: RunSettings) -> list[Any]:
+        """Starts every engine with the weights of `model`; returns at once, with what to wait for."""
+        return self.group.start("open", model, config.model.dtype, self.settings, config.seed, config.cluster.gpus)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+        """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
+        numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
+        replicas = len(self.group.actors)
+        busy = [(actor, numbered[index::replicas]) for index, actor in enumerate(self.group.actors) if index < len(numbered)]
+        references = [actor.respond.remote(share, sampling) for actor, share in busy]
+        answers = self.group.wait(references, "generate", self.settings.timeout_s)
+        return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
+
+
+def start_engines(config: EvalConfig) -> Engines:
+    """Engines alone, ready."""
+    engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
+    engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+    return engines
+
+
+def call_seed(run_seed: int, step: int, round_: int = 0) -> int:
+    """The seed of one generate call: a function of the run's seed, the step and the sampling round alone."""
+    return (run_seed * 1_000_000 + step) * 1_000 + round_

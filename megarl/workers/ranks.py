@@ -1,0 +1,116 @@
+"""Model ranks as the driver sees them: places, processes, one group of the RL loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
+from megarl.observe.metrics import Mean, Metric, Sum, merge
+from megarl.workers.assemble import Columns
+from megarl.workers.cluster import Group, reserve
+from megarl.workers.model_worker import Role
+from megarl.workers.plan import ScoringPlan, StepPlan
+from megarl.workers.rank import Rank
+
+Running = list[Any]
+"""Calls that have been started, to be waited for."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One group of model ranks and the models that they hold together. Every call goes to all of them at once."""
+
+    group: Group
+    roles: tuple[Role, ...]
+    layout: Layout
+    timeout_s: float
+
+    def score(self, plan: StepPlan) -> Running:
+        """Hands the step to the ranks; they compute what their models say of its tokens."""
+        return self.group.start("score", plan)
+
+    def rewards(self, plan: ScoringPlan) -> dict[int, float]:
+        """The reward model's score of each response of the plan."""
+        found: dict[int, float] = {}
+        for part in self.group.call("rewards", plan, timeout_s=self.timeout_s):
+            found |= part
+        return found
+
+    def columns(self, *names: str) -> Columns:
+        """Per-token numbers of the scored plan, as references."""
+        return [column for part in self.group.call("columns", names, timeout_s=self.timeout_s) for column in part]
+
+    def take(self, given: Columns, *names: str) -> None:
+        """Adds columns of another group to the scored plan."""
+        self.group.call("take", given, names, timeout_s=self.timeout_s)
+
+    def sequence_kl(self, responses: int) -> np.ndarray:
+        """sum_t (old_t - ref_t) of each response of the scored plan, float64 [N]; 0 without a reference."""
+        kl_N = np.zeros(responses)
+        for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
+            for n, value in part.items():
+                kl_N[n] += value
+        return kl_N
+
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> dict[str, Metric]:
+        """Gives every token of the scored plan its advantage, from one number a response; what a critic explained of the returns."""
+        return merge(self.group.call("advantages", advantage_N, kl_coef, timeout_s=self.timeout_s))
+
+    def update(self, mini_batch: int) -> Running:
+        """One optimizer step of the policy on a mini-batch of the scored plan."""
+        return self.group.start("update", mini_batch)
+
+    def update_critic(self, mini_batch: int) -> Running:
+        """One optimizer step of the critic on a mini-batch of the scored plan."""
+        return self.group.start("update_critic", mini_batch)
+
+    def merged(self, running: Running, doing: str) -> dict[str, Metric]:
+        """The metrics of calls that were started. A loss is a sum over one call's mini-batch; of several, the mean is shown."""
+        metrics, calls = merge(self.group.wait(running, doing, self.timeout_s)), len(running) / len(self.group.actors)
+        return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
+
+    def sync(self, engines: Group, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+        """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
+        return merge(self.group.call("sync", engines.actors, workers_per_engine, version, settings, timeout_s=settings.timeout_s))
+
+    def save(self, role: Role, directory: Path) -> None:
+        """Writes a model as a Hugging Face directory."""
+        self.group.call("save", role, directory, timeout_s=self.timeout_s)
+
+
+def launch_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> tuple[Group, Running]:
+    """A process of class `worker` at each place, and the building of its models under way.
+
+    `arguments` go to the class after (rank, config, layout).
+    """
+    actor, gpus = ray.remote(worker), int(config.cluster.gpus)
+    actors = [
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
+        for rank, place in enumerate(places)
+    ]
+    [address] = Group("rank", actors[:1]).call("listen", timeout_s=config.cluster.start_timeout_s)
+    group = Group("rank", actors)
+    return group, group.start("build", address)
+
+
+def start_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+    """`launch_ranks`, ready."""
+    group, building = launch_ranks(worker, config, layout, places, *arguments)
+    group.wait(building, "start", config.cluster.start_timeout_s)
+    return group
+
+
+def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
+    """A place for each model rank, then one for each engine."""
+
+    def bundle(gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, "GPU": float(gpus)} if config.cluster.gpus else {"CPU": 1.0}
+
+    bundles = [bundle(1)] * ranks + ([bundle(engines.tp)] * engines.replicas if engines is not None else [])
+    return reserve(bundles, config.cluster.start_timeout_s)

@@ -1,0 +1,66 @@
+"""The reward model on a rank: one score a response.
+
+Axes: R rows of local values, N responses.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megarl.batch import Batch, pack_scored
+from megarl.config import Layout, RunSettings
+from megarl.workers.assemble import fetch
+from megarl.workers.plan import ScoringPlan
+from megarl.workers.rank import Rank
+
+if TYPE_CHECKING:
+    from megarl.parallel.grid import Grid
+    from megarl.workers.model import Model
+
+
+class RewardModel:
+    """A frozen value model that is read at the last token of a response."""
+
+    def __init__(self, model: Model, grid: Grid) -> None:
+        self._model, self._grid = model, grid
+
+    def scores(self, plan: ScoringPlan) -> dict[int, float]:
+        """The scores that this rank reports: of its data-parallel share, each from the rank that holds the last token.
+
+        FloatingPointError where one is not finite.
+        """
+        members = plan.split[self._grid.dp_rank]
+        batches = [pack_scored(fetch(plan.payloads, plan.place_N, chosen)) for chosen in members]
+        found: dict[int, float] = {}
+        for chosen, batch in zip(members, self._model.fill(batches, "score", _values), strict=True):
+            here_T = batch.mask_T & ~batch.extra_T["score"].isnan()
+            found |= {
+                chosen[n]: score for n, score in zip(batch.seq_T[here_T].tolist(), batch.extra_T["score"][here_T].tolist(), strict=True)
+            }
+        if not all(map(math.isfinite, found.values())):
+            raise FloatingPointError("reward: the reward model gave a score that is not finite")
+        return found if self._grid.is_last_stage and self._grid.tp_rank == 0 else {}
+
+
+class RewardWorker(Rank):
+    """One rank of a group that holds a reward model alone, without a training run around it."""
+
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, path: Path) -> None:
+        super().__init__(rank, config, layout)
+        self._path = path
+
+    def build_models(self) -> None:
+        """The reward model."""
+        self._reward = RewardModel(self._model(self._path, "value"), self._grid)
+
+    def rewards(self, plan: ScoringPlan) -> dict[int, float]:
+        """The scores that this rank reports."""
+        return self._reward.scores(plan)
+
+
+def _values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+    return value_R1[row_T, 0].float()
