@@ -24,6 +24,7 @@ from megarl.observe.console import Console
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
+from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
 
@@ -213,7 +214,7 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
         *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "rl_steps", "wall_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
     ]
     assert result["pass_rate_base"] is None
     assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
@@ -283,3 +284,28 @@ def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
 def test_supervised_training_may_lower_the_entropy() -> None:
     alarms = Alarms()
     assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]
+def test_an_alarm_is_in_the_metrics_on_the_screen_and_in_the_summary(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run(config) as run:
+        for step in (1, 2):
+            run.log(step, {"reward/mean": Mean(1.0, 4.0), "actor/entropy": Mean(1.0 if step == 1 else 0.001, 1.0)})
+    assert [row.get("events/entropy_collapse") for row in read_json_lines(run.directory / "metrics.jsonl")] == [None, 1.0]
+    message = "step 2: entropy collapse: actor/entropy is 0.001, and was 1 at first"
+    assert json.loads((run.directory / "summary.json").read_text())["alarms"] == {"entropy_collapse": message}
+    screen = capsys.readouterr()
+    assert f"warning: {message}" in screen.err and "alarm entropy_collapse" in screen.out
+
+
+def test_the_picture_shows_the_critic_by_position(tmp_path: Path) -> None:
+    rows = [{"reward/mean": 0.5, "perf/time_per_step": 1.0, "timing_s/update": 1.0} for _ in range(2)]
+    profile = {f"critic_by_position/{name}_from_{start}": 0.5 for name in ("value", "return", "advantage") for start in (1, 2, 4, 16)}
+    heights = []
+    for step, more in enumerate(({}, {**profile, "critic/position_bias": 0.2})):
+        writer = JsonLines(tmp_path / f"{step}.jsonl")
+        for number, row in enumerate(rows):
+            writer.write(number + 1, row | more)
+        writer.close()
+        draw(tmp_path / f"{step}.jsonl", tmp_path / f"{step}.png")
+        heights.append(int.from_bytes((tmp_path / f"{step}.png").read_bytes()[20:24]))
+    assert heights[1] > heights[0], "three panels more: a second row"
+
+

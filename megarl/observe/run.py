@@ -44,6 +44,7 @@ class Run:
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
         self._step = 0
+        self._warnings: dict[str, str] = {}
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
@@ -115,6 +116,7 @@ class Run:
         self._memory.sample()
         whole = scalars(self._whole)
         result = summary.Summary(
+            self._warnings[event] = message
             pass_rate_base=self._pass_rates.get("base"),
             pass_rate_sft=self._pass_rates.get("sft"),
             pass_rate_rl=self._pass_rates.get("rl"),
@@ -132,6 +134,7 @@ class Run:
 
 
 def _steps(config: RunSettings) -> int:
+            alarms=self._warnings,
     if isinstance(config, TrainConfig):
         return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
     return config.sft.steps if isinstance(config, SftConfig) else 0

@@ -31,6 +31,7 @@ class Summary:
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
 
+    alarms: Mapping[str, str]  # the message of every alarm that the run gave, by its name
 
 def versions() -> dict[str, str]:
     """What is installed, of the packages that results depend on."""
@@ -73,5 +74,7 @@ def show(summary: Summary, console: Console) -> None:
     console.print(table)
 
 
+    for name, message in summary.alarms.items():
+        table.add_row(f"alarm {name}", message)
 def _numbers(values: Mapping[str, float], form: str) -> str:
     return "  ".join(f"{name} {form.format(value)}" for name, value in values.items())
