@@ -281,9 +281,6 @@ def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
     assert alarms.check(3, {"reward/mean": 0.1, "actor/entropy": 0.005}) == {}
 
 
-def test_supervised_training_may_lower_the_entropy() -> None:
-    alarms = Alarms()
-    assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]
 def test_an_alarm_is_in_the_metrics_on_the_screen_and_in_the_summary(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(config) as run:
         for step in (1, 2):
@@ -309,3 +306,6 @@ def test_the_picture_shows_the_critic_by_position(tmp_path: Path) -> None:
     assert heights[1] > heights[0], "three panels more: a second row"
 
 
+def test_supervised_training_may_lower_the_entropy() -> None:
+    alarms = Alarms()
+    assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]

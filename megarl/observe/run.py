@@ -43,8 +43,8 @@ class Run:
         self._pass_rates: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
-        self._step = 0
         self._warnings: dict[str, str] = {}
+        self._step = 0
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
@@ -109,6 +109,7 @@ class Run:
     def _write(self, step: int, values: dict[str, float]) -> None:
         for event, message in self._alarms.check(step, values).items():
             values[f"events/{event}"] = 1.0
+            self._warnings[event] = message
             self._console.warn(message)
         self._writers.write(step, values)
 
@@ -116,7 +117,6 @@ class Run:
         self._memory.sample()
         whole = scalars(self._whole)
         result = summary.Summary(
-            self._warnings[event] = message
             pass_rate_base=self._pass_rates.get("base"),
             pass_rate_sft=self._pass_rates.get("sft"),
             pass_rate_rl=self._pass_rates.get("rl"),
@@ -126,6 +126,7 @@ class Run:
             logprob_gap_max=whole.get(GAPS[1]),
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
+            alarms=self._warnings,
         )
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
@@ -134,7 +135,6 @@ class Run:
 
 
 def _steps(config: RunSettings) -> int:
-            alarms=self._warnings,
     if isinstance(config, TrainConfig):
         return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
     return config.sft.steps if isinstance(config, SftConfig) else 0

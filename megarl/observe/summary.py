@@ -30,8 +30,8 @@ class Summary:
     logprob_gap_max: float | None
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
-
     alarms: Mapping[str, str]  # the message of every alarm that the run gave, by its name
+
 
 def versions() -> dict[str, str]:
     """What is installed, of the packages that results depend on."""
@@ -71,10 +71,10 @@ def show(summary: Summary, console: Console) -> None:
     table.add_row("wall, s", _numbers(summary.wall_s, "{:.1f}") + f"  all {sum(summary.wall_s.values()):.1f}")
     table.add_row("peak memory of a process, MB", _numbers(summary.peak_rss_mb, "{:.0f}"))
     table.add_row("versions", "  ".join(f"{name} {number}" for name, number in summary.versions.items()))
+    for name, message in summary.alarms.items():
+        table.add_row(f"alarm {name}", message)
     console.print(table)
 
 
-    for name, message in summary.alarms.items():
-        table.add_row(f"alarm {name}", message)
 def _numbers(values: Mapping[str, float], form: str) -> str:
     return "  ".join(f"{name} {form.format(value)}" for name, value in values.items())
