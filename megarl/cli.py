@@ -28,6 +28,8 @@ class Verb:
 VERBS = {
     "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
     "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.checks:check_sft", "megarl.stages.sft:sft"),
+    "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.checks:check_rm", "megarl.stages.rm:rm"),
+    "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.checks:check_dpo", "megarl.stages.dpo:dpo"),
     "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
 }
 

@@ -206,6 +206,7 @@ def run_steps(config: TrainConfig) -> Path:
                 gap = Mean(1e-6, 1.0)
             run.log(step, {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
+        run.held_out("after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
     return run.directory
 
 
@@ -213,19 +214,21 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     directory = run_steps(config)
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
-        *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "rl_steps", "wall_s"),
+        *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "results", "rl_steps", "wall_s"),
         *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
     ]
     assert result["pass_rate_base"] is None
     assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
     assert result["pass_rate_rl"] == {"sampled": 0.5, "greedy": 0.75}
+    assert result["results"] == {"held-out after": {"rm/accuracy": 0.75}}
     assert result["rl_steps"] == 3
     assert result["logprob_gap_mean"] == pytest.approx(6e-6 / 4)  # over all tokens of the run, not over its steps
     assert result["logprob_gap_max"] == 4e-6
     assert result["peak_rss_mb"]["driver"] > 50
     assert result["versions"]["megatron-core"] == "0.16.1"
     rows = read_json_lines(directory / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3]
+    assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3, 3]
+    assert rows[-1]["eval/heldout/rm/accuracy"] == 0.75
     assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [0.25, 0.5, 0.75]
     assert sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/")) <= sum(result["wall_s"].values())
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -24,6 +24,7 @@ class Summary:
     pass_rate_base: Mapping[str, float] | None
     pass_rate_sft: Mapping[str, float] | None
     pass_rate_rl: Mapping[str, float] | None
+    results: Mapping[str, Mapping[str, float]]  # what else was measured, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
     wall_s: Mapping[str, float]  # by phase; they add up to the whole
     logprob_gap_mean: float | None  # |log-prob of engine - of trainer|, over all response tokens of the run
@@ -66,6 +67,8 @@ def show(summary: Summary, console: Console) -> None:
     for name, rates in (("base", summary.pass_rate_base), ("sft", summary.pass_rate_sft), ("rl", summary.pass_rate_rl)):
         if rates is not None:
             table.add_row(f"pass rate {name}", _numbers(rates, "{:.1%}"))
+    for name, values in summary.results.items():
+        table.add_row(name, _numbers(values, "{:.4g}"))
     if summary.logprob_gap_mean is not None and summary.logprob_gap_max is not None:
         table.add_row("log-prob gap, engine to trainer", f"mean {summary.logprob_gap_mean:.2e}  max {summary.logprob_gap_max:.2e}")
     table.add_row("wall, s", _numbers(summary.wall_s, "{:.1f}") + f"  all {sum(summary.wall_s.values()):.1f}")

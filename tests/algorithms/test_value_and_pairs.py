@@ -139,6 +139,8 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
         "dpo/margin": sum(margins),
         "dpo/chosen_reward": sum(gain[0::2]),
         "dpo/rejected_reward": sum(gain[1::2]),
+        "dpo/chosen_shift": sum(gain[0::2]) / 0.3,
+        "dpo/rejected_shift": sum(gain[1::2]) / 0.3,
     }
     assert {name: float(mean.total) for name, mean in loss.mean.items()} == pytest.approx(expected)
     assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())
