@@ -203,6 +203,17 @@ class StepSettings(Section):
     eval_at_start: bool = True
 
 
+class CheckpointSettings(Section):
+    """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
+
+    every: NonNegative = 0  # steps between two saves; 0: none
+    keep_last: Positive = 2  # the newest so many stay
+    keep_every: NonNegative = 0  # and those of every so many steps; 0: no others
+    asynchronous: bool = True  # written behind the next steps' back
+    staging_mb: Positive = 8192  # host memory of a rank for tensors on their way to the disk; what exceeds it is waited for
+    on_failure: Literal["stop", "continue"] = "stop"  # when a save fails: end the run, or raise an alarm and go on
+
+
 class ClusterSettings(Section):
     """Ray and the sockets. `interface: null` keeps every listening socket on loopback (one machine)."""
 
