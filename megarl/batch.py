@@ -118,6 +118,20 @@ def pack(samples: Sequence[Sample]) -> Batch:
     )
 
 
+def pack_scored(samples: Sequence[Sample]) -> Batch:
+    """Like `pack`, for a scalar head that judges whole responses: the one loss token of a sequence is the entry that feeds its last token.
+
+    That entry needs something to predict, so each sequence gets one more token, which is never fed. Without routes.
+    """
+    nothing = np.zeros(1, dtype=np.float32)
+
+    def judged(sample: Sample) -> Sample:
+        tokens = np.append(sample.tokens, sample.tokens[-1])
+        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routes=None)
+
+    return pack([judged(sample) for sample in samples])
+
+
 def concat(batches: Sequence[Batch]) -> Batch:
     """The bags as one, their sequences counted on from one to the next. All carry the same `extra_T`."""
     starts = np.cumsum([0, *(len(batch.length_N) for batch in batches)])

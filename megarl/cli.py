@@ -31,6 +31,8 @@ VERBS = {
     "value": Verb(
         "value pretraining", "megarl.config:TrainConfig", "megarl.stages.checks:check_value", "megarl.stages.pretraining:pretrain_value"
     ),
+    "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.checks:check_rm", "megarl.stages.rm:rm"),
+    "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.checks:check_dpo", "megarl.stages.dpo:dpo"),
     "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
 }
 

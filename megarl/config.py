@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megarl.algorithms import Algorithm
+from megarl.algorithms.dpo import Dpo
 
 
 class ConfigError(ValueError):
@@ -224,6 +225,17 @@ class StepSettings(Section):
     eval_at_start: bool = True
 
 
+class CheckpointSettings(Section):
+    """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
+
+    every: NonNegative = 0  # steps between two saves; 0: none
+    keep_last: Positive = 2  # the newest so many stay
+    keep_every: NonNegative = 0  # and those of every so many steps; 0: no others
+    asynchronous: bool = True  # written behind the next steps' back
+    staging_mb: Positive = 8192  # host memory of a rank for tensors on their way to the disk; what exceeds it is waited for
+    on_failure: Literal["stop", "continue"] = "stop"  # when a save fails: end the run, or raise an alarm and go on
+
+
 class ClusterSettings(Section):
     """Ray and the sockets. `interface: null` keeps every listening socket on loopback (one machine)."""
 
@@ -331,6 +343,7 @@ class SftData(Section):
     """Demonstrations: prompt sources with their reference answers as responses."""
 
     train: PromptSource
+    eval: PromptSource | None = None  # loss and token accuracy on right demonstrations of it
     chat: bool = True
     template: str = "{prompt}"
     demonstration: Literal["answer", "chain_sum_steps"] = "answer"  # the reference answer, or worked steps: "4-1=3;3-7=-4"
@@ -338,19 +351,83 @@ class SftData(Section):
     corrupt_last: Fraction = 0.0  # ... over this last share of the steps: an open stand-in for a weak base model
 
 
-class SftSteps(Section):
-    steps: Positive
-    batch_size: Positive = 64
+class LearnSettings(Section):
+    """The steps of a supervised stage, and how often it looks at its held-out source."""
+
+    steps: NonNegative  # 0: the held-out numbers of model.path alone
+    batch_size: Positive = 64  # responses, or pairs of them
     micro_batch_tokens: Positive = 16384
     max_tokens: Positive = 2048  # longest prompt + response
+    eval_every: NonNegative = 0  # 0: only before the first and after the last step
 
 
-class SftConfig(RunSettings):
+class LearnConfig(RunSettings):
+    """What the supervised stages have in common."""
+
+    section: ClassVar[str]  # key of the stage's LearnSettings
+
+    @property
+    def learn(self) -> LearnSettings:
+        """The stage's own section."""
+        return getattr(self, self.section)
+
+
+class SftConfig(LearnConfig):
     """`megarl sft`: supervised training on response tokens."""
 
+    section: ClassVar[str] = "sft"
     optimizer: OptimizerSettings = OptimizerSettings()
     data: SftData
-    sft: SftSteps
+    sft: LearnSettings
+
+
+class GymPreferenceSource(ReasoningGymSource):
+    """Pairs made from reasoning-gym's items: the right answer is chosen, a corrupted one (see megarl.data.corruption) rejected."""
+
+    demonstration: Literal["answer", "chain_sum_steps"] = "answer"
+
+
+class PreferenceFileSource(Section):
+    """A .jsonl or .parquet file of pairs: `prompt`, `chosen` and `rejected`, each a text or chat messages.
+
+    `chosen` and `rejected` may be whole conversations that end with the assistant's message; the prompt is then what comes before it.
+    """
+
+    type: Literal["file"] = "file"
+    path: Path
+    prompt_key: str = "prompt"  # dotted: looks inside dictionaries
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str = "margin"  # reward model: by how much the chosen one is better; a row without it has 0
+
+
+PreferenceSource = Annotated[GymPreferenceSource | PreferenceFileSource, Field(discriminator="type")]
+
+
+class PreferenceData(Section):
+    train: PreferenceSource
+    eval: PreferenceSource
+    chat: bool = True
+    template: str = "{prompt}"
+
+
+class RmConfig(LearnConfig):
+    """`megarl rm`: a reward model from pairs, started from a language model (with a fresh head) or from a reward model."""
+
+    section: ClassVar[str] = "rm"
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    data: PreferenceData
+    rm: LearnSettings
+
+
+class DpoConfig(LearnConfig):
+    """`megarl dpo`: a policy from pairs, against itself as it was (`model.path`) as the reference."""
+
+    section: ClassVar[str] = "dpo"
+    optimizer: OptimizerSettings = OptimizerSettings()
+    algorithm: Dpo = Dpo()
+    data: PreferenceData
+    dpo: LearnSettings
 
 
 class EvalData(Section):

@@ -2,38 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from megarl.algorithms.value import explained_variance, explained_variance_sums
-from megarl.batch import Sample, pack
+from megarl.algorithms.value import explained_variance_sums
+from megarl.batch import Batch, Sample, pack
 from megarl.config import CriticSettings
+from megarl.observe.alarms import BIAS, BIASED_STEPS, WORSE_STEPS, Alarms
 from megarl.observe.metrics import Explained, Mean, Metric, merge, scalars
 from megarl.stages.pretraining import PATIENCE, ValuePretraining
 from megarl.workers.critic import critic_metrics
 
 
+def explained(value_T: Tensor, return_T: Tensor) -> Explained:
+    return Explained(*explained_variance_sums(value_T, return_T, torch.ones(len(value_T), dtype=torch.bool)).tolist())
+
+
 def test_explained_variance_is_the_same_from_any_parts() -> None:
     generator = torch.Generator().manual_seed(0)
     goal, guess = torch.randn(50, generator=generator), torch.randn(50, generator=generator)
-    mask = torch.ones(50, dtype=torch.bool)
-    whole = explained_variance(explained_variance_sums(guess, goal, mask))
-    parts = [Explained(*explained_variance_sums(guess[s], goal[s], mask[s]).tolist()) for s in (slice(0, 7), slice(7, 50))]
-    assert scalars(merge([{"x": part} for part in parts]))["x"] == pytest.approx(whole, rel=1e-12)
-    flat = explained_variance_sums(guess, torch.ones(50), mask)
-    assert scalars({"x": Explained(*flat.tolist())}) == {}, "a goal that does not vary has nothing to explain"
+    parts = [explained(guess[s], goal[s]) for s in (slice(0, 7), slice(7, 50))]
+    expected = 1 - float((goal - guess).double().var() / goal.double().var())
+    assert scalars(merge([{"x": part} for part in parts]))["x"] == pytest.approx(expected, rel=1e-6)
+    assert scalars({"x": explained(goal, goal)}) == {"x": 1.0}
+    assert scalars({"x": explained(guess, torch.full((50,), 0.1))}) == {}, "a goal that does not vary has nothing to explain"
 
 
-def test_a_critic_that_is_biased_by_position_shows_in_the_metrics() -> None:
-    samples = [Sample(np.arange(5, 5 + 4 + 9, dtype=np.int32), 4, np.zeros(9, np.float32), "stop", 0) for _ in range(3)]
-    batch = pack(samples)
-    late = (batch.position_T - 3 >= 6) & batch.mask_T
-    batch = batch.with_extra(value=torch.where(late, 0.9, 0.1), advantage=torch.where(late, -0.4, 0.4))
-    batch = batch.with_extra(**{"return": torch.full((len(batch),), 0.5)})
+LENGTHS = [1, 2, 3, 5, 9, 17, 30, 64, 64]
+
+
+def critic_batch(value: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+    """Responses of LENGTHS, the shorter ones the better; `value` of (position from 1, return) at each token."""
+    prompt = 4
+    batch = pack(
+        [Sample(np.arange(prompt + length, dtype=np.int32), prompt, np.zeros(length, np.float32), "stop", 0) for length in LENGTHS]
+    )
+    return_T = batch.spread(torch.linspace(1, 0, len(LENGTHS)))
+    value_T = value((batch.position_T - prompt + 2).clamp(min=1).float(), return_T)
+    return batch.with_extra(**{"value": value_T, "return": return_T, "advantage": return_T - value_T})
+
+
+def test_means_by_position_are_those_of_the_tokens() -> None:
+    batch = critic_batch(lambda position_T, return_T: position_T)
     shown = scalars(critic_metrics(batch))
-    assert shown["critic/value_early"] == pytest.approx(0.1) and shown["critic/value_late"] == pytest.approx(0.9)
-    assert shown["critic/advantage_early"] == pytest.approx(0.4) and shown["critic/advantage_late"] == pytest.approx(-0.4)
+    returns = torch.linspace(1, 0, len(LENGTHS)).tolist()
+    for start in (1, 2, 4, 8, 16, 32, 64):
+        here = [(p, goal) for length, goal in zip(LENGTHS, returns, strict=True) for p in range(start, 2 * start) if p <= length]
+        means = [sum(row[k] for row in here) / len(here) for k in (0, 1)]
+        assert shown[f"critic_by_position/value_from_{start}"] == pytest.approx(means[0])
+        assert shown[f"critic_by_position/return_from_{start}"] == pytest.approx(means[1], abs=1e-6)
+        assert shown[f"critic_by_position/advantage_from_{start}"] == pytest.approx(means[1] - means[0], abs=1e-5)
+    assert "critic_by_position/value_from_128" not in shown
+
+
+def test_the_metrics_of_the_critic_are_the_same_from_any_split() -> None:
+    batch = critic_batch(lambda position_T, return_T: return_T + position_T.sqrt() / 8)
+    whole = scalars(critic_metrics(batch))
+    split = scalars(merge(critic_metrics(batch.take(part)) for part in torch.randperm(len(batch)).split(50)))
+    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+def noisy(value: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return lambda position_T, return_T: value(position_T, return_T) + 0.05 * torch.randn(len(return_T), generator=generator)
+
+
+HEALTHY = {
+    "perfect": lambda position_T, return_T: return_T,
+    "far off": lambda position_T, return_T: torch.full_like(return_T, -7.0),
+    "fresh": noisy(lambda position_T, return_T: torch.zeros_like(return_T)),
+    "weak": noisy(lambda position_T, return_T: 0.1 * return_T),
+}
+BROKEN = {
+    "rising": lambda position_T, return_T: position_T / 32,
+    "rising on top of what is right": lambda position_T, return_T: return_T + position_T.log(),
+    "wrong at the first tokens": lambda position_T, return_T: torch.where(position_T < 4, 3.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, *BROKEN])
+def test_bias_by_position_tells_a_broken_critic_from_one_that_is_new_or_fits_badly(name: str) -> None:
+    shown = scalars(critic_metrics(critic_batch((HEALTHY | BROKEN)[name])))
+    assert (shown["critic/position_bias"] > BIAS) == (name in BROKEN)
+    alarms = Alarms()
+    given = [set(alarms.check(step, shown)) for step in range(1, BIASED_STEPS + 2)]
+    expected = {"critic_position_bias"} if name in BROKEN else set()
+    assert given == [*[set()] * (BIASED_STEPS - 1), expected, set()], "after some steps on end, and once"
+
+
+def test_bias_by_position_is_what_lies_between_positions_of_the_explained_variance() -> None:
+    """Values that are the same for all tokens of an octave: what they explain lies between positions alone."""
+    batch = critic_batch(lambda position_T, return_T: position_T.log2().floor() / 4)
+    shown = scalars(critic_metrics(batch))
+    assert shown["critic/position_bias"] == pytest.approx(-shown["critic/explained_variance"], rel=1e-4)
+
+
+def test_the_alarm_of_a_biased_critic_says_where() -> None:
+    shown = scalars(critic_metrics(critic_batch(BROKEN["wrong at the first tokens"])))
+    alarms = Alarms()
+    [message] = [text for step in range(1, BIASED_STEPS + 1) for text in alarms.check(step, shown).values()]
+    assert "tokens 2 to 3: mean value 3, mean return 0.408" in message and f"step {BIASED_STEPS}: critic position bias" in message
+
+
+@pytest.mark.parametrize(("explained", "frozen", "alarm"), [(-0.1, False, True), (-0.1, True, False), (0.01, False, False)])
+def test_a_critic_that_is_worse_than_a_constant_is_named_once_it_leads_the_policy(explained: float, frozen: bool, alarm: bool) -> None:
+    alarms, found = Alarms(), dict[str, str]()
+    for step in range(1, WORSE_STEPS + 1):
+        last = {} if frozen or step < WORSE_STEPS else {"actor/grad_norm": 1.0}
+        found |= alarms.check(step, {"critic/explained_variance": explained, **last})
+    assert set(found) == ({"critic_worse_than_mean"} if alarm else set())
 
 
 def losses(value: float) -> dict[str, Metric]:

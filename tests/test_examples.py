@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import EvalConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl.config import DpoConfig, EvalConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
 from megarl.models.families import family_of
 from megarl.stages.checks import check_train
 
@@ -41,7 +41,10 @@ QWEN3_30B_A3B = {
 
 def root_of(path: Path) -> type[RunSettings]:
     text = path.read_text()
-    return SftConfig if "\nsft:" in text else TrainConfig if "\ntrain:" in text or "\nalgorithm:" in text else EvalConfig
+    for kind in (SftConfig, RmConfig, DpoConfig):
+        if f"\n{kind.section}:" in text:
+            return kind
+    return TrainConfig if "\ntrain:" in text or "\nalgorithm:" in text else EvalConfig
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))

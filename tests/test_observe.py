@@ -24,6 +24,7 @@ from megarl.observe.console import Console
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
+from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
 
@@ -205,6 +206,7 @@ def run_steps(config: TrainConfig) -> Path:
                 gap = Mean(1e-6, 1.0)
             run.log(step, {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
+        run.held_out("after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
     return run.directory
 
 
@@ -212,19 +214,21 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     directory = run_steps(config)
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
-        *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "rl_steps", "wall_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions"),
+        *("pass_rate_base", "pass_rate_sft", "pass_rate_rl", "results", "rl_steps", "wall_s"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
     ]
     assert result["pass_rate_base"] is None
     assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
     assert result["pass_rate_rl"] == {"sampled": 0.5, "greedy": 0.75}
+    assert result["results"] == {"held-out after": {"rm/accuracy": 0.75}}
     assert result["rl_steps"] == 3
     assert result["logprob_gap_mean"] == pytest.approx(6e-6 / 4)  # over all tokens of the run, not over its steps
     assert result["logprob_gap_max"] == 4e-6
     assert result["peak_rss_mb"]["driver"] > 50
     assert result["versions"]["megatron-core"] == "0.16.1"
     rows = read_json_lines(directory / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3]
+    assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3, 3]
+    assert rows[-1]["eval/heldout/rm/accuracy"] == 0.75
     assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [0.25, 0.5, 0.75]
     assert sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/")) <= sum(result["wall_s"].values())
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -278,6 +282,31 @@ def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
     assert set(found) == {"entropy_collapse", "length_collapse", "non_finite/actor/grad_norm"}
     assert "actor/entropy is 0.005, and was 1 at first" in found["entropy_collapse"]
     assert alarms.check(3, {"reward/mean": 0.1, "actor/entropy": 0.005}) == {}
+
+
+def test_an_alarm_is_in_the_metrics_on_the_screen_and_in_the_summary(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run(config) as run:
+        for step in (1, 2):
+            run.log(step, {"reward/mean": Mean(1.0, 4.0), "actor/entropy": Mean(1.0 if step == 1 else 0.001, 1.0)})
+    assert [row.get("events/entropy_collapse") for row in read_json_lines(run.directory / "metrics.jsonl")] == [None, 1.0]
+    message = "step 2: entropy collapse: actor/entropy is 0.001, and was 1 at first"
+    assert json.loads((run.directory / "summary.json").read_text())["alarms"] == {"entropy_collapse": message}
+    screen = capsys.readouterr()
+    assert f"warning: {message}" in screen.err and "alarm entropy_collapse" in screen.out
+
+
+def test_the_picture_shows_the_critic_by_position(tmp_path: Path) -> None:
+    rows = [{"reward/mean": 0.5, "perf/time_per_step": 1.0, "timing_s/update": 1.0} for _ in range(2)]
+    profile = {f"critic_by_position/{name}_from_{start}": 0.5 for name in ("value", "return", "advantage") for start in (1, 2, 4, 16)}
+    heights = []
+    for step, more in enumerate(({}, {**profile, "critic/position_bias": 0.2})):
+        writer = JsonLines(tmp_path / f"{step}.jsonl")
+        for number, row in enumerate(rows):
+            writer.write(number + 1, row | more)
+        writer.close()
+        draw(tmp_path / f"{step}.jsonl", tmp_path / f"{step}.png")
+        heights.append(int.from_bytes((tmp_path / f"{step}.png").read_bytes()[20:24]))
+    assert heights[1] > heights[0], "three panels more: a second row"
 
 
 def test_supervised_training_may_lower_the_entropy() -> None:

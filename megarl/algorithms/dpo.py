@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.algorithms.base import Loss
-from megarl.algorithms.ops import SumOver, attach, log_ratio
+from megarl.algorithms.ops import Average, SumOver, attach, log_ratio
 from megarl.algorithms.pairs import difference, pair_mean, pair_weights, sign
 from megarl.batch import Batch
 
@@ -41,12 +41,16 @@ class Dpo(BaseModel):
             z_N = difference(reward_N)
             loss_N = -(1 - self.label_smoothing) * F.logsigmoid(z_N) - self.label_smoothing * F.logsigmoid(-z_N)
             slope_N = sign(batch) * (self.beta * (torch.sigmoid(z_N) - (1 - self.label_smoothing)))
+            chosen = pair_mean(reward_N[0::2].repeat_interleave(2), batch)
+            rejected = pair_mean(reward_N[1::2].repeat_interleave(2), batch)
             mean = {
                 "dpo/loss": pair_mean(loss_N, batch),
                 "dpo/accuracy": pair_mean((z_N > 0).to(z_N.dtype), batch),
                 "dpo/margin": pair_mean(z_N, batch),
-                "dpo/chosen_reward": pair_mean(reward_N[0::2].repeat_interleave(2), batch),
-                "dpo/rejected_reward": pair_mean(reward_N[1::2].repeat_interleave(2), batch),
+                "dpo/chosen_reward": chosen,
+                "dpo/rejected_reward": rejected,
+                "dpo/chosen_shift": Average(chosen.total / self.beta, chosen.weight),  # of the response's log-prob from the reference's
+                "dpo/rejected_shift": Average(rejected.total / self.beta, rejected.weight),
             }
             loss_T = torch.where(batch.mask_T, batch.spread(loss_N / (2 * batch.count_N.clamp(min=1))), 0.0)
             slope_T = torch.where(batch.mask_T, batch.spread(slope_N), 0.0)

@@ -31,8 +31,8 @@ class ActorCritic(Clipped):
         """GAE's lambda for the policy's advantages: one number, or one per sequence [N]."""
         raise NotImplementedError
 
-    def critic_lambda(self) -> float:
-        """GAE's lambda for the critic's targets; 1 makes them Monte Carlo returns."""
+    def critic_lambda(self, batch: Batch) -> float | Tensor:
+        """GAE's lambda for the critic's targets, likewise; 1 makes them Monte Carlo returns."""
         raise NotImplementedError
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ class ActorCritic(Clipped):
 
     def returns(self, batch: Batch, kl_coef: float) -> Tensor:
         """The critic's targets, A^critic_lambda + V at each loss token [T], on whole sequences of one rank."""
-        return self._gae(batch, kl_coef, self.critic_lambda()) + batch.extra_T["value"]
+        return self._gae(batch, kl_coef, self.critic_lambda(batch)) + batch.extra_T["value"]
 
     def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
         reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
@@ -65,5 +65,5 @@ class Ppo(ActorCritic):
     def policy_lambda(self, batch: Batch) -> float:
         return self.gae_lambda
 
-    def critic_lambda(self) -> float:
+    def critic_lambda(self, batch: Batch) -> float:
         return self.gae_lambda

@@ -43,18 +43,10 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
 
 
 def explained_variance_sums(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Over the loss tokens held here: their number and the sums of R, R^2, R - v and (R - v)^2, float64 [5]. Add over ranks and batches."""
+    """Over the loss tokens held here: their number and the sums of R, R^2, R - v and (R - v)^2, float64 [5].
+
+    They add over ranks and batches; `observe.metrics.Explained` makes the explained variance 1 - Var(R - v) / Var(R) of them.
+    """
     goal, error = return_T[mask_T].double(), (return_T - value_T)[mask_T].double()
     count = torch.tensor(float(len(goal)), dtype=torch.float64, device=goal.device)
     return torch.stack([count, goal.sum(), goal.square().sum(), error.sum(), error.square().sum()])
-
-
-def explained_variance(sums: Tensor) -> float:
-    """1 - Var(R - v) / Var(R) from added `explained_variance_sums`; nan where R does not vary (rounding of 1e-12 counts as not)."""
-    count, goal, goal_square, error, error_square = sums.tolist()
-    if count == 0:
-        return float("nan")
-    variance = goal_square / count - (goal / count) ** 2
-    if variance <= 1e-12 * max(goal_square / count, 1e-300):
-        return float("nan")
-    return 1 - (error_square / count - (error / count) ** 2) / variance

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Fraction, Loss, NonNegative, Positive
 from megarl.algorithms.gae import length_adaptive_lambda
-from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
+from megarl.algorithms.ops import Average, SumOver, attach
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
 
@@ -18,27 +18,35 @@ from megarl.batch import Batch
 class Vapo(ActorCritic):
     """VC-PPO with lambda_policy = 1 - 1 / (alpha l) by response length l, Clip-Higher, token mean, and mu * NLL of correct responses.
 
+    Each part can be left out (the paper's ablations): `alpha: null` takes one `lambda_policy` for all lengths, `lambda_critic: null` the
+    policy's lambda for the critic too, `clip_high: 0.2` clips alike on both sides, `aggregation: seq-mean-token-mean` weighs responses
+    instead of tokens, `mu: 0` imitates nothing. Value pretraining and the group's size are `critic.pretrain_steps` and
+    `rollout.samples_per_prompt`.
+
     The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch: those weights come
     from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; it is left out where no response of the step is correct.
     """
 
     type: Literal["vapo"] = "vapo"
-    aggregation: ClassVar[Aggregation] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # type: ignore[misc]  # a setting here, a constant elsewhere
 
     clip_high: NonNegative = 0.28
-    alpha: Positive = 0.05
-    lambda_critic: Fraction = 1.0
+    alpha: Positive | None = 0.05
+    lambda_policy: Fraction = 0.95  # read where `alpha` is null
+    lambda_critic: Fraction | None = 1.0
     mu: NonNegative = 0.1
     positive_above: float = 0.0
 
-    def policy_lambda(self, batch: Batch) -> Tensor:
-        return length_adaptive_lambda(batch.count_N, self.alpha)
+    def policy_lambda(self, batch: Batch) -> float | Tensor:
+        return self.lambda_policy if self.alpha is None else length_adaptive_lambda(batch.count_N, self.alpha)
 
-    def critic_lambda(self) -> float:
-        return self.lambda_critic
+    def critic_lambda(self, batch: Batch) -> float | Tensor:
+        return self.policy_lambda(batch) if self.lambda_critic is None else self.lambda_critic
 
-    def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor:
-        """mu / (loss tokens of all correct responses) for correct ones, else 0."""
+    def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
+        """mu / (loss tokens of all correct responses) for correct ones, else 0; none where mu is 0."""
+        if self.mu == 0:
+            return None
         positive_N = (reward_N > self.positive_above) & (count_N > 0)
         return positive_N.double() * (self.mu / max(int(count_N[positive_N].sum()), 1))
 

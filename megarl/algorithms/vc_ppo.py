@@ -24,5 +24,5 @@ class VcPpo(ActorCritic):
     def policy_lambda(self, batch: Batch) -> float | Tensor:
         return self.lambda_policy
 
-    def critic_lambda(self) -> float:
+    def critic_lambda(self, batch: Batch) -> float:
         return self.lambda_critic

@@ -22,19 +22,23 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
     """
+    for place, row in read_rows(source.path, key):
+        prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
+        answer = at(row, source.answer_key, place, f"{key}.answer_key")
+        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
+        yield place, prompt, text, {name: value for name, value in row.items() if name not in used}
+
+
+def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, columns) of every row of a file, streamed. `key`: that of the source. Raises ConfigError as `read_file` does."""
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
-    path = source.path
     if not path.is_file():
         raise ConfigError(f"{key}.path: no such file: {path}")
     if path.suffix not in readers:
         raise ConfigError(f"{key}.path: {path} must end in .jsonl or .parquet")
     for number, row in readers[path.suffix](path, f"{key}.path"):
-        place = f"{key}.path: {path}:{number}"
-        prompt = _at(row, source.prompt_key, place, f"{key}.prompt_key")
-        answer = _at(row, source.answer_key, place, f"{key}.answer_key")
-        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
-        used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
-        yield place, prompt, text, {name: value for name, value in row.items() if name not in used}
+        yield f"{key}.path: {path}:{number}", row
 
 
 def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -66,13 +70,19 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {error}") from None
 
 
-def _at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
-    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name."""
-    value: Any = row.get(dotted)
-    if dotted not in row:
-        value = row
-        for name in dotted.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
+    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name. ConfigError where there is nothing; `key` gave `dotted`."""
+    value = find(row, dotted)
     if value is None:
         raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")
+    return value
+
+
+def find(row: dict[str, Any], dotted: str) -> Any:
+    """Like `at`; None where there is nothing."""
+    if dotted in row:
+        return row[dotted]
+    value: Any = row
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return value

@@ -62,13 +62,19 @@ def load_prompts(
     With `chat` each prompt goes through the tokenizer's chat template, otherwise `template` is filled in. Raises ConfigError in one
     line for the first row that is malformed, empty or longer than `max_prompt_tokens` (named `limit_key` in the message).
     """
+    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key)
+
+
+def tokenised(
+    rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, chat: bool, template: str, max_prompt_tokens: int, key: str, limit_key: str
+) -> list[Prompt]:
+    """The rows of the source `key` as prompts. Raises ConfigError as `load_prompts` does."""
     section = key.rpartition(".")[0]
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")
     if not chat and "{prompt}" not in template:
         raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
     prompts: list[Prompt] = []
-    rows = _rows(source, key)
     while chunk := list(islice(rows, CHUNK)):
         texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
@@ -93,17 +99,17 @@ def _rows(source: PromptSource, key: str) -> Iterator[Row]:
         for number, entry in enumerate(entries):
             meta = {**entry["metadata"], "source_params": source.params}
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            yield Row(f"{key}: item {number}", _checked(entry["question"], f"{key}: item {number}"), answer, meta)
+            yield Row(f"{key}: item {number}", checked(entry["question"], f"{key}: item {number}"), answer, meta)
         return
     for place, prompt, answer, meta in read_file(source, key):
         empty = False
-        yield Row(place, _checked(prompt, place), answer, meta)
+        yield Row(place, checked(prompt, place), answer, meta)
     if empty:
         raise ConfigError(f"{key}.path: {source.path} holds no prompts")
 
 
-def _checked(prompt: Any, place: str) -> str | list[Message]:
-    """The prompt, if it is a text or a list of chat messages with something in it."""
+def checked(prompt: Any, place: str) -> str | list[Message]:
+    """The prompt, if it is a text or a list of chat messages with something in it; ConfigError, starting with `place`, if not."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{place}: the prompt is empty")

@@ -36,6 +36,33 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.path: no usable tokenizer in {path}: {first_line(error)}") from None
 
 
+def check_same_tokenizer(path_a: Path, key_a: str, path_b: Path, key_b: str) -> None:
+    """ConfigError with the first difference where the tokens of one directory mean something else in the other.
+
+    Compared by content: the id of every token, and the special tokens. `key_a` and `key_b` are the settings that gave the directories.
+    """
+    a, b = _tokenizer_of(path_a, key_a), _tokenizer_of(path_b, key_b)
+    ids = {**b.get_vocab(), **a.get_vocab()}
+    compared = [
+        (a.get_vocab(), b.get_vocab(), sorted(ids, key=lambda token: ids[token]), "token {!r}"),
+        (a.special_tokens_map, b.special_tokens_map, sorted({**a.special_tokens_map, **b.special_tokens_map}), "{}"),
+    ]
+    for left, right, names, called in compared:
+        for name in names:
+            if left.get(name) != right.get(name):
+                raise ConfigError(
+                    f"{key_a}: its tokenizer differs from {key_b}'s: {called.format(name)} is {left.get(name)!r} in {path_a} "
+                    f"and {right.get(name)!r} in {path_b}"
+                )
+
+
+def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
+    try:
+        return load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", key, 1)) from None
+
+
 def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]]) -> list[str]:
     """Each chat as the text after which the assistant speaks. Raises whatever the model's template raises."""
     return tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)

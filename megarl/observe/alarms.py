@@ -10,6 +10,9 @@ COLLAPSE = {
     "entropy_collapse": ("actor/entropy", 0.01),
     "length_collapse": ("response_length/mean", 0.1),
 }
+BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, so many steps on end
+WORSE_STEPS = 10  # the same for an explained variance below 0
+PROFILE = "critic_by_position/"
 
 
 class Alarms:
@@ -18,16 +21,53 @@ class Alarms:
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._given: set[str] = set()
+        self._biased = self._worse = 0  # steps on end
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
-        found = {f"non_finite/{name}": f"step {step}: {name} is {value}" for name, value in values.items() if not math.isfinite(value)}
+        found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
+        found |= self._collapses(values) | self._critic(values)
+        new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
+        self._given |= new.keys()
+        return new
+
+    def _collapses(self, values: Mapping[str, float]) -> dict[str, str]:
+        found = {}
         for event, (name, share) in COLLAPSE.items():
             value = values.get(name)
             if value is not None and "reward/mean" in values:
                 first = self._first.setdefault(name, value)
                 if value < share * first:
-                    found[event] = f"step {step}: {event.replace('_', ' ')}: {name} is {value:.3g}, and was {first:.3g} at first"
-        new = {event: message for event, message in found.items() if event not in self._given}
-        self._given |= new.keys()
-        return new
+                    found[event] = f"{event.replace('_', ' ')}: {name} is {value:.3g}, and was {first:.3g} at first"
+        return found
+
+    def _critic(self, values: Mapping[str, float]) -> dict[str, str]:
+        """A critic whose values depend on the position beyond what the returns do, and one that leads the policy and is worse than none.
+
+        Neither speaks of a critic that is new or fits badly: a constant, however far off, has a bias and an explained variance of 0.
+        """
+        found = {}
+        bias, explained = values.get("critic/position_bias"), values.get("critic/explained_variance")
+        if bias is not None:
+            self._biased = self._biased + 1 if bias > BIAS else 0
+            if self._biased >= BIASED_STEPS:
+                found["critic_position_bias"] = (
+                    f"critic position bias: for {self._biased} steps the values' bias by position has cost more than {BIAS:.0%} of the "
+                    f"returns' variance, now {bias:.0%}; {_widest(values)}"
+                )
+        if explained is not None:
+            self._worse = self._worse + 1 if explained < 0 else 0
+            if self._worse >= WORSE_STEPS and "actor/grad_norm" in values:
+                found["critic_worse_than_mean"] = (
+                    f"critic worse than mean: it trains the policy, and its explained variance has been below 0 for {self._worse} steps, "
+                    f"now {explained:.3g}: one constant value would do better"
+                )
+        return found
+
+
+def _widest(values: Mapping[str, float]) -> str:
+    """Where value and return are furthest apart."""
+    places = [int(name.rpartition("_")[2]) for name in values if name.startswith(f"{PROFILE}value_from_")]
+    pairs = {place: (values[f"{PROFILE}value_from_{place}"], values[f"{PROFILE}return_from_{place}"]) for place in places}
+    place, (value, goal) = max(pairs.items(), key=lambda pair: abs(pair[1][0] - pair[1][1]))
+    return f"tokens {place} to {2 * place - 1}: mean value {value:.3g}, mean return {goal:.3g}"

@@ -17,9 +17,15 @@ SHOWN = (
     ("perf/tokens_per_second", "tok/s", "{:,.0f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
+    ("rm/loss", "loss", "{:.4f}"),
+    ("rm/accuracy", "accuracy", "{:.3f}"),
+    ("dpo/loss", "loss", "{:.4f}"),
+    ("dpo/accuracy", "accuracy", "{:.3f}"),
+    ("dpo/margin", "margin", "{:.3f}"),
     ("actor/entropy", "entropy", "{:.3f}"),
     ("response_length/mean", "length", "{:.1f}"),
     ("actor/grad_norm", "grad", "{:.3g}"),
+    ("rm/grad_norm", "grad", "{:.3g}"),
     ("training/logprob_gap_mean", "gap", "{:.1e}"),
 )
 
@@ -66,6 +72,10 @@ class Console:
         """Pass rates of an evaluation; they stay on the screen."""
         self._rate = " ".join(f"{kind} {value:.3f}" for kind, value in rates.items())
         self._print(f"pass rate {name}: {self._rate}")
+
+    def result(self, name: str, values: Mapping[str, float]) -> None:
+        """Numbers of a measurement; they stay on the screen."""
+        self._print(f"{name}: " + "  ".join(f"{metric} {value:.4g}" for metric, value in values.items()))
 
     def warn(self, message: str) -> None:
         """Something that the user must see; it stays on the screen."""

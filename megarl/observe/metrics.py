@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,39 @@ class Explained:
         return 1 - (self.error_square / self.count - (self.error / self.count) ** 2) / variance
 
 
-Metric = Mean | Std | Sum | Max | Min | Last | Explained
+@dataclass(frozen=True)
+class GroupBias:
+    """What the mean error of each group (position, say) costs a guess, beside a constant guess: (Var_g(error) - Var_g(goal)) / Var(goal).
+
+    Var_g: the variance between the groups' means, weighted by their counts. It is the part of explained variance that lies between groups,
+    with the sign turned: 0 for any constant guess, however wrong; below 0 where the guess follows the groups' goals; above 0, without
+    bound, where it differs by group and the goals do not. `groups`: count, sum of goal, sum of error = goal - guess, of each group.
+    """
+
+    groups: tuple[tuple[float, float, float], ...]
+    goal_square: float  # sum of goal^2 over all groups
+
+    def merge(self, other: GroupBias) -> GroupBias:
+        nothing = (0.0, 0.0, 0.0)
+        pairs = zip_longest(self.groups, other.groups, fillvalue=nothing)
+        groups = tuple((a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs)
+        return GroupBias(groups, self.goal_square + other.goal_square)
+
+    def value(self) -> float | None:
+        count, goal, error = (math.fsum(group[k] for group in self.groups) for k in range(3))
+        if not count:
+            return None
+        variance = self.goal_square / count - (goal / count) ** 2
+        if variance <= 1e-12 * self.goal_square / count:
+            return None  # as in `Explained`
+
+        def between(k: int, mean: float) -> float:
+            return math.fsum(group[0] / count * (group[k] / group[0] - mean) ** 2 for group in self.groups if group[0])
+
+        return (between(2, error / count) - between(1, goal / count)) / variance
+
+
+Metric = Mean | Std | Sum | Max | Min | Last | Explained | GroupBias
 
 
 def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

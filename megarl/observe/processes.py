@@ -45,7 +45,7 @@ def _kind(command: list[str], parent: str) -> str:
     title = " ".join(command)
     if parent in ("rollout", "engine_core"):
         return "engine_core"  # forked: it keeps its parent's title for a while
-    if title.startswith("ray::ModelWorker"):
+    if title.startswith(("ray::ModelWorker", "ray::Learner")):
         return "model_worker"
     if title.startswith("ray::RolloutWorker"):
         return "rollout"

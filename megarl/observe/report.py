@@ -7,33 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.observe.alarms import BIAS, PROFILE
 from megarl.observe.writers import read_json_lines
 
 # One panel each: its title and the metrics that it shows.
 PANELS = (
     ("reward", ("reward/mean",)),
     ("held-out pass rate", ("eval/heldout/avg@1", "eval/heldout/greedy")),
+    ("accuracy", ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy")),
+    ("margin", ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin")),
+    ("held-out log-prob, less the reference's", ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift")),
     ("entropy", ("actor/entropy",)),
     ("response length", ("response_length/mean", "response_length/max")),
-    ("gradient norm", ("actor/grad_norm",)),
+    ("gradient norm", ("actor/grad_norm", "rm/grad_norm")),
     ("clipped share", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
     ("log-prob gap, engine to trainer", ("training/logprob_gap_mean", "training/logprob_gap_max")),
-    ("loss", ("actor/pg_loss", "sft/loss")),
+    ("loss", ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/")))),
+    ("value loss", ("critic/vf_loss",)),
+    ("explained variance", tuple(f"critic/explained_variance{part}" for part in ("", "_early", "_middle", "_late"))),
+    (f"bias of the value by position (alarm above {BIAS:g})", ("critic/position_bias",)),
 )
 LOGARITHMIC = "log-prob gap, engine to trainer"
 
 
+# Panels by the position in the response: the title, and what is shown of the first and of the last step.
+PROFILES = (("value and return by token", ("value", "return")), ("advantage by token", ("advantage",)))
+
+
 def draw(metrics: Path, picture: Path) -> None:
-    """Draws metrics.jsonl into a PNG: a panel per group of metrics that the run has, and one of the seconds by phase."""
+    """Draws metrics.jsonl into a PNG: a panel per group of metrics that the run has, the critic by position, the seconds by phase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = read_json_lines(metrics)
     panels = [(title, names) for title, names in PANELS if any(name in row for row in rows for name in names)]
-    columns = 3
-    figure = Figure(figsize=(5 * columns, 3 * math.ceil((len(panels) + 1) / columns)), layout="constrained")
+    profiled = [row for row in rows if any(name.startswith(PROFILE) for name in row)]
+    profiles = PROFILES if profiled else ()
+    columns, used = 3, len(panels) + len(profiles) + 1
+    figure = Figure(figsize=(5 * columns, 3 * math.ceil(used / columns)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(math.ceil((len(panels) + 1) / columns), columns, squeeze=False).flatten()
+    axes = figure.subplots(math.ceil(used / columns), columns, squeeze=False).flatten()
     for axis, (title, names) in zip(axes, panels, strict=False):
         for name in names:
             steps, values = _series(rows, name)
@@ -43,10 +56,25 @@ def draw(metrics: Path, picture: Path) -> None:
             axis.set_yscale("log")
         axis.set_title(title)
         axis.legend(fontsize="small")
-    _phases(axes[len(panels)], [row for row in rows if row["step"] > 0 and "perf/time_per_step" in row])
-    for axis in axes[len(panels) + 1 :]:
+    for axis, (title, names) in zip(axes[len(panels) :], profiles, strict=False):
+        _by_position(axis, title, names, profiled[0], profiled[-1])
+    _phases(axes[used - 1], [row for row in rows if row["step"] > 0 and "perf/time_per_step" in row])
+    for axis in axes[used:]:
         axis.set_visible(False)
     figure.savefig(picture, dpi=80)
+
+
+def _by_position(axis: Any, title: str, names: Sequence[str], first: dict[str, float], last: dict[str, float]) -> None:
+    """Means over tokens 1, 2-3, 4-7, ... of the responses, of the first step (dashed) and of the last."""
+    for row, style in ((first, "--"), (last, "-")):
+        for color, name in enumerate(names):
+            start = f"{PROFILE}{name}_from_"
+            means = sorted((int(key.removeprefix(start)), value) for key, value in row.items() if key.startswith(start))
+            label = f"{name}, step {row['step']:.0f}"
+            axis.plot(*zip(*means, strict=True), style, marker=".", color=f"C{color}", alpha=0.5 if style == "--" else 1, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_title(title)
+    axis.legend(fontsize="small")
 
 
 def _phases(axis: Any, rows: Sequence[dict[str, float]]) -> None:

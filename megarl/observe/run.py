@@ -11,7 +11,7 @@ from types import TracebackType
 
 from rich.console import Console as RichConsole
 
-from megarl.config import ConfigError, RunSettings, SftConfig, TrainConfig, dump
+from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
 from megarl.observe import report, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
@@ -41,8 +41,10 @@ class Run:
         self._memory = PeakMemory()
         self._alarms = Alarms()
         self._pass_rates: dict[str, Mapping[str, float]] = {}
+        self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
+        self._warnings: dict[str, str] = {}
         self._step = 0
         self._console = Console(config.name, _steps(config), self._phases.current)
 
@@ -105,9 +107,16 @@ class Run:
         self._write(step, values | scalars(failures or {}) | scalars(_timing(self._phases.take())))
         self._console.rate(name, rates)
 
+    def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
+        """Numbers of a held-out set under the weights called `name` (before, after), a row of the summary; the last of a name counts."""
+        values = self._results[f"held-out {name}"] = scalars(metrics)
+        self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
+        self._console.result(f"held-out, step {step}", values)
+
     def _write(self, step: int, values: dict[str, float]) -> None:
         for event, message in self._alarms.check(step, values).items():
             values[f"events/{event}"] = 1.0
+            self._warnings[event] = message
             self._console.warn(message)
         self._writers.write(step, values)
 
@@ -118,12 +127,14 @@ class Run:
             pass_rate_base=self._pass_rates.get("base"),
             pass_rate_sft=self._pass_rates.get("sft"),
             pass_rate_rl=self._pass_rates.get("rl"),
+            results=self._results,
             rl_steps=self._step if isinstance(self._config, TrainConfig) else 0,
             wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
             logprob_gap_mean=whole.get(GAPS[0]),
             logprob_gap_max=whole.get(GAPS[1]),
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
+            alarms=self._warnings,
         )
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
@@ -134,7 +145,7 @@ class Run:
 def _steps(config: RunSettings) -> int:
     if isinstance(config, TrainConfig):
         return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
-    return config.sft.steps if isinstance(config, SftConfig) else 0
+    return config.learn.steps if isinstance(config, LearnConfig) else 0
 
 
 def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:

@@ -24,12 +24,14 @@ class Summary:
     pass_rate_base: Mapping[str, float] | None
     pass_rate_sft: Mapping[str, float] | None
     pass_rate_rl: Mapping[str, float] | None
+    results: Mapping[str, Mapping[str, float]]  # what else was measured, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
     wall_s: Mapping[str, float]  # by phase; they add up to the whole
     logprob_gap_mean: float | None  # |log-prob of engine - of trainer|, over all response tokens of the run
     logprob_gap_max: float | None
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
+    alarms: Mapping[str, str]  # the message of every alarm that the run gave, by its name
 
 
 def versions() -> dict[str, str]:
@@ -65,11 +67,15 @@ def show(summary: Summary, console: Console) -> None:
     for name, rates in (("base", summary.pass_rate_base), ("sft", summary.pass_rate_sft), ("rl", summary.pass_rate_rl)):
         if rates is not None:
             table.add_row(f"pass rate {name}", _numbers(rates, "{:.1%}"))
+    for name, values in summary.results.items():
+        table.add_row(name, _numbers(values, "{:.4g}"))
     if summary.logprob_gap_mean is not None and summary.logprob_gap_max is not None:
         table.add_row("log-prob gap, engine to trainer", f"mean {summary.logprob_gap_mean:.2e}  max {summary.logprob_gap_max:.2e}")
     table.add_row("wall, s", _numbers(summary.wall_s, "{:.1f}") + f"  all {sum(summary.wall_s.values()):.1f}")
     table.add_row("peak memory of a process, MB", _numbers(summary.peak_rss_mb, "{:.0f}"))
     table.add_row("versions", "  ".join(f"{name} {number}" for name, number in summary.versions.items()))
+    for name, message in summary.alarms.items():
+        table.add_row(f"alarm {name}", message)
     console.print(table)
 
 

@@ -52,6 +52,17 @@ class Backend:
             return torch.cuda.max_memory_allocated() / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
+    def random_state(self) -> torch.Tensor:
+        """The device's random state (the CPU's own on a CPU)."""
+        return torch.cuda.get_rng_state() if self.name == "cuda" else torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Sets the device's random state."""
+        if self.name == "cuda":
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
+
     def synchronize(self) -> None:
         """Wait for the work queued on the device."""
         if self.name == "cuda":

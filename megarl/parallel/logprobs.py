@@ -44,6 +44,26 @@ def logprob_entropy(
     return lp_T, entropy_T
 
 
+def likeliest(
+    logits_RV: Tensor, row_T: Tensor, target_T: Tensor, group: dist.ProcessGroup | None = None, vocabulary: int | None = None
+) -> Tensor:
+    """Whether each target is its row's likeliest token (or one of several that are), bool [T]. Arguments as in `logprob_entropy`.
+
+    One MAX reduction of [2, T] numbers over `group`.
+    """
+    width = logits_RV.shape[1]
+    start = width * group.rank() if group is not None else 0
+    shard = _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)), 1.0, overwrite=False)
+    mine_T, column_T = shard.place(target_T)
+    both = torch.full((2, len(row_T)), -torch.inf, device=logits_RV.device)
+    both[0] = torch.where(mine_T, logits_RV[row_T, column_T].float(), -torch.inf)
+    for entries, _, x_CV, _ in _chunks(logits_RV, row_T, shard):
+        torch.amax(x_CV, -1, out=both[1, entries])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0] >= both[1]
+
+
 @dataclass(frozen=True)
 class _Shard:
     """Where this rank's logits lie in the vocabulary."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -14,24 +13,33 @@ from megarl.config import (
     ClusterSettings,
     ConfigError,
     DataSettings,
+    DpoConfig,
     EvalConfig,
     EvalData,
+    LearnConfig,
     ModelReward,
+    PreferenceSource,
     PromptSource,
+    RmConfig,
     RolloutSettings,
     RunSettings,
     SftConfig,
     TrainConfig,
 )
 from megarl.data.demonstrations import Demonstration, demonstrations
+from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.models.families import check_checkpoint, check_layout
-from megarl.models.megatron_fields import check_fields
+from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.rows import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.score import check as check_reward
 from megarl.rollout.engine import check_engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
@@ -44,11 +52,28 @@ class Data:
     eval: list[Prompt]
 
 
-def check_model(config: RunSettings) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shown:
+    """Demonstrations that passed every check."""
+
+    right: list[Demonstration]
+    wrong: list[Demonstration]  # the imperfect ones of the same prompts; none where none are asked for
+    held_out: list[Demonstration]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs that passed every check."""
+
+    train: list[Preference]  # none where the model is only measured
+    held_out: list[Preference]
+
+
+def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
-    hf = check_checkpoint(config.model.path)
+    hf = check_checkpoint(config.model.path, head)
     check_layout(hf, config.layout)
-    check_fields(config.model.megatron)
+    check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
     writers.check(config.log)
     check_cluster(config.cluster)
     return hf
@@ -126,24 +151,70 @@ def check_value(config: TrainConfig) -> Data:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
     data = check_train(config)
     if len(data.eval) < config.train.prompts_per_step:
-        raise ConfigError(
-            f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, which is measured on, holds {len(data.eval)}"
-        )
+        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
     return data
 
 
-def check_sft(config: SftConfig) -> tuple[list[Demonstration], list[Demonstration]]:
-    """All checks of `megarl sft`: the right demonstrations, and the imperfect ones of the same prompts (none where none are asked for)."""
-    check_model(config)
-    tokenizer, data = load_tokenizer(config.model.path), config.data
-    limit = config.sft.max_tokens
-    if limit > config.sft.micro_batch_tokens:
-        raise ConfigError(f"sft.micro_batch_tokens={config.sft.micro_batch_tokens} is below sft.max_tokens={limit}")
-    if config.sft.batch_size < config.layout.dp:
-        raise ConfigError(f"sft.batch_size={config.sft.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
-    prompts = load_prompts(data.train, tokenizer, data.chat, data.template, limit, "data.train", "sft.max_tokens")
-    make = partial(demonstrations, prompts, tokenizer, data.demonstration, max_tokens=limit, key="data.train")
-    return make(copied=False), make(copied=True) if data.corrupt_copy and data.corrupt_last else []
+def check_sft(config: SftConfig) -> Shown:
+    """All checks of `megarl sft`; its demonstrations."""
+    tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
+
+    def shown(source: PromptSource, key: str, copied: bool) -> list[Demonstration]:
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens")
+        return demonstrations(prompts, tokenizer, data.demonstration, copied=copied, max_tokens=limit, key=key)
+
+    held_out = [] if data.eval is None else shown(data.eval, "data.eval", copied=False)
+    if data.eval is not None:
+        check_held_out(config, len(held_out))
+    elif not config.sft.steps:
+        raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
+    wrong = shown(data.train, "data.train", copied=True) if data.corrupt_copy and data.corrupt_last else []
+    return Shown(shown(data.train, "data.train", copied=False), wrong, held_out)
+
+
+def check_rm(config: RmConfig) -> Pairs:
+    """All checks of `megarl rm`; its pairs."""
+    return _pairs(config, "value")
+
+
+def check_dpo(config: DpoConfig) -> Pairs:
+    """All checks of `megarl dpo`; its pairs."""
+    return _pairs(config, "lm")
+
+
+def _pairs(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
+    tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
+
+    def pairs(source: PreferenceSource, key: str) -> list[Preference]:
+        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
+
+    held_out = pairs(data.eval, "data.eval")
+    check_held_out(config, len(held_out))
+    return Pairs(pairs(data.train, "data.train") if config.learn.steps else [], held_out)
+
+
+def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
+    """The checks that supervised stages share; the tokenizer. `sides`: responses that stay together in a micro-batch."""
+    hf, section, learn = check_model(config, head), config.section, config.learn
+    if sides * learn.max_tokens > learn.micro_batch_tokens:
+        raise ConfigError(
+            f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
+            f"{section}.max_tokens={learn.max_tokens}"
+        )
+    if learn.max_tokens > hf["max_position_embeddings"]:
+        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
+    if learn.batch_size < config.layout.dp:
+        raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
+    tokenizer = load_tokenizer(config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
+    return tokenizer
+
+
+def check_held_out(config: LearnConfig, count: int) -> None:
+    """ConfigError where the held-out source has too little for the ranks."""
+    if count < config.layout.dp:
+        raise ConfigError(f"data.eval: holds {count}, less than one for each of {config.layout.dp} data-parallel ranks")
 
 
 def check_eval(config: EvalConfig) -> list[Prompt]:

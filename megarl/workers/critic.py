@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms import Loss
 from megarl.algorithms.value import explained_variance_sums, value_loss
 from megarl.batch import Batch
-from megarl.observe.metrics import Explained, Max, Mean, Metric, Sum, merge
+from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum, merge
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
@@ -52,24 +52,38 @@ class Critic:
 
 
 def critic_metrics(batch: Batch) -> dict[str, Metric]:
-    """How well the values explain the returns of the step, over the loss tokens that this rank computed, and the same by position.
+    """How well the values explain the returns of the step, over the loss tokens that this rank computed, as a whole and by position.
 
-    critic/explained_variance is 1 - Var(R - v) / Var(R). A critic that is biased by position shows in value and advantage by third of
-    the response.
+    critic/explained_variance is 1 - Var(R - v) / Var(R), also over the early, middle and late third of each response.
+    critic_by_position/{value,return,advantage}_from_p are means over the p-th to the (2p - 1)-th token of the responses, p = 1, 2, 4, 8...
+    Positions count from the response's start, not as shares of its length, which the critic cannot know before the end: so a critic
+    without bias has E[value] = E[return] at each of them. critic/position_bias says how far it is from that (`observe.metrics.GroupBias`).
     """
     here_T = batch.mask_T & ~batch.extra_T["value"].isnan()
     value_T, return_T = batch.extra_T["value"], batch.extra_T["return"]
-    count, goal, goal_square, error, error_square = explained_variance_sums(value_T, return_T, here_T).tolist()
-    metrics: dict[str, Metric] = {"critic/explained_variance": Explained(count, goal, goal_square, error, error_square)}
-    first_N = batch.length_N - batch.count_N
-    third_T = ((batch.position_T - batch.spread(first_N)) * 3) // batch.spread(batch.count_N).clamp(min=1)
+    explained: dict[str, Metric] = {"critic/explained_variance": Explained(*explained_variance_sums(value_T, return_T, here_T).tolist())}
+    place_T = batch.position_T - batch.spread(batch.length_N - batch.count_N)  # in the response, from 0
+    third_T = (place_T * 3) // batch.spread(batch.count_N).clamp(min=1)
     for third, name in enumerate(("early", "middle", "late")):
-        part_T = here_T & (third_T == third)
-        tokens = float(part_T.count_nonzero())
-        metrics[f"critic/value_{name}"] = Mean(float(value_T[part_T].sum(dtype=torch.float64)), tokens)
-        metrics[f"critic/advantage_{name}"] = Mean(float(batch.extra_T["advantage"][part_T].sum(dtype=torch.float64)), tokens)
-        metrics[f"critic/explained_variance_{name}"] = Explained(*explained_variance_sums(value_T, return_T, part_T).tolist())
-    return metrics
+        sums = explained_variance_sums(value_T, return_T, here_T & (third_T == third))
+        explained[f"critic/explained_variance_{name}"] = Explained(*sums.tolist())
+    return explained | _by_position(place_T[here_T] + 1, *(x[here_T] for x in (value_T, return_T, batch.extra_T["advantage"])))
+
+
+def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantage_T: Tensor) -> dict[str, Metric]:
+    """The means over the p-th to the (2p - 1)-th token, and the bias of the value between them. position_T: int64 from 1."""
+    octave_T = torch.bucketize(position_T, 2 ** torch.arange(62), right=True) - 1
+
+    def sums(value_T: Tensor) -> list[float]:
+        return torch.bincount(octave_T, weights=value_T.double()).tolist()
+
+    counts, goals = sums(torch.ones_like(value_T)), sums(return_T)
+    metrics: dict[str, Metric] = {}
+    for name, totals in (("value", sums(value_T)), ("return", goals), ("advantage", sums(advantage_T))):
+        means = enumerate(zip(totals, counts, strict=True))
+        metrics |= {f"critic_by_position/{name}_from_{1 << octave}": Mean(total, count) for octave, (total, count) in means}
+    groups = tuple(zip(counts, goals, sums(return_T - value_T), strict=True))
+    return {**metrics, "critic/position_bias": GroupBias(groups, float(return_T.double().square().sum()))}
 
 
 def loss_metrics(loss: Loss, name: str, total: float) -> dict[str, Metric]:

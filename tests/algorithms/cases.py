@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"type": "ppo"},
     "vc_ppo": {"type": "vc_ppo"},
     "vapo": {"type": "vapo"},
+    "vapo_by_response": {"type": "vapo", "aggregation": "seq-mean-token-mean", "clip_high": 0.2},
+    "vapo_without_imitation": {"type": "vapo", "mu": 0.0},
     "grpo": {"type": "grpo"},
     "grpo_dual_clip": {"type": "grpo", "dual_clip": 1.1},
     "dapo": {"type": "dapo"},

@@ -108,6 +108,8 @@ MEANS = {
 def aggregate(algorithm: Any, losses: list[Tensor]) -> Tensor:
     """The four means, each as it is defined."""
     [mean] = [mean for mean, types in MEANS.items() if algorithm.type in types]
+    if algorithm.type == "vapo":
+        mean = algorithm.aggregation  # a setting
     if mean == "token-mean":
         return torch.cat(losses).mean()
     if mean == "seq-mean-token-mean":

@@ -90,6 +90,8 @@ BY_TOKEN: dict[str, dict[str, Any]] = {
     "vc_ppo": {"type": "vc_ppo"},
     "vapo": {"type": "vapo"},
     "vapo_kl": {"type": "vapo", "whiten": True, **KL},
+    "vapo_fixed": {"type": "vapo", "alpha": None, "lambda_policy": 0.9},
+    "vapo_coupled": {"type": "vapo", "alpha": 0.3, "lambda_critic": None, **KL},
     "grpo": {"type": "grpo"},
 }
 
@@ -105,6 +107,12 @@ def driven(config: dict[str, Any], seed: int) -> tuple[Any, Batch]:
     return algorithm, batch.with_extra(reward=batch.spread(reward_N), advantage=batch.spread(advantage_N))
 
 
+def policy_lambda(algorithm: Any, s: reference.Sequence) -> float:
+    if algorithm.type != "vapo":
+        return 0.95
+    return algorithm.lambda_policy if algorithm.alpha is None else max(0.0, 1 - 1 / (algorithm.alpha * len(s)))
+
+
 def token_advantages(algorithm: Any, batch: Batch) -> list[list[float]]:
     """The definitions, response by response."""
     kind, beta = algorithm.type, algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
@@ -112,8 +120,9 @@ def token_advantages(algorithm: Any, batch: Batch) -> list[list[float]]:
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
         reward, number = float(s.reward[0]), float(s.advantage[0])
         if kind in ("ppo", "vc_ppo", "vapo"):
-            lam = max(0.0, 1 - 1 / (algorithm.alpha * len(s))) if kind == "vapo" else 0.95
-            rows.append(reference.gae(reference.token_rewards(s, reward, beta), s.value.tolist(), algorithm.gamma, lam))
+            rows.append(
+                reference.gae(reference.token_rewards(s, reward, beta), s.value.tolist(), algorithm.gamma, policy_lambda(algorithm, s))
+            )
         elif kind in ("reinforce", "reinforce_pp", "reinforce_pp_baseline"):
             last = reward if kind == "reinforce" else number
             gamma = 1.0 if kind == "reinforce_pp_baseline" else algorithm.gamma
@@ -137,12 +146,13 @@ def test_advantage_of_a_token_is_the_formula(name: str) -> None:
     torch.testing.assert_close(float32_T[batch.mask_T].double(), value_T[batch.mask_T], rtol=2e-4, atol=2e-4 * scale)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_kl", "vc_ppo", "vapo", "vapo_kl"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_kl", "vc_ppo", "vapo", "vapo_kl", "vapo_fixed", "vapo_coupled"])
 def test_critic_targets_are_the_formula(name: str) -> None:
     algorithm, batch = driven(BY_TOKEN[name], 1)
     assert isinstance(algorithm, ActorCritic)
-    lam, beta, rows = 0.95 if name.startswith("ppo") else 1.0, algorithm.kl_coef, []
+    beta, rows = algorithm.kl_coef, []
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
+        lam = policy_lambda(algorithm, s) if name.startswith("ppo") or name == "vapo_coupled" else 1.0
         advantage = reference.gae(reference.token_rewards(s, float(s.reward[0]), beta), s.value.tolist(), algorithm.gamma, lam)
         rows.append([a + v for a, v in zip(advantage, s.value.tolist(), strict=True)])
     assert_rows(algorithm.returns(batch, algorithm.kl_coef), batch, rows)

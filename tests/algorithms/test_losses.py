@@ -218,6 +218,7 @@ def test_without_a_correct_response_there_is_nothing_to_imitate() -> None:
     algorithm = ALGORITHMS["vapo"]
     _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch).without("positive_weight"), logp_T, entropy_T)
     assert loss.weighted is None
+    assert ALGORITHMS["vapo_without_imitation"].positive_weights(batch.count_N, torch.ones(len(batch.count_N))) is None
 
 
 @pytest.mark.gpu

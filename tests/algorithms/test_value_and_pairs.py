@@ -16,7 +16,7 @@ from megarl.algorithms.ops import SumOver
 from megarl.algorithms.pairs import pair_weights
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
-from megarl.algorithms.value import explained_variance, explained_variance_sums, value_loss, value_weights
+from megarl.algorithms.value import explained_variance_sums, value_loss, value_weights
 from megarl.batch import Batch
 from tests.algorithms import reference
 from tests.algorithms.cases import LENGTHS, ragged, same
@@ -88,17 +88,14 @@ def test_value_loss_is_the_formula(clip: float | None) -> None:
     assert (0.1 < float(loss.mean["critic/vf_clipfrac"].total) / tokens < 0.9) == (clip is not None)
 
 
-def test_explained_variance_adds_up() -> None:
+def test_sums_of_explained_variance_add_up() -> None:
     batch, _, _ = ragged(1, LENGTHS)
     value_T, return_T, mask_T = batch.extra_T["value"], batch.extra_T["return"], batch.mask_T
-    goal, error = return_T[mask_T], (return_T - value_T)[mask_T]
-    expected = float(1 - error.var() / goal.var())
     parts = [explained_variance_sums(value_T[part], return_T[part], mask_T[part]) for part in torch.arange(len(batch)).split(700)]
-    assert explained_variance(torch.stack(parts).sum(0)) == pytest.approx(expected, rel=1e-12)
-    assert explained_variance(explained_variance_sums(return_T, return_T, mask_T)) == 1.0
-    constant = torch.full_like(return_T, 0.1)
-    for nothing in (torch.zeros(5, dtype=torch.float64), explained_variance_sums(value_T, constant, mask_T)):
-        assert explained_variance(nothing) != explained_variance(nothing)  # nan
+    count, goal, goal_square, error, error_square = torch.stack(parts).sum(0).tolist()
+    expected = 1 - (return_T - value_T)[mask_T].var(correction=0) / return_T[mask_T].var(correction=0)
+    found = 1 - (error_square / count - (error / count) ** 2) / (goal_square / count - (goal / count) ** 2)
+    assert found == pytest.approx(float(expected), rel=1e-12) and count == int(mask_T.sum())
 
 
 @pytest.mark.parametrize("margin", [False, True])
@@ -142,6 +139,8 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
         "dpo/margin": sum(margins),
         "dpo/chosen_reward": sum(gain[0::2]),
         "dpo/rejected_reward": sum(gain[1::2]),
+        "dpo/chosen_shift": sum(gain[0::2]) / 0.3,
+        "dpo/rejected_shift": sum(gain[1::2]) / 0.3,
     }
     assert {name: float(mean.total) for name, mean in loss.mean.items()} == pytest.approx(expected)
     assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())

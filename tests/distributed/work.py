@@ -124,8 +124,12 @@ def build(grid: Grid, job: Job) -> Trainable:
 
 
 def train(grid: Grid, job: Job) -> Report:
+    """Optimizer steps on this rank's share of the global batch, from the loaded weights."""
+    return learn(grid, build(grid, job), job)
+
+
+def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
     """Optimizer steps on this rank's share of the global batch."""
-    policy = build(grid, job)
     reports = grid.is_last_stage and grid.tp_rank == 0
     losses, norms, runs = [], [], 0
     logp: dict[tuple[int, int], float] = {}

@@ -131,8 +131,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[d
 def test_a_step_is_the_same_wherever_its_models_stand(
     shared: list[dict[str, Any]], tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]
 ) -> None:
-    shared: list[dict[str, Any]], tmp_path: Path, tiny_model: Path, overrides: Any
-) -> None:
     rows = Job(tmp_path, tiny_model, (*CRITIC, *overrides)).run().updates()
     assert len(rows) == len(shared) == 2 and "actor/reference_kl" in shared[1]
     for mine, one in zip(rows, shared, strict=True):

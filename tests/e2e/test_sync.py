@@ -17,8 +17,8 @@ from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_train
 from megarl.stages.collect import Collected
 from megarl.workers.cluster import ray_session
-from megarl.workers.plan import plan_step, response_advantages
-from megarl.workers.team import Engines, start
+from megarl.workers.engines import Engines
+from megarl.workers.team import start
 from tests.e2e.job import RL
 from tests.e2e.rewards import share_of_letters
 
@@ -41,20 +41,19 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(tmp_path: Path
     prompts = check_train(config).train[:8]
     seen = set()
     with ray_session(config.cluster, config.layout.ranks + 1):
-        ranks, engines = start(config)
-        ranks.sync(engines, 0, config.sync)
+        team, engines = start(config)
+        team.sync(engines, 0)
         for version in range(1, 6):
             responses = engines.generate(prompts, Sampling(4, 1.0, 12, version))
             scores = [Score(share_of_letters(prompt="", response=response.text, answer="", meta={}), {}, None) for response in responses]
-            plan = plan_step(config, Collected(responses, scores, None, {}))
-            gap = scalars(ranks.score(plan))
-            ranks.advantages(response_advantages(config, plan, None, ranks.sequence_kl(len(responses)), 0.0), 0.0)
+            plan, metrics = team.score(Collected(responses, scores, None, {}))
+            gap = scalars(metrics)
+            team.advantages(plan, None, 0.0)
             assert gap["training/logprob_gap_mean"] <= 1e-5 and gap["training/logprob_gap_max"] <= 1e-3
-            for mini_batch in range(config.train.mini_batches):
-                ranks.update(mini_batch)
-            ranks.sync(engines, version, config.sync)
+            team.learn(plan)
+            team.sync(engines, version)
             saved = tmp_path / f"version-{version}"
-            ranks.save(saved)
+            team.save("policy", saved)
             seen.add(tuple(agreed_answers(saved, prompts, engines)))
     assert len(seen) >= 3, "the updates are large enough to change what the policy says"
 

@@ -1,0 +1,1 @@
+"""Step directories: complete or absent, verified file by file, without torch."""

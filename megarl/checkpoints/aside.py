@@ -1,0 +1,77 @@
+"""A step directory in the making: written aside, renamed when it is whole; then `latest`, then what is no longer kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoints.files import sync_directory, write_file
+from megarl.checkpoints.steps import LATEST, MANIFEST, PARTIAL, Manifest, encode, listing, step_name
+
+
+@dataclass(frozen=True)
+class Aside:
+    """`root`/step_<step>.partial. One process begins it and commits it; any may write files into it in between."""
+
+    root: Path
+    step: int
+
+    @property
+    def path(self) -> Path:
+        return self.root / (step_name(self.step) + PARTIAL)
+
+    def begin(self, folders: list[str]) -> None:
+        """Makes the directory with the given folders inside, empty; an unfinished one of this step goes. Raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        for folder in folders:
+            (self.path / folder).mkdir(parents=True)
+
+    def discard(self) -> None:
+        """Removes what there is of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def commit(self, manifest: Manifest, *, keep_last: int, keep_every: int) -> None:
+        """Writes the manifest and gives the directory its name. The files must lie on the disk. Raises OSError; then nothing has changed.
+
+        An earlier directory of this step makes place. Of the older ones, the `keep_last` newest whole ones (this included) stay and those
+        of every `keep_every`-th step (0: none); damaged ones leave when they are older than all of these. Later steps, from before the
+        run went back to this one, are left alone.
+        """
+        write_file(self.path / MANIFEST, encode(manifest))
+        for folder, _, _ in os.walk(self.path):
+            sync_directory(Path(folder))
+        final = self.root / step_name(self.step)
+        replaced = final.with_name(final.name + ".replaced")
+        if final.exists():
+            final.rename(replaced)
+        self.path.rename(final)
+        sync_directory(self.root)
+        self._point(final.name)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        self._retire(keep_last, keep_every)
+
+    def _point(self, name: str) -> None:
+        aside = self.root / f".{LATEST}"
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
+        write_file(aside, f"{name}\n".encode())
+        aside.replace(self.root / LATEST)
+        sync_directory(self.root)
+
+    def _retire(self, keep_last: int, keep_every: int) -> None:
+        entries = listing(self.root, contents=False)
+        whole = [entry.step for entry in entries if entry.verified is not None and entry.step <= self.step]
+        oldest = min(whole[:keep_last])  # the new one at least is whole
+        for entry in entries:
+            path = entry.path
+            if entry.finished and (entry.step >= oldest or keep_every and entry.step % keep_every == 0):
+                continue
+            if entry.finished:  # a name that nobody takes for a whole one while it shrinks
+                path = path.rename(path.with_name(path.name + ".deleted"))
+            shutil.rmtree(path)

@@ -1,0 +1,190 @@
+"""Step directories: `step_000123` with a manifest of every file. Found, verified, listed; nothing here needs torch.
+
+A directory of that name is complete: it is written as `step_000123.partial` and renamed when everything lies on the disk. What has
+happened to it since, the manifest tells: each file's size and SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints.files import Record, read_record
+from megarl.config import ConfigError
+
+MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
+COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it
+FORMAT = 1
+_STEP = re.compile(r"step_(\d{6,})")
+_UNFINISHED = re.compile(r"step_(\d{6,})\.(partial|replaced|deleted)")
+_THREADS = 8  # that hash files; SHA-256 leaves Python's lock
+_PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step directory holds and how it came to be."""
+
+    step: int
+    world: int  # ranks
+    layout: Mapping[str, Any]
+    versions: Mapping[str, str]
+    models: Mapping[str, Mapping[str, Any]]  # by name: what the ranks need to know of each
+    files: Mapping[str, Record]  # by path inside the directory; all but the manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A step directory whose every file is as it was written. `verify` alone makes these."""
+
+    path: Path
+    manifest: Manifest
+
+    def read(self, name: str) -> bytes:
+        """A file's content. Raises ConfigError where it is not in the manifest, or has changed since it was verified."""
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise ConfigError(f"checkpoint: {self.path} has no {name}")
+        data = (self.path / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != record.sha256:
+            raise ConfigError(f"checkpoint: {self.path / name}: flipped: its SHA-256 is not the manifest's")
+        return data
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step directory, finished or not, and what is wrong with it."""
+
+    path: Path
+    step: int
+    finished: bool  # false: left by a save that was cut off
+    faults: tuple[str, ...]  # a line each: file, what
+    verified: Verified | None  # where there are no faults
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory."""
+    return f"step_{step:06d}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's file: its content and, over it, a SHA-256 of its own."""
+    content = _canonical({"format": FORMAT, **asdict(manifest)})
+    return f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'.encode()
+
+
+def verify(path: Path, contents: bool = True) -> Entry:
+    """Compares a step directory with its manifest; contents=False leaves the hashes out and looks at names and sizes alone."""
+    matched = _STEP.fullmatch(path.name)
+    if matched is None:
+        unfinished = _UNFINISHED.fullmatch(path.name)
+        if unfinished is None:
+            raise ConfigError(f"checkpoint: {path} is not a step directory")
+        return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: a save that did not finish left it",), None)
+    step = int(matched[1])
+    try:
+        manifest = _decode(path)
+    except ConfigError as error:
+        return Entry(path, step, True, (str(error),), None)
+    faults = _faults(path, manifest, contents)
+    if manifest.step != step:
+        faults.append(f"{MANIFEST}: of step {manifest.step}, in a directory of step {step}")
+    return Entry(path, step, True, tuple(faults), None if faults else Verified(path, manifest))
+
+
+def listing(root: Path, contents: bool = True) -> list[Entry]:
+    """Every step directory of `root`, finished or not, the newest first."""
+    found = [path for path in root.iterdir() if path.is_dir() and (_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))]
+    entries = [verify(path, contents) for path in found]
+    return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
+
+
+def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
+    """The newest step directory that verifies; each newer one goes to `skipped`. None where `root` has none."""
+    if not root.is_dir():
+        return None
+    paths = [path for path in root.iterdir() if path.is_dir() and (_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))]
+    for path in sorted(paths, key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
+        entry = verify(path)
+        if entry.verified is not None:
+            return entry.verified
+        skipped(entry)
+    return None
+
+
+def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:
+    present = {
+        os.path.relpath(os.path.join(folder, name), path): Path(folder, name)
+        for folder, folders, names in os.walk(path)
+        for name in [*names, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]
+    }
+    del present[MANIFEST]
+    faults = [f"{name}: missing" for name in sorted(manifest.files.keys() - present.keys())]
+    faults += [_extra(name, present[name]) for name in sorted(present.keys() - manifest.files.keys())]
+    common = sorted(manifest.files.keys() & present.keys())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _fault(present[name], name, manifest.files[name], contents), common)
+        return faults + [fault for fault in found if fault is not None]
+
+
+def _fault(file: Path, name: str, record: Record, contents: bool) -> str | None:
+    if file.is_symlink() or not file.is_file():
+        return f"{name}: not a plain file"
+    if Path(name).suffix in _PICKLES and Path(name).name != COMMON:
+        return f"{name}: a pickle, which is never loaded"
+    try:
+        size = file.stat().st_size
+        if size != record.size:
+            return f"{name}: {'truncated' if size < record.size else 'longer'}: {size} bytes of {record.size}"
+        if contents and read_record(file) != record:
+            return f"{name}: flipped: its SHA-256 is not the manifest's"
+    except OSError as error:
+        return f"{name}: unreadable: {error.strerror}"
+    return None
+
+
+def _extra(name: str, file: Path) -> str:
+    pickled = file.suffix in _PICKLES
+    if file.is_file() and not file.is_symlink():
+        with file.open("rb") as stream:
+            pickled |= stream.read(1) == b"\x80"  # the first byte of every pickle of protocol 2 and later
+    return f"{name}: extra: not in the manifest" + (", a pickle" if pickled else "")
+
+
+def _decode(path: Path) -> Manifest:
+    """The manifest of a step directory. Raises ConfigError where it is not whole."""
+    try:
+        given = json.loads((path / MANIFEST).read_bytes())
+        content = given["content"]
+        if hashlib.sha256(_canonical(content).encode()).hexdigest() != given["sha256"]:
+            raise ConfigError(f"{MANIFEST}: flipped: its SHA-256 is not its own")
+        if content.pop("format") != FORMAT:
+            raise ConfigError(f"{MANIFEST}: of another format than {FORMAT}")
+        files = {name: Record(**record) for name, record in content.pop("files").items()}
+        if outside := [name for name in files if os.path.normpath(name) != name or name.startswith(("/", ".."))]:
+            raise ConfigError(f"{MANIFEST}: names {outside[0]!r}, which is not inside the directory")
+        return Manifest(**content, files=files)
+    except FileNotFoundError:
+        raise ConfigError(f"{MANIFEST}: missing") from None
+    except OSError as error:
+        raise ConfigError(f"{MANIFEST}: unreadable: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{MANIFEST}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, indent=1, sort_keys=True)

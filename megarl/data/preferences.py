@@ -1,0 +1,127 @@
+"""Pairs of responses to one prompt, the better one first: from files, or made from reasoning-gym's items."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.config import ConfigError, GymPreferenceSource, PreferenceData, PreferenceFileSource, PreferenceSource
+from megarl.data.corruption import corrupted
+from megarl.data.demonstrations import Demonstration, copied_text, demonstration_text
+from megarl.data.files import at, find, read_rows
+from megarl.data.prompts import Prompt, Row, checked, load_prompts, tokenised
+from megarl.data.tokenizer import Message, encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 4096  # pairs tokenised together
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two responses to one prompt, each as a rollout would have made it: with the end token."""
+
+    chosen: Demonstration
+    rejected: Demonstration
+    margin: float  # by how much the chosen one is better; 0 where nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A pair before its responses are tokenised."""
+
+    place: str  # what a refusal calls it
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float
+
+
+def load_preferences(
+    source: PreferenceSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
+) -> list[Preference]:
+    """Every pair of `source`, whose dotted key is `key`; its prompts become tokens as `data` says, exactly as in a rollout.
+
+    Raises ConfigError in one line for the first row that is malformed, lacks a side, has two equal or an empty one, or is longer than
+    `max_tokens` (named `limit_key`) with its prompt and end token.
+    """
+    prompts = (tokenizer, data.chat, data.template, max_tokens, key, limit_key)
+    if isinstance(source, GymPreferenceSource):
+        pairs = [_corrupted(source, prompt, key) for prompt in load_prompts(source, *prompts)]
+    else:
+        pairs = [_read(prompt) for prompt in tokenised(_rows(source, key), *prompts)]
+        if not pairs:
+            raise ConfigError(f"{key}.path: {source.path} holds no pairs")
+    preferences = []
+    for first in range(0, len(pairs), CHUNK):
+        chunk = pairs[first : first + CHUNK]
+        responses = encode(tokenizer, [text for pair in chunk for text in (pair.chosen, pair.rejected)], special=False)
+        for pair, chosen, rejected in zip(chunk, responses[0::2], responses[1::2], strict=True):
+            if chosen == rejected:
+                raise ConfigError(f"{pair.place}: chosen and rejected are the same response")
+            better, worse = (_ended(pair, ids, tokenizer, max_tokens, limit_key) for ids in (chosen, rejected))
+            preferences.append(Preference(better, worse, pair.margin))
+    return preferences
+
+
+def _ended(pair: _Texts, response: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit_key: str) -> Demonstration:
+    tokens = np.array([*pair.prompt.ids, *response, tokenizer.eos_token_id], dtype=np.int32)
+    if len(tokens) > max_tokens:
+        raise ConfigError(f"{pair.place}: prompt and response are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
+    return Demonstration(tokens, len(pair.prompt.ids))
+
+
+def _corrupted(source: GymPreferenceSource, prompt: Prompt, key: str) -> _Texts:
+    """The right answer to an item, and a corrupted one. The same item of the same source gives the same pair."""
+    place = f"{key}: item {prompt.id}"
+    try:
+        chosen, copied = demonstration_text(prompt, source.demonstration), copied_text(prompt, source.demonstration)
+        rejected = corrupted(chosen, copied, random.Random(f"{source.seed}:{prompt.id}"))
+    except ValueError as error:
+        raise ConfigError(f"{place}: demonstration={source.demonstration}: {error}") from None
+    return _Texts(place, prompt, chosen, rejected, 0.0)
+
+
+def _read(prompt: Prompt) -> _Texts:
+    """The pair that a prompt from `_rows` carries."""
+    return _Texts(prompt.meta["place"], prompt, prompt.answer, prompt.meta["rejected"], prompt.meta["margin"])
+
+
+def _rows(source: PreferenceFileSource, key: str) -> Iterator[Row]:
+    """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
+    for place, row in read_rows(source.path, key):
+        before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
+        other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
+        if before != other:
+            raise ConfigError(f"{place}: chosen and rejected answer different prompts")
+        prompt = before or at(row, source.prompt_key, place, f"{key}.prompt_key")
+        meta = {"place": place, "rejected": rejected, "margin": _margin(find(row, source.margin_key), place, source.margin_key)}
+        yield Row(place, checked(prompt, place), chosen, meta)
+
+
+def _side(value: Any, name: str, place: str) -> tuple[list[Message], str]:
+    """(the conversation before the response, the response) of a text or of chat messages, of which the last is the assistant's."""
+    before, response = [], value
+    if isinstance(value, list):
+        if not value or not isinstance(value[-1], dict) or value[-1].get("role") != "assistant":
+            raise ConfigError(f"{place}: the messages of {name} must end with one of the assistant's")
+        before, response = value[:-1], value[-1].get("content")
+    if not isinstance(response, str):
+        raise ConfigError(f"{place}: {name} must be a text or a list of chat messages, not {type(response).__name__}")
+    if not response.strip():
+        raise ConfigError(f"{place}: {name} is empty")
+    return before, response
+
+
+def _margin(value: Any, place: str, name: str) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{place}: {name} must be a number >= 0, not {value!r}")
+    return float(value)

@@ -1,0 +1,48 @@
+"""The random states of one rank, as tensors and JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megarl.parallel.backend import choose
+
+_TRACKER = "tracker."
+
+
+def random_states() -> bytes:
+    """The states of torch (CPU and device), Megatron's tracker, numpy and Python in this process, as a safetensors file."""
+    version, words, gauss = random.getstate()
+    _, keys, *numpy_rest = np.random.get_state()
+    tensors: dict[str, Tensor] = {
+        "torch": torch.get_rng_state(),
+        "device": choose().random_state(),
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        **{_TRACKER + name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+    rest = json.dumps({"python": [version, gauss], "numpy": numpy_rest})
+    return save(tensors, metadata={"rest": rest})
+
+
+def restore_random_states(file: bytes) -> None:
+    """Sets every state to that of `random_states`' answer."""
+    tensors, rest = load(file), _metadata(file)
+    torch.set_rng_state(tensors["torch"])
+    choose().set_random_state(tensors["device"])
+    version, gauss = rest["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), *rest["numpy"]))
+    get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)})
+
+
+def _metadata(file: bytes) -> Any:
+    header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    return json.loads(header["__metadata__"]["rest"])

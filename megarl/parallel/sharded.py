@@ -1,0 +1,213 @@
+"""A model and its optimizer as Megatron's sharded tensors, and back: what a distributed checkpoint holds, on any layout.
+
+The keys and shapes on disk are those of Megatron's `fully_reshardable` optimizer format: each parameter's fp32 main copy and two moments in
+the parameter's own shape. Upstream makes them by gathering the whole optimizer on every data-parallel rank (distrib_optimizer.py:1404) and
+loads all of it everywhere. Here each rank saves the parameters that begin in its own slice of the flat buffers, with the missing ends sent
+by its neighbours, and loads those that its slice touches: a data-parallel share of memory, of traffic and of writing.
+
+That also keeps clear of what is wrong upstream in 0.16.1 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor
+(:825), `_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be taken before the first
+step (:641), and where a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong places (:1118 leaves the
+buckets' padding out, :1501 counts it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megarl.parallel.grid import Grid
+from megarl.parallel.optimizer import Trainable
+
+STATES = ("param", "exp_avg", "exp_avg_sq")  # of each parameter, in float32
+_EXTRA = "_extra_state"  # Transformer Engine's fp8 scales: pickled by Megatron, empty in bfloat16, left out
+
+Sharded = dict[str, Any]  # nested; its leaves are ShardedTensor or ShardedTensorFactory
+
+
+def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
+    """The weights of this rank's chunks (data-parallel wrappers or not); the tensors are the parameters themselves."""
+    metadata = {"dp_cp_group": grid.groups.dp_cp}
+    state: Sharded = {}
+    for number, chunk in enumerate(chunks):
+        found = _bare(chunk).sharded_state_dict(metadata=metadata)
+        objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
+        assert all(key.endswith(_EXTRA) for key in objects), f"not tensors: {sorted(objects)}"
+        state[f"model{number}"] = tensors
+    return state
+
+
+def share_writing(state: Sharded, grid: Grid) -> None:
+    """Spreads the weights that data-parallel replicas hold in common over them, in place: one in turn writes each."""
+    for place, leaf in enumerate(_leaves(state)):
+        replicas = grid.groups.edp.size() if ".experts." in leaf.key else grid.groups.dp_cp.size()
+        *others, replica = leaf.replica_id
+        leaf.replica_id = (*others, (replica - place) % replicas)
+
+
+def put_model(chunks: Sequence[Any], state: Sharded) -> None:
+    """Gives the chunks the weights of a loaded `model_state`."""
+    for number, chunk in enumerate(chunks):
+        missing, unexpected = _bare(chunk).load_state_dict(state[f"model{number}"], strict=False)
+        lost = [name for name in missing if not name.endswith(_EXTRA)]
+        assert not lost and not unexpected, f"missing {lost}, unexpected {unexpected}"
+
+
+def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
+    """Main copies and moments of the parameters that begin in this rank's slices, whole. Collective within data-parallel groups.
+
+    `model`: this rank's `model_state`. Before the first step the moments are zero.
+    """
+    sharded = _by_parameter(model)
+    state: Sharded = {}
+    for place in _places(trainable):
+        whole = _assembled(place)
+        if whole is not None:
+            state[str(len(state))] = {
+                name: _like(sharded[place.parameter], name, tensor) for name, tensor in zip(STATES, whole, strict=True)
+            }
+    return state
+
+
+def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
+    """The tensors of `optimizer_state`, uninitialised, of every parameter that this rank's slices touch: to be loaded."""
+    sharded = _by_parameter(model)
+    return {
+        str(number): {
+            name: _like(sharded[place.parameter], name, torch.empty(place.parameter.shape, dtype=torch.float32)) for name in STATES
+        }
+        for number, place in enumerate(place for place in _places(trainable) if place.held)
+    }
+
+
+@torch.no_grad()
+def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
+    """Gives the optimizer the main copies and moments of a loaded `empty_optimizer_state`, and Adam's count of steps."""
+    for part in _parts(trainable):
+        if not part.optimizer.state:
+            part._init_optimizer_states_with_dummy_values()  # a step on zero gradients: what it changes is overwritten here
+    for number, place in enumerate(place for place in _places(trainable) if place.held):
+        for name, mine in zip(STATES, place.local(), strict=True):
+            mine.copy_(state[str(number)][name].flatten()[place.begin : place.end])
+    for part in _parts(trainable):
+        for entry in part.optimizer.state.values():
+            if "step" in entry:  # torch: a tensor for each parameter
+                entry["step"].fill_(adam_step)
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # Transformer Engine and apex
+                group["step"] = adam_step
+
+
+def adam_step(trainable: Trainable) -> int:
+    """How many steps Adam has taken: those of `trainable.steps` that were not skipped."""
+    steps: set[int] = set()
+    for part in _parts(trainable):
+        steps |= {int(entry["step"]) for entry in part.optimizer.state.values() if "step" in entry}
+        steps |= {int(group["step"]) for group in part.optimizer.param_groups if group["params"] and "step" in group}
+    assert len(steps) <= 1, f"parameters disagree on Adam's step: {sorted(steps)}"
+    return max(steps, default=0)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter in the flat buffer of a distributed optimizer whose data-parallel ranks own equal slices of it."""
+
+    part: Any
+    parameter: Tensor
+    owners: range  # data-parallel ranks that hold a piece
+    cuts: tuple[int, ...]  # where their pieces begin in the flattened parameter, and the end of the last
+
+    @property
+    def rank(self) -> int:
+        return self.part.data_parallel_group.rank()
+
+    @property
+    def held(self) -> bool:
+        return self.rank in self.owners
+
+    @property
+    def begin(self) -> int:
+        return self.cuts[self.rank - self.owners.start]
+
+    @property
+    def end(self) -> int:
+        return self.cuts[self.rank - self.owners.start + 1]
+
+    def local(self) -> list[Tensor]:
+        """This rank's piece of each of STATES, flat; moments that do not exist yet are zeros."""
+        group, index = self.part.model_param_group_index_map[self.parameter]
+        main = self.part.optimizer.param_groups[group]["params"][index]
+        moments = self.part.optimizer.state.get(main, {})
+        found = [main, *(moments.get(name, torch.zeros_like(main)) for name in STATES[1:])]
+        assert all(tensor.dtype == torch.float32 and len(tensor) == self.end - self.begin for tensor in found)
+        return [tensor.detach() for tensor in found]
+
+
+def _places(trainable: Trainable) -> Iterator[_Place]:
+    """Every parameter of the buffers that this rank shares, in one order for all ranks that share them."""
+    for part in _parts(trainable):
+        ranks = part.data_parallel_group.size()
+        for buffer in part.buffers:
+            for parameter, (start, end, bucket_id) in buffer.param_index_map.items():
+                bucket = buffer.buckets[bucket_id]
+                share, start, end = bucket.grad_data.numel() // ranks, start - bucket.offset, end - bucket.offset
+                owners = range(start // share, (end - 1) // share + 1)
+                inner = [owner * share - start for owner in owners[1:]]
+                yield _Place(part, parameter, owners, (0, *inner, end - start))
+
+
+def _parts(trainable: Trainable) -> list[Any]:
+    """The optimizers of dense and of expert parameters, as far as this rank has any."""
+    return [part for part in trainable.optimizer.chained_optimizers if not part.is_stub_optimizer]
+
+
+def _assembled(place: _Place) -> list[Tensor] | None:
+    """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
+    if not place.held:
+        return None
+    mine, first = place.local(), place.owners.start
+    group, shape = place.part.data_parallel_group, place.parameter.shape
+    if len(place.owners) > 1 and place.rank != first:
+        dist.send(torch.stack(mine), group=group, group_dst=first)
+        return None
+    if len(place.owners) > 1:
+        pieces = [torch.stack(mine)]
+        for owner in place.owners[1:]:
+            begin, end = place.cuts[owner - first : owner - first + 2]
+            pieces.append(pieces[0].new_empty(len(STATES), end - begin))
+            dist.recv(pieces[-1], group=group, group_src=owner)
+        mine = list(torch.cat(pieces, dim=1))
+    return [tensor.view(shape) for tensor in mine]
+
+
+def _like(leaf: ShardedTensor | ShardedTensorFactory, name: str, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
+    """A state of the parameter `leaf`, sharded as it is; this rank alone of the data-parallel ones has it."""
+    *others, _ = leaf.replica_id
+    changes: dict[str, Any] = {"key": f"optimizer.state.{name}.{leaf.key}", "data": data, "replica_id": (*others, 0)}
+    if isinstance(leaf, ShardedTensor):
+        changes["dtype"] = data.dtype
+    return replace(leaf, **changes)
+
+
+def _by_parameter(model: Sharded) -> Mapping[Tensor, Any]:
+    return {leaf.data: leaf for leaf in _leaves(model)}
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _bare(chunk: Any) -> Any:
+    """The chunk without its data-parallel wrapper."""
+    return getattr(chunk, "module", chunk)

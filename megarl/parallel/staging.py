@@ -1,0 +1,111 @@
+"""Tensors on their way to the disk: copied into host memory of a bounded size, written and hashed by threads behind the caller's back."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoints.files import HashedFile, Record
+from megarl.parallel.backend import choose
+
+WRITERS = 2  # threads, and so files a model, of each rank: one hashes while the other waits for the disk
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a tensor was written."""
+
+    file: str  # name inside the model's folder
+    offset: int  # bytes
+    length: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote."""
+
+    files: Mapping[str, Record]  # by path inside the step directory
+    places: Mapping[str, list[Location]]  # by model, in the order of `put`
+
+
+class StagedWriter:
+    """Writes tensors into `directory`/<model>/__<rank>_<thread>.distcp, each as torch.save does.
+
+    `put` copies into host memory and returns; it waits while `budget` bytes (or one tensor) are on their way. So a state within the budget
+    costs its caller a copy, and a larger one is written in pieces, the last ones behind its back.
+    """
+
+    def __init__(self, directory: Path, rank: int, budget: int) -> None:
+        self._directory, self._rank, self._budget = directory, rank, budget
+        self._room = threading.Condition()
+        self._held = 0  # bytes staged
+        self._error: Exception | None = None
+        self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
+        self._places: dict[str, list[Location | None]] = {}
+        self._files: dict[str, Record] = {}
+        self._pinned = choose().name == "cuda"
+        self._threads = [threading.Thread(target=self._write, args=(number,), daemon=True) for number in range(WRITERS)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, model: str, tensor: Tensor) -> None:
+        """Takes a copy of the tensor. After a failed write it takes nothing: `finish` tells."""
+        with self._room:
+            self._room.wait_for(lambda: self._error or not self._held or self._held + tensor.nbytes <= self._budget)
+            if self._error is not None:
+                return
+            self._held += tensor.nbytes
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+        copy.copy_(tensor)
+        places = self._places.setdefault(model, [])
+        places.append(None)
+        self._queue.put((model, len(places) - 1, copy))
+
+    def close(self) -> None:
+        """Says that nothing more comes."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def finish(self) -> Written:
+        """Waits until everything lies on the disk; after `close`. Raises what a write raised: OSError names its file."""
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        whole = {model: [place for place in places if place is not None] for model, places in self._places.items()}
+        assert all(len(whole[model]) == len(places) for model, places in self._places.items())
+        return Written(self._files, whole)
+
+    def _write(self, number: int) -> None:
+        name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
+        try:
+            while (item := self._queue.get()) is not None:
+                model, place, tensor = item
+                if model not in files:
+                    files[model] = HashedFile(self._directory / model / name)
+                file = files[model]
+                offset = file.size
+                torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
+                file.check()
+                self._places[model][place] = Location(name, offset, file.size - offset)
+                nbytes = tensor.nbytes
+                del item, tensor
+                with self._room:
+                    self._held -= nbytes
+                    self._room.notify_all()
+            for model, file in files.items():
+                self._files[os.path.join(model, name)] = file.close()
+        except Exception as error:
+            with self._room:
+                self._error = error
+                self._room.notify_all()
+        finally:
+            for file in files.values():
+                file.discard()

@@ -1,0 +1,12 @@
+"""`megarl dpo`: a policy from pairs of responses, without a reward model (DPO, cDPO)."""
+
+from __future__ import annotations
+
+from megarl.config import DpoConfig
+from megarl.stages.checks import check_dpo
+from megarl.stages.learning import learn_pairs
+
+
+def dpo(config: DpoConfig) -> None:
+    """Trains on the pairs; leaves the policy in runs/<name>/model and its held-out numbers in summary.json."""
+    learn_pairs(config, config.algorithm, check_dpo(config))

@@ -1,0 +1,176 @@
+"""The ranks of the supervised stages: one trained model, the reference of a preference loss, steps on mini-batches, held-out numbers.
+
+Axes: T predicted tokens, R rows of local logits or values, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from megarl.algorithms import Loss
+from megarl.algorithms.dpo import Dpo
+from megarl.algorithms.reward_model import BradleyTerry
+from megarl.algorithms.sft import Sft
+from megarl.batch import Batch, Sample, pack, pack_scored
+from megarl.config import Layout, OptimizerSettings, RunSettings
+from megarl.observe.metrics import Mean, Metric, merge
+from megarl.workers.cluster import Group
+from megarl.workers.plan import split_step
+from megarl.workers.rank import Rank
+from megarl.workers.ranks import reserve_workers, start_ranks
+
+Lesson = Sft | BradleyTerry | Dpo
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the ranks learn, and how."""
+
+    lesson: Lesson
+    optimizer: OptimizerSettings
+    updates: int  # optimizer steps of the whole run; 0: the model is only measured
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The sequences of one optimizer step, or of a measurement, and how they are split. Pairs: chosen, rejected, chosen, ..."""
+
+    samples: Sequence[Sample]
+    split: Sequence[Sequence[Sequence[int]]]  # [data-parallel rank][micro-batch] -> sequences, as indices into the N axis
+    weight_N: np.ndarray  # float32: weight of a loss token of the sequence
+    margin_N: np.ndarray  # float32: by how much a chosen response should be better than the rejected one
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
+
+def mini_batch(lesson: Lesson, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
+    """The samples over `dp` ranks and micro-batches of at most `capacity` tokens, balanced by tokens; pairs stay together.
+
+    ValueError where a sequence (a pair) does not fit, or there are fewer than ranks.
+    """
+    unit = 1 if isinstance(lesson, Sft) else 2
+    fed = [len(sample.tokens) - (not isinstance(lesson, BradleyTerry)) for sample in samples]
+    [shards] = split_step([sum(fed[n : n + unit]) for n in range(0, len(fed), unit)], 1, dp, capacity)
+    count_N = torch.tensor([sample.response_length for sample in samples])
+    return MiniBatch(
+        samples=samples,
+        split=[[[unit * u + side for u in units for side in range(unit)] for units in shard] for shard in shards],
+        weight_N=lesson.weights(count_N).float().numpy(),
+        margin_N=np.array(margin_N, dtype=np.float32),
+    )
+
+
+class Learner(Rank):
+    """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm")."""
+
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, goal: Goal) -> None:
+        super().__init__(rank, config, layout)
+        self._goal = goal
+        self._role = "rm" if isinstance(goal.lesson, BradleyTerry) else "actor"
+
+    def build_models(self) -> None:
+        """The trained model, and the frozen reference where the loss asks for one."""
+        path, goal = self._config.model.path, self._goal
+        optimizer = goal.optimizer if goal.updates else None
+        self._trained = self._model(path, "value" if self._role == "rm" else "lm", optimizer, goal.updates)
+        self._reference = self._model(path) if isinstance(goal.lesson, Dpo) else None
+
+    def train(self, plan: MiniBatch) -> dict[str, Metric]:
+        """One optimizer step; returns the metrics of the tokens that this rank alone reports, and of the step."""
+        results, info = self._trained.step(self._batches(plan), self._visit)
+        metrics = merge(results) if self._reports else {}
+        if self._rank == 0:
+            metrics |= {f"{self._role}/grad_norm": Mean(info.grad_norm, 1.0), f"{self._role}/lr": Mean(info.lr, 1.0)}
+        return metrics
+
+    def measure(self, plan: MiniBatch) -> dict[str, Metric]:
+        """The loss's numbers on sequences that are not learned from, and how often the likeliest token is the right one (supervised)."""
+        from megarl.parallel import schedule
+
+        results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
+        return merge(results) if self._reports else {}
+
+    def save(self, directory: Path) -> None:
+        """Writes the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
+        self._trained.save(directory)
+
+    def _batches(self, plan: MiniBatch) -> list[Batch]:
+        """This data-parallel rank's micro-batches, with the reference's log-probs where the loss needs them."""
+        batches = [self._assemble(plan, list(members)) for members in plan.split[self._grid.dp_rank]]
+        if self._reference is None:
+            return batches
+        return self._reference.fill(batches, "ref_logp", lambda *output: self._logprobs(*output)[0])
+
+    def _assemble(self, plan: MiniBatch, members: list[int]) -> Batch:
+        samples = [plan.samples[n] for n in members]
+        batch = pack_scored(samples) if self._role == "rm" else pack(samples)
+        weight_T, margin_T = (batch.spread(torch.tensor(value_N[members])) for value_N in (plan.weight_N, plan.margin_N))
+        return batch.with_extra(weight=torch.where(batch.mask_T, weight_T, 0.0), margin=margin_T)
+
+    def _visit(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        loss = self._loss(output_RX, row_T, batch)
+        means: dict[str, Metric] = {name: Mean(float(mean.total), float(mean.weight)) for name, mean in loss.mean.items()}
+        return (loss.loss_T * batch.extra_T["weight"]).sum(), means
+
+    def _look(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        hits: dict[str, Metric] = {}
+        if isinstance(self._goal.lesson, Sft):
+            from megarl.parallel.logprobs import likeliest
+
+            hit_T = likeliest(output_RX, row_T, batch.target_T, self._grid.groups.tp, self._vocabulary)
+            hits = {"sft/accuracy": Mean(float((hit_T & batch.mask_T).count_nonzero()), float(batch.mask_T.count_nonzero()))}
+        total, means = self._visit(output_RX, row_T, batch)
+        return total, means | hits
+
+    def _loss(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> Loss:
+        lesson = self._goal.lesson
+        if isinstance(lesson, BradleyTerry):
+            return lesson.loss(output_RX[row_T, 0].float(), batch, self._sum_over)
+        logp_T, entropy_T = self._logprobs(output_RX, row_T, batch)
+        return lesson.loss(logp_T, entropy_T, batch, self._sum_over, kl_coef=0.0)
+
+    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        from megarl.parallel.logprobs import logprob_entropy
+
+        group = self._grid.groups.tp
+        return logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, group, self._vocabulary, overwrite=True)  # nothing else reads them
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self._trained.hf["vocab_size"])
+
+
+@dataclass(frozen=True)
+class Learners:
+    """The ranks, together one model."""
+
+    group: Group
+    timeout_s: float
+
+    def train(self, plan: MiniBatch) -> dict[str, Metric]:
+        """One optimizer step."""
+        return merge(self.group.call("train", ray.put(plan), timeout_s=self.timeout_s))
+
+    def measure(self, plan: MiniBatch) -> dict[str, Metric]:
+        """What the loss says of sequences that are not learned from."""
+        return merge(self.group.call("measure", ray.put(plan), timeout_s=self.timeout_s))
+
+    def save(self, directory: Path) -> None:
+        """Writes the model as a Hugging Face directory."""
+        self.group.call("save", directory, timeout_s=self.timeout_s)
+
+
+def start_learners(config: RunSettings, goal: Goal) -> Learners:
+    """The ranks of `config.layout`, with the models built."""
+    places: list[Any] = reserve_workers(config, ranks=config.layout.ranks)
+    return Learners(start_ranks(Learner, config, config.layout, places, goal), config.cluster.phase_timeout_s)

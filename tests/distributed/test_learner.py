@@ -1,0 +1,170 @@
+"""The supervised stages' ranks: metrics and gradient are the same on every layout, pairs stay whole, a reward model is transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.dpo import Dpo
+from megarl.algorithms.reward_model import BradleyTerry
+from megarl.algorithms.sft import Sft
+from megarl.batch import Sample, pack_scored
+from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.models import hf as directory
+from megarl.observe.metrics import Metric, merge, scalars
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.parallel.logprobs import likeliest
+from megarl.workers.learner import Goal, Learner, Lesson, MiniBatch, mini_batch
+from tests.distributed.work import TINY, make_checkpoint
+from tests.harness import Pool
+
+PAIRS = 7  # three ranks of data cannot share them evenly
+CAPACITY = 130  # tokens of a micro-batch: several are needed
+LESSONS: dict[str, Lesson] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1)}
+LAYOUTS = {
+    "dp2": Layout(ranks=2),
+    "dp3_uneven": Layout(ranks=3),
+    "tp2": Layout(ranks=2, tp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "pp2_vpp2": Layout(ranks=2, pp=2, vpp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "ep2": Layout(ranks=2, ep=2),
+    "tp2_pp2": Layout(ranks=4, tp=2, pp=2),
+    "cp2_tp2": Layout(ranks=4, cp=2, tp=2),
+}
+
+
+def samples(seed: int = 4) -> list[Sample]:
+    """Pairs of a prompt and two responses of different lengths."""
+    rng, made = np.random.default_rng(seed), []
+    for _ in range(PAIRS):
+        prompt = rng.integers(0, TINY["vocab_size"], int(rng.integers(2, 20)))
+        for _ in range(2):
+            response = rng.integers(0, TINY["vocab_size"], int(rng.integers(1, 25)))
+            tokens = np.concatenate([prompt, response]).astype(np.int32)
+            made.append(Sample(tokens, len(prompt), np.zeros(len(response), np.float32), "stop", 0))
+    return made
+
+
+def plan(lesson: Lesson, dp: int, seed: int = 4) -> MiniBatch:
+    return mini_batch(lesson, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
+
+
+def learner(grid: Grid, path: Path, lesson: Lesson) -> Learner:
+    """The real actor on a rank of the pool, whose grid is there already."""
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
+    rank = Learner(grid.rank, config, grid.layout, Goal(lesson, OptimizerSettings(lr=1e-4), updates=3))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    return rank
+
+
+def learn(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:
+    """Of each lesson: held-out numbers, two steps, held-out numbers."""
+    found = {}
+    for name, lesson in LESSONS.items():
+        rank, held_out = learner(grid, path, lesson), plan(lesson, grid.dp_size, seed=5)
+        steps = [rank.measure(held_out), *(rank.train(plan(lesson, grid.dp_size)) for _ in range(2)), rank.measure(held_out)]
+        found[name] = steps
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool, model: Path) -> dict[str, list[dict[str, Metric]]]:
+    return pool.run(learn, Layout(), model)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_metrics_and_gradient_are_independent_of_the_layout(
+    pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]], name: str
+) -> None:
+    ranks = pool.run(learn, LAYOUTS[name], model)
+    for lesson, steps in one_rank.items():
+        for index, one in enumerate(steps):
+            many = merge(rank[lesson][index] for rank in ranks)
+            # Adam's first step makes signs of gradients, also of those that rounding alone decides.
+            assert scalars(many) == pytest.approx(scalars(one), rel=1e-5 if index < 2 else 1e-3, abs=1e-6 if index < 2 else 1e-4), (
+                lesson,
+                index,
+            )
+
+
+def test_learning_shows_on_what_is_learned(one_rank: dict[str, list[dict[str, Metric]]]) -> None:
+    for lesson, (before, first, second, _) in one_rank.items():
+        shown = [scalars(step) for step in (before, first, second)]
+        assert shown[2][f"{lesson}/loss"] < shown[1][f"{lesson}/loss"]
+        role = "rm" if lesson == "rm" else "actor"
+        assert shown[1][f"{role}/grad_norm"] > 1e-3 and shown[1][f"{role}/lr"] == 1e-4 and f"{role}/lr" not in shown[0]
+    dpo = scalars(one_rank["dpo"][1])
+    assert dpo["dpo/margin"] == dpo["dpo/chosen_shift"] == 0.0, "the policy starts as the reference"
+
+
+def test_pairs_stay_whole_and_every_rank_has_as_many_micro_batches() -> None:
+    split = plan(BradleyTerry(), dp=3).split
+    assert len({len(shard) for shard in split}) == 1
+    micro_batches = [members for shard in split for members in shard]
+    assert sorted(n for members in micro_batches for n in members) == list(range(2 * PAIRS))
+    for members in micro_batches:
+        assert [n + 1 for n in members[0::2]] == list(members[1::2]) and all(n % 2 == 0 for n in members[0::2])
+        assert sum(len(samples()[n].tokens) for n in members) <= CAPACITY
+    with pytest.raises(ValueError, match="does not fit into a micro-batch of 20"):
+        mini_batch(BradleyTerry(), samples(), [0.0] * 2 * PAIRS, 1, 20)
+
+
+def test_a_scored_batch_feeds_every_token_and_judges_the_last() -> None:
+    chosen = samples()[:3]
+    batch = pack_scored(chosen)
+    assert batch.length_N.tolist() == [len(sample.tokens) for sample in chosen] and batch.count_N.tolist() == [1, 1, 1]
+    for n, sample in enumerate(chosen):
+        mine = batch.seq_T == n
+        assert batch.input_T[mine].tolist() == sample.tokens.tolist()
+        assert batch.mask_T[mine].tolist() == [False] * (len(sample.tokens) - 1) + [True]
+
+
+def scores(grid: Grid, path: Path, target: Path) -> list[float]:
+    """Trains a reward model a little, saves it, and gives the score of each sample."""
+    rank = learner(grid, path, BradleyTerry())
+    rank.train(plan(BradleyTerry(), grid.dp_size))
+    rank.save(target)
+    batch = pack_scored(samples())
+    [filled] = rank._trained.fill([batch], "score", lambda value_R1, row_T, part: value_R1[row_T, 0])
+    return filled.extra_T["score"][filled.mask_T].tolist()
+
+
+def test_transformers_gives_the_scores_of_a_trained_reward_model(pool: Pool, model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    ours = pool.run(scores, Layout(ranks=2, tp=2, ep=2), model, tmp_path / "rm")[0]
+    assert directory.read_config(tmp_path / "rm")["num_labels"] == 1
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    with torch.no_grad():
+        expected = [float(theirs(torch.tensor(sample.tokens[None].astype(np.int64))).logits) for sample in samples()]
+    assert ours == pytest.approx(expected, abs=1e-5) and np.std(ours) > 1e-3
+
+
+def hits(grid: Grid, logits_RV: torch.Tensor, target_T: torch.Tensor, vocabulary: int) -> list[bool]:
+    width = logits_RV.shape[1] // grid.layout.tp
+    shard = logits_RV[:, grid.tp_rank * width : (grid.tp_rank + 1) * width].contiguous()
+    rows = torch.arange(1, len(logits_RV))
+    return likeliest(shard, rows, target_T, grid.groups.tp, vocabulary).tolist()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_likeliest_token_is_found_over_all_shards_and_not_in_the_padding(pool: Pool, tp: int) -> None:
+    logits_RV = torch.randn(60, 12, generator=torch.Generator().manual_seed(0))
+    logits_RV[:, 11] += 5  # padding of the vocabulary
+    best_T = logits_RV[1:, :11].argmax(-1)
+    target_T = torch.where(torch.arange(59) % 2 == 0, best_T, (best_T + 1) % 11)
+    arguments: Any = (logits_RV, target_T, 11)
+    for found in pool.run(hits, Layout(ranks=tp, tp=tp), *arguments):
+        assert found == [n % 2 == 0 for n in range(59)]
