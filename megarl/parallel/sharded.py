@@ -5,9 +5,10 @@ the parameter's own shape. Upstream makes them by gathering the whole optimizer 
 loads all of it everywhere. Here each rank saves the parameters that begin in its own slice of the flat buffers, with the missing ends sent
 by its neighbours, and loads those that its slice touches: a data-parallel share of memory, of traffic and of writing.
 
-That also keeps clear of what is wrong upstream in 0.16.1: `load_state_dict` gives all parameters one step tensor
-(distrib_optimizer.py:825), `_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be taken
-before the first step (:641), and buffers of several padded buckets are cut at the wrong places (:1088 counts without padding, :1470 with).
+That also keeps clear of what is wrong upstream in 0.16.1 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor
+(:825), `_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be taken before the first
+step (:641), and where a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong places (:1118 leaves the
+buckets' padding out, :1501 counts it).
 """
 
 from __future__ import annotations
