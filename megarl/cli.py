@@ -37,15 +37,28 @@ VERBS = {
 }
 
 
+@dataclass(frozen=True)
+class Tool:
+    """A verb that takes no configuration: `run` is given its arguments and returns the exit status."""
+
+    help: str
+    run: str
+
+
+TOOLS = {
+    "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
+}
+
+
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    verbs = "\n".join(f"  {name:6} {verb.help}" for name, verb in VERBS.items())
+    """The command line of the verbs that take a configuration, with help for all."""
+    verbs = "\n".join(f"  {name:6} {verb.help}" for name, verb in (VERBS | TOOLS).items())
     top = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of large MoE language models.\n\nverbs:\n" + verbs,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
+    top.add_argument("verb", choices=VERBS | TOOLS, metavar="VERB", help=", ".join(VERBS | TOOLS))
     top.add_argument("config", type=Path, metavar="CONFIG.yaml")
     top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
     top.add_argument("--check", action="store_true", help="refuse what is wrong and stop before any process starts")
@@ -54,26 +67,37 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 1 for any other failure."""
-    given = parser().parse_intermixed_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _call(VERBS[given.verb], given.config, given.overrides, given.check)
+        if arguments and arguments[0] in TOOLS:
+            return _guarded(lambda: _find(TOOLS[arguments[0]].run)(arguments[1:]))
+        given = parser().parse_intermixed_args(arguments)
+        return _guarded(lambda: _run(VERBS[given.verb], given.config, given.overrides, given.check))
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def _call(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
-    from megarl.config import ConfigError, load
+def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
+    from megarl.config import load
+
+    root: Any = _find(verb.config)
+    config = load(path, overrides, root)
+    if check:
+        _find(verb.check)(config)
+        print(f"megarl: {path} passes every check")
+    else:
+        _find(verb.run)(config)
+    return 0
+
+
+def _guarded(call: Callable[[], int]) -> int:
+    """The exit status of call(), or of what it raised."""
+    from megarl.config import ConfigError
 
     try:
-        root: Any = _find(verb.config)
-        config = load(path, overrides, root)
-        if check:
-            _find(verb.check)(config)
-            print(f"megarl: {path} passes every check")
-        else:
-            _find(verb.run)(config)
+        return call()
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"megarl: error: {line}", file=sys.stderr)
@@ -82,7 +106,6 @@ def _call(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
         traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILURE
-    return 0
 
 
 def _find(place: str) -> Callable[..., Any]:

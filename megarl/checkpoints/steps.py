@@ -85,6 +85,11 @@ def encode(manifest: Manifest) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'.encode()
 
 
+def is_step(path: Path) -> bool:
+    """Whether a path is named like a step directory, finished or not."""
+    return bool(_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))
+
+
 def verify(path: Path, contents: bool = True) -> Entry:
     """Compares a step directory with its manifest; contents=False leaves the hashes out and looks at names and sizes alone."""
     matched = _STEP.fullmatch(path.name)
@@ -106,8 +111,7 @@ def verify(path: Path, contents: bool = True) -> Entry:
 
 def listing(root: Path, contents: bool = True) -> list[Entry]:
     """Every step directory of `root`, finished or not, the newest first."""
-    found = [path for path in root.iterdir() if path.is_dir() and (_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))]
-    entries = [verify(path, contents) for path in found]
+    entries = [verify(path, contents) for path in _directories(root)]
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
@@ -115,13 +119,16 @@ def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
     """The newest step directory that verifies; each newer one goes to `skipped`. None where `root` has none."""
     if not root.is_dir():
         return None
-    paths = [path for path in root.iterdir() if path.is_dir() and (_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))]
-    for path in sorted(paths, key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
+    for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
         entry = verify(path)
         if entry.verified is not None:
             return entry.verified
         skipped(entry)
     return None
+
+
+def _directories(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if is_step(path) and path.is_dir()]
 
 
 def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:

@@ -1,0 +1,50 @@
+"""`megarl verify DIRECTORY`: every step directory with its state, as a table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.checkpoints.steps import Entry, is_step, listing, verify
+from megarl.config import ConfigError
+
+FOLDER = "checkpoints"  # of a run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table. Returns 1 where a finished step directory is damaged, else 0. Raises ConfigError where there is none at all."""
+    top = argparse.ArgumentParser(prog="megarl verify", description="Compares every file of step directories with their manifests.")
+    top.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run, its checkpoints, or one step directory")
+    entries = _entries(top.parse_args(arguments).directory)
+    for line in table(entries):
+        print(line)
+    return 1 if any(entry.finished and entry.faults for entry in entries) else 0
+
+
+def table(entries: Sequence[Entry]) -> Iterator[str]:
+    """The lines of the table, the newest step first; below each that is not good, what is wrong with it."""
+    yield f"{'step':>8}  {'state':10} {'size':>10}  {'files':>5}  {'saved on':24} models"
+    for entry in entries:
+        if entry.verified is None:
+            yield f"{entry.step:8}  {'damaged' if entry.finished else 'unfinished':10} {entry.path}"
+            yield from (f"{'':10}{fault}" for fault in entry.faults)
+            continue
+        manifest = entry.verified.manifest
+        layout = ", ".join(f"{key}={value}" for key, value in manifest.layout.items() if value not in (1, None))
+        models = ", ".join(name + (" + optimizer" if model["optimizer"] else "") for name, model in manifest.models.items())
+        size = f"{manifest.size / 1e9:.3f} GB"
+        yield f"{entry.step:8}  {'good':10} {size:>10}  {len(manifest.files):5}  {layout or 'one rank':24} {models}"
+
+
+def _entries(directory: Path) -> list[Entry]:
+    if not directory.is_dir():
+        raise ConfigError(f"verify: no such directory: {directory}")
+    if is_step(directory):
+        return [verify(directory)]
+    if (directory / FOLDER).is_dir():
+        directory = directory / FOLDER
+    entries = listing(directory)
+    if not entries:
+        raise ConfigError(f"verify: {directory} has no step directories")
+    return entries
