@@ -18,7 +18,7 @@ from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
 from megarl.observe.signs import rollout_metrics
-from megarl.rewards.score import Request, Score
+from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
 from megarl.stages.collect import Collected, collect
@@ -74,7 +74,7 @@ class FakeTime:
 
 
 class Answers:
-    """An engine and a scorer whose rewards are a table: reward[prompt id][sample]."""
+    """An engine and a judge whose rewards are a table: reward[prompt id][sample]."""
 
     def __init__(self, reward: dict[int, list[float]]) -> None:
         self.reward, self.asked = reward, list[tuple[int, ...]]()
@@ -87,8 +87,8 @@ class Answers:
             for index in range(sampling.n)
         ]
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
-        return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (request.response.split("/") for request in requests)]
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
+        return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (response.text.split("/") for response in responses)]
 
 
 def gather(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[Collected, Answers]:
