@@ -163,6 +163,7 @@ class ModelReward(Section):
 
     type: Literal["reward_model"] = "reward_model"
     path: Path  # a Hugging Face directory in the layout of sequence classification, with the policy's tokenizer
+    unfinished: float | None = None  # what a response cut by the length limit scores; None: what the model says of it
 
 
 TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
@@ -180,8 +181,7 @@ class RewardSettings(Section):
     source: RewardSource
     eval: TextReward | None = None  # what evaluations count instead of `source`: pass rates, where a reward model trains
     overlong: OverlongSettings | None = None
-    require_finished: bool = True  # a response cut by the length limit scores `unfinished`
-    unfinished: float = 0.0
+    require_finished: bool = True  # a response cut by the length limit scores 0
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0
     workers: Positive = 1  # scoring processes
 

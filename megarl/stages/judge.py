@@ -25,11 +25,10 @@ class Judge:
         """One score a response, in their order; `response.prompt` counts the prompts."""
         if self.scorer is not None:
             return self.scorer.score(requests(prompts, responses))
-        assert self.team is not None
-        values = self.team.rewards(responses) if responses else []
-        cut = self.settings.unfinished
+        assert self.team is not None and isinstance(self.settings.source, ModelReward)
+        values, cut = self.team.rewards(responses) if responses else [], self.settings.source.unfinished
         return [
-            Score(value if response.finished or not self.settings.require_finished else cut, {"model": value})
+            Score(value if response.finished or cut is None else cut, {"model": value})
             for response, value in zip(responses, values, strict=True)
         ]
 
