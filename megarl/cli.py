@@ -94,7 +94,7 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
 
 def _guarded(call: Callable[[], int]) -> int:
     """The exit status of call(), or of what it raised."""
-    from megarl.config import ConfigError
+    from megarl.errors import ConfigError
 
     try:
         return call()

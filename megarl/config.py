@@ -15,10 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megarl.algorithms import Algorithm
 from megarl.algorithms.dpo import Dpo
-
-
-class ConfigError(ValueError):
-    """Bad input from the user: one line that names the dotted key and the numbers."""
+from megarl.errors import ConfigError
 
 
 class Section(BaseModel):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.files import Record, read_record
-from megarl.config import ConfigError
+from megarl.errors import ConfigError
 
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.checkpoints.steps import Entry, is_step, listing, verify
-from megarl.config import ConfigError
+from megarl.errors import ConfigError
 
 FOLDER = "checkpoints"  # of a run
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import random
+import resource
+import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.checkpoints.steps import Verified, verify
-from megarl.config import CheckpointSettings
+from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
+from megarl.models.build import build_chunks, transformer_config
 from megarl.models.hf import read_config
-from megarl.parallel.checkpoint import Part, Saver, load
+from megarl.parallel.backend import choose
+from megarl.parallel.checkpoint import Part, SaveError, Saver, load
 from megarl.parallel.grid import Grid
+from megarl.parallel.optimizer import make_trainable
 from tests.distributed.work import Job, Report, build, learn
 
 
@@ -35,17 +46,17 @@ def verified(path: Path) -> Verified:
     return entry.verified
 
 
-def train_and_save(grid: Grid, job: Job, root: Path, after: Job | None) -> Resumed | None:
-    """Trains, saves as step `job.steps`, and goes on with `after`."""
+def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
+    """Trains, saves as step `job.steps`, and goes on for as many steps."""
     policy = build(grid, job)
     learn(grid, policy, job)
     saver = Saver(root, grid, settings())
     saver.save(job.steps, {"policy": Part(policy.chunks, read_config(job.path), policy)}, {"note.json": b"{}"})
     drawn = draw()
-    return Resumed(True, learn(grid, policy, after), drawn) if after is not None else None
+    return Resumed(True, learn(grid, policy, job), drawn)
 
 
-def resume(grid: Grid, job: Job, step: Path, root: Path | None) -> Resumed:
+def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resumed:
     """Loads a step into a fresh model, saves it again as it is, then trains."""
     policy = build(grid, job)
     part = {"policy": Part(policy.chunks, read_config(job.path), policy)}
@@ -60,8 +71,6 @@ def resume(grid: Grid, job: Job, step: Path, root: Path | None) -> Resumed:
 
 def draw() -> list[float]:
     """A number from each of the random states that a rank has."""
-    import random
-
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     with get_cuda_rng_tracker().fork():
@@ -75,3 +84,107 @@ def plain_tensors(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:
 
     found = load_plain_tensors(str(folder))
     return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> Part:
+    """A model with the weights that it is built with, scrambled by a seed of its own so that a load shows."""
+    hf = read_config(path)
+    config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
+    chunks = build_chunks(config, hf, choose(), grad=trained, head=head)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(0.5)
+    trainable = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10) if trained else None
+    return Part(trainable.chunks if trainable is not None else chunks, hf, trainable)
+
+
+def save_several(grid: Grid, path: Path, root: Path) -> None:
+    """A policy and a critic with optimizers and a frozen reference in one step, behind the caller's back and in small pieces."""
+    policy = build(grid, Job(path))
+    critic = build_part(grid, path, "value")
+    reference = build_part(grid, path, trained=False)
+    parts = {"policy": Part(policy.chunks, critic.hf, policy), "critic": critic, "reference": reference}
+    saver = Saver(root, grid, settings(asynchronous=True, staging_mb=1))
+    saver.save(1, parts, {"trainer.json": b'{"cursor": 7}'})
+    saver.save(2, parts, {})
+    saver.wait()
+
+
+def load_alone(grid: Grid, path: Path, step: Path, name: str, head: Literal["lm", "value"], root: Path | None = None) -> None:
+    """Loads one model of a step without an optimizer; with `root` saves it there."""
+    part = build_part(grid, path, head, trained=False)
+    load(verified(step), {name: part}, grid)
+    if root is not None:
+        Saver(root, grid, settings()).save(1, {name: part}, {})
+
+
+def load_trained(grid: Grid, path: Path, step: Path, name: str) -> None:
+    """Asks for a model with its optimizer."""
+    load(verified(step), {name: build_part(grid, path)}, grid)
+
+
+def stale(grid: Grid, path: Path, step: Path, file: str) -> None:
+    """Loads a step of which a file changes after it was verified."""
+    good = verified(step)
+    data = bytearray((step / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    dist.barrier()
+    (step / file).write_bytes(data)
+    load(good, {"policy": build_part(grid, path, trained=False)}, grid)
+
+
+def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str]:
+    """Step 1 is saved; step 2 does not fit on the last rank's disk, which the next call says; step 3 is saved again.
+
+    What the failures said: of step 2, and of a step 2 that nobody was to wait for.
+    """
+    part = {"policy": build_part(grid, path)}
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(1, part, {})
+    saver.wait()
+    said = []
+    for _ in range(2):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if grid.rank == grid.world - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writes beyond it fail, as on a full disk
+        saver.save(2, part, {})
+        try:
+            saver.wait()
+        except SaveError as error:
+            said.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+        assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001"]
+    saver.save(3, part, {})
+    saver.wait()
+    return said[0], said[1]
+
+
+def save_into(grid: Grid, path: Path, root: Path) -> str:
+    """What a save into a directory that cannot be written to says."""
+    saver = Saver(root, grid, settings())
+    try:
+        saver.save(1, {"policy": build_part(grid, path, trained=False)}, {})
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+def die_in_a_save(grid: Grid, path: Path, root: Path) -> None:
+    """Saves step 1, and is killed when the first file of step 2 is there."""
+    part = {"policy": build_part(grid, path)}
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(1, part, {})
+    saver.wait()
+
+    def kill() -> None:
+        while not list(root.glob("step_000002*/policy/*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    saver.save(2, part, {})
+    saver.wait()
+    time.sleep(60)

@@ -1,0 +1,109 @@
+"""A checkpoint of any layout continues on any other: weights and optimizer bit for bit, and the losses that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout
+from tests.distributed.saving import Resumed, plain_tensors, resume, train_and_save
+from tests.distributed.test_layouts import LAYOUTS
+from tests.distributed.work import Job, make_checkpoint
+from tests.harness import Pool
+
+STEPS = 3  # before the save, and after it
+ONE = Layout()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run that was saved after STEPS steps and went on."""
+
+    job: Job
+    step: Path
+    tensors: dict[str, Tensor]  # whole
+    then: list[Resumed]  # of each rank: the uninterrupted run
+
+
+Save = Callable[[Job, Layout], Saved]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def save(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """A saved run of a job on a layout; made once."""
+    known: dict[str, Saved] = {}
+
+    def saved(job: Job, layout: Layout) -> Saved:
+        name = repr((job, layout))
+        if name not in known:
+            root = tmp_path_factory.mktemp("saved")
+            then = pool.run(train_and_save, layout, job, root)
+            step = root / f"step_{STEPS:06d}"
+            known[name] = Saved(job, step, pool.run(plain_tensors, ONE, step / "policy")[0], then)
+        return known[name]
+
+    return saved
+
+
+def losses(ranks: list[Resumed]) -> list[float]:
+    return [sum(rank.report.loss[step] for rank in ranks) for step in range(STEPS)]
+
+
+def assert_continues(pool: Pool, saved: Saved, layout: Layout, root: Path, rel: float) -> None:
+    """Loaded on a layout, what is saved again is the same, and so are the next steps."""
+    resumed = pool.run(resume, layout, saved.job, saved.step, root)
+    again = pool.run(plain_tensors, ONE, root / saved.step.name / "policy")[0]
+    assert again.keys() == saved.tensors.keys()
+    assert [key for key, tensor in saved.tensors.items() if not torch.equal(again[key], tensor)] == []
+    assert losses(resumed) == pytest.approx(losses(saved.then), rel=rel)
+    assert resumed[0].report.grad_norm == pytest.approx(saved.then[0].report.grad_norm, rel=10 * rel)
+
+
+@pytest.mark.parametrize("name", ["tp2_ep2", "pp2_vpp2", "dp2"])
+def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
+    """Bit for bit: losses, gradient norms, log-probs, and what the random states draw next."""
+    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
+
+
+CHAIN = ["tp2_ep2", "pp2_ep2", "ep4", "tp2_etp2_ep2", "pp2_vpp2", "cp2", "dp4", "one"]
+
+
+@pytest.mark.parametrize(("before", "after"), list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True)))
+def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
+    layouts = {**LAYOUTS, "dp4": Layout(ranks=4), "one": ONE}
+    saved = save(Job(path, steps=STEPS), layouts[before])
+    assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [("tp2_ep2", "pp2_vpp2"), ("dp2", "ep4")])
+def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
+    saved = save(Job(path, steps=STEPS, dtype="bfloat16"), LAYOUTS[before])
+    weight = "decoder.layers.self_attention.linear_qkv.weight"
+    main = saved.tensors[f"optimizer.state.param.{weight}"]
+    assert main.dtype == torch.float32 and saved.tensors[weight].dtype == torch.bfloat16
+    assert torch.equal(main.bfloat16(), saved.tensors[weight]) and not torch.equal(main, saved.tensors[weight].float())
+    assert pool.run(resume, LAYOUTS[before], saved.job, saved.step) == saved.then
+    assert_continues(pool, saved, LAYOUTS[after], tmp_path, rel=3e-3)
+
+
+def test_tied_embeddings_and_a_padded_vocabulary(pool: Pool, save: Save, tmp_path: Path) -> None:
+    """Tied weights lie in two stages, in buckets of their own; 129 rows are 130 with tp=2, and 129 again."""
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, vocab_size=129)
+    saved = save(Job(path, steps=STEPS), Layout(ranks=4, pp=2))
+    assert saved.tensors["embedding.word_embeddings.weight"].shape[0] == 129
+    resumed = pool.run(resume, Layout(ranks=2, tp=2), saved.job, saved.step, tmp_path / "padded")
+    assert losses(resumed) == pytest.approx(losses(saved.then), rel=1e-6)
+    padded = replace(saved, step=tmp_path / "padded" / saved.step.name)
+    assert pool.run(plain_tensors, ONE, padded.step / "policy")[0]["embedding.word_embeddings.weight"].shape[0] == 130
+    assert_continues(pool, padded, Layout(ranks=4, pp=2), tmp_path / "again", rel=1e-6)
