@@ -206,7 +206,7 @@ def run_steps(config: TrainConfig) -> Path:
                 gap = Mean(1e-6, 1.0)
             run.log(step, {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
-        run.held_out("after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
+        run.held_out("held-out after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
     return run.directory
 
 

@@ -108,8 +108,8 @@ class Run:
         self._console.rate(name, rates)
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
-        """Numbers of a held-out set under the weights called `name` (before, after), a row of the summary; the last of a name counts."""
-        values = self._results[f"held-out {name}"] = scalars(metrics)
+        """Numbers of a held-out set, in the summary as `name` ("held-out after"); the last of a name counts."""
+        values = self._results[name] = scalars(metrics)
         self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
         self._console.result(f"held-out, step {step}", values)
 

@@ -27,14 +27,14 @@ def learn(config: SftConfig | RmConfig | DpoConfig, lesson: Lesson, draw: Callab
     with Run(config) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))
-        _measure(learners, held_out, run, "before" if settings.steps else "model", 0)
+        _measure(learners, held_out, run, "held-out before" if settings.steps else "held-out", 0)
         for step in range(1, settings.steps + 1):
             plan = draw(step)
             with run.phase("update"):
                 metrics = learners.train(plan)
             run.log(step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
             if settings.eval_every and step % settings.eval_every == 0 or step == settings.steps:
-                _measure(learners, held_out, run, "after", step)
+                _measure(learners, held_out, run, "held-out after", step)
         if settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")

@@ -1,0 +1,223 @@
+"""Pairs from every kind of source, tokenised as a rollout makes them; refusals with key, file and line; tokenizers that differ."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megarl import cli
+from megarl.config import ConfigError, GymPreferenceSource, PreferenceData, PreferenceFileSource
+from megarl.data.corruption import corrupted
+from megarl.data.preferences import Preference, load_preferences
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WORDS: dict[str, Any] = {"dataset": "spell_backward", "params": {"min_word_len": 3, "max_word_len": 8}, "seed": 5, "items": 50}
+USER = {"role": "user", "content": "Spell cat"}
+ROW = {"prompt": "Spell cat", "chosen": "tac", "rejected": "cat"}
+CONVERSATION = {"chosen": [USER, {"role": "assistant", "content": "tac"}], "rejected": [USER, {"role": "assistant", "content": "cat"}]}
+
+Load = Callable[..., list[Preference]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model)
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Load:
+    """The pairs of rows in a JSONL file (a text row is written as it is), or of any other source."""
+
+    def load(*rows: Any, source: Any = None, limit: int = 64, chat: bool = True, **keys: str) -> list[Preference]:
+        if source is None:
+            path = tmp_path / "pairs.jsonl"
+            path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+            source = PreferenceFileSource(path=path, **keys)
+        data = PreferenceData(train=source, eval=source, chat=chat)
+        return load_preferences(source, tokenizer, data, limit, "data.train", "rm.max_tokens")
+
+    return load
+
+
+def texts(pair: Preference, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [decode(tokenizer, side.tokens[side.prompt_length :].tolist(), finished=True) for side in (pair.chosen, pair.rejected)]
+
+
+def plain(pairs: list[Preference]) -> list[tuple[list[int], list[int], int, float]]:
+    return [(pair.chosen.tokens.tolist(), pair.rejected.tokens.tolist(), pair.chosen.prompt_length, pair.margin) for pair in pairs]
+
+
+def test_a_pair_is_two_finished_responses_to_the_prompt_that_a_rollout_would_see(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = GymPreferenceSource(**WORDS)
+    prompts = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
+    pairs = load(source=source)
+    assert len(pairs) == 50 and plain(load(source=source)) == plain(pairs)
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        right, wrong = texts(pair, tokenizer)
+        assert right == prompt.answer and wrong.lower() != right.lower() and pair.margin == 0
+        for side, text in ((pair.chosen, right), (pair.rejected, wrong)):
+            assert side.tokens.tolist() == [*prompt.tokens, *encode(tokenizer, [text], special=False)[0], tokenizer.eos_token_id]
+            assert side.prompt_length == len(prompt.tokens)
+
+
+def test_every_fault_of_a_weak_model_is_among_the_rejected() -> None:
+    draw = random.Random(0)
+    wrong = {corrupted("olleh", "hello", draw) for _ in range(2000)}
+    assert {"hello", "olle", "o", "lleh", "oleh", "olleeh"} <= wrong, "copied, cut, one letter lost, one doubled"
+    assert not {"olleh", "", "lloeh"} & wrong, "never right, never empty, one fault at a time"
+    assert any(len(text) == 5 and sum(a != b for a, b in zip(text, "olleh", strict=True)) == 1 for text in wrong), "one letter replaced"
+    assert {"loleh", "ollhe"} <= wrong, "two swapped"
+    assert all(corrupted("dad", "dad", draw) != "dad" for _ in range(200))
+    assert {len(text) for text in (corrupted("4-1=3;3-7=-4", "4-1=4;4-7=4", draw) for _ in range(200))} > {11, 12, 13}
+    for hopeless in ("", " ", "\n"):
+        with pytest.raises(ValueError, match="cannot be corrupted"):
+            corrupted(hopeless, hopeless, draw)
+
+
+def test_texts_messages_and_whole_conversations_are_the_same_pair(load: Load, tmp_path: Path) -> None:
+    as_messages = {"prompt": [USER], "chosen": CONVERSATION["chosen"][1:], "rejected": CONVERSATION["rejected"][1:]}
+    rows = [ROW, {**ROW, "prompt": [USER]}, as_messages, CONVERSATION, {**CONVERSATION, "prompt": "Spell cat", "margin": None}]
+    first, *others = plain(load(*rows))
+    assert all(other == first for other in others)
+    parquet.write_table(pyarrow.Table.from_pylist([CONVERSATION]), tmp_path / "a.parquet")
+    assert plain(load(source=PreferenceFileSource(path=tmp_path / "a.parquet"))) == [first]
+
+
+def test_columns_have_the_names_that_the_source_says(load: Load) -> None:
+    row = {"question": "Spell cat", "answers": {"good": "tac", "bad": "cat"}, "by": 2}
+    keys = {"prompt_key": "question", "chosen_key": "answers.good", "rejected_key": "answers.bad", "margin_key": "by"}
+    assert plain(load(row, **keys)) == plain(load({**ROW, "margin": 2.0}))
+    assert [pair.margin for pair in load({**ROW, "margin": 0.5}, ROW)] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ("", "empty line"),
+        ("{", "not JSON: .*"),
+        ({"prompt": "x", "chosen": "a"}, r"no value for data\.train\.rejected_key='rejected'; the row has prompt, chosen"),
+        ({"prompt": "x", "chosen": None, "rejected": "a"}, r"no value for data\.train\.chosen_key='chosen'; .*"),
+        ({"chosen": "a", "rejected": "b"}, r"no value for data\.train\.prompt_key='prompt'; .*"),
+        ({**ROW, "rejected": "tac"}, "chosen and rejected are the same response"),
+        ({**ROW, "chosen": " \n"}, "chosen is empty"),
+        ({**ROW, "prompt": ""}, "the prompt is empty"),
+        ({**ROW, "rejected": 3}, "rejected must be a text or a list of chat messages, not int"),
+        ({**ROW, "rejected": [USER]}, "the messages of rejected must end with one of the assistant's"),
+        (
+            {**CONVERSATION, "rejected": [{**USER, "content": "?"}, CONVERSATION["rejected"][1]]},
+            "chosen and rejected answer different prompts",
+        ),
+        ({**ROW, "rejected": "x" * 90}, r"prompt and response are \d+ tokens, more than rm\.max_tokens=64"),
+        ({**ROW, "prompt": "x" * 90}, r"prompt of \d+ tokens is longer than rm\.max_tokens=64"),
+        ({**ROW, "margin": -1}, "margin must be a number >= 0, not -1"),
+        ({**ROW, "margin": float("nan")}, "margin must be a number >= 0, not nan"),
+    ],
+)
+def test_a_faulty_row_is_refused_with_file_and_line(load: Load, row: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.train\.path: .*pairs\.jsonl:2: {line}$"):
+        load(ROW, row)
+
+
+def test_a_file_without_rows_or_without_a_known_ending_is_refused(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*pairs\.jsonl holds no pairs$"):
+        load()
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: no such file: .*nowhere\.jsonl$"):
+        load(source=PreferenceFileSource(path=tmp_path / "nowhere.jsonl"))
+    (tmp_path / "pairs.csv").write_text("")
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*pairs\.csv must end in \.jsonl or \.parquet$"):
+        load(source=PreferenceFileSource(path=tmp_path / "pairs.csv"))
+
+
+def test_an_item_of_another_kind_is_refused(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.train: item 0: demonstration=chain_sum_steps: .*no sum"):
+        load(source=GymPreferenceSource(**WORDS, demonstration="chain_sum_steps"))
+
+
+def copy_of(model: Path, target: Path, file: str, old: str, new: str) -> Path:
+    shutil.copytree(model, target)
+    text = (target / file).read_text()
+    assert old in text
+    (target / file).write_text(text.replace(old, new, 1))
+    return target
+
+
+def test_tokenizers_are_compared_by_content(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "same")
+    check_same_tokenizer(tmp_path / "same", "reward.path", tiny_model, "model.path")
+    token = load_tokenizer(tiny_model).convert_ids_to_tokens(60)
+    written = json.dumps(token, ensure_ascii=False)
+    other = copy_of(tiny_model, tmp_path / "other", "tokenizer.json", written, json.dumps("QQ"))
+    with pytest.raises(ConfigError, match=r"^reward\.path: its tokenizer differs from model\.path's: token '.*' is .* in .*other and .*$"):
+        check_same_tokenizer(other, "reward.path", tiny_model, "model.path")
+    ended = copy_of(tiny_model, tmp_path / "ended", "tokenizer_config.json", '"eos_token": "<|end|>"', '"eos_token": "<|pad|>"')
+    with pytest.raises(ConfigError, match=r"differs from model\.path's: eos_token is '<\|pad\|>' in .*ended and '<\|end\|>' in"):
+        check_same_tokenizer(ended, "reward.path", tiny_model, "model.path")
+    with pytest.raises(ConfigError, match=r"^reward\.path: no tokenizer in .*nowhere"):
+        check_same_tokenizer(tmp_path / "nowhere", "reward.path", tiny_model, "model.path")
+
+
+@pytest.fixture
+def termination() -> Iterator[None]:
+    """Gives SIGTERM back its meaning after a test that runs the command in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+STAGE = """
+name: stage
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false}}
+data:
+  train: {{type: reasoning_gym, dataset: spell_backward, seed: 1, items: 20}}
+  eval: {{type: reasoning_gym, dataset: spell_backward, seed: 1000, items: 8}}
+{verb}: {{steps: 1, max_tokens: 64, micro_batch_tokens: 128}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "override", "line"),
+    [
+        ("rm", "rm.micro_batch_tokens=100", "rm.micro_batch_tokens=100 is below two times rm.max_tokens=64"),
+        ("sft", "sft.micro_batch_tokens=60", "sft.micro_batch_tokens=60 is below sft.max_tokens=64"),
+        ("rm", "rm.max_tokens=600 rm.micro_batch_tokens=1200", "rm.max_tokens=600: the model takes 512"),
+        ("dpo", "dpo.batch_size=1 layout.ranks=2", "dpo.batch_size=1 is less than one for each of 2 data-parallel ranks"),
+        ("dpo", "data.eval.items=1 layout.ranks=2", "data.eval: holds 1, less than one for each of 2 data-parallel ranks"),
+        ("dpo", "algorithm.beta=0", "algorithm.beta: Input should be greater than 0 (got 0)"),
+        ("dpo", "algorithm.label_smoothing=0.5", "algorithm.label_smoothing: Input should be less than 0.5 (got 0.5)"),
+        ("rm", "rm.stesp=1", "rm.stesp: unknown key (did you mean 'steps'?)"),
+        ("sft", "sft.steps=0 data.eval=null", "sft.steps=0: nothing to learn, and no data.eval to measure"),
+        ("dpo", "model.path={rm}", "model.path: {rm} is a Qwen3MoeForSequenceClassification: a critic or reward model, where a language"),
+        (
+            "rm",
+            "model.path={other}",
+            "model.path: {other}: model.embed_tokens.weight has shape [128, 128], expected [128, 96] by config.json",
+        ),
+    ],
+)
+def test_a_stage_is_refused_before_it_starts(
+    verb: str, override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], termination: None
+) -> None:
+    other = copy_of(tiny_model, tmp_path / "other", "config.json", '"hidden_size": 128', '"hidden_size": 96')
+    classifier = copy_of(tiny_model, tmp_path / "rm", "config.json", "ForCausalLM", "ForSequenceClassification")
+    (tmp_path / "stage.yaml").write_text(STAGE.format(runs=tmp_path / "runs", model=tiny_model, verb=verb))
+    places = {"rm": classifier, "other": other}
+    assert cli.main([verb, str(tmp_path / "stage.yaml"), *override.format(**places).split()]) == 2
+    [shown] = capsys.readouterr().err.splitlines()
+    assert shown.startswith(f"megarl: error: {line.format(**places)}")
+    assert not (tmp_path / "runs").exists()
+    assert cli.main([verb, str(tmp_path / "stage.yaml"), "--check"]) == 0
