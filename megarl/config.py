@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megarl.algorithms import Algorithm
 from megarl.algorithms.dpo import Dpo
@@ -155,6 +156,29 @@ class FunctionReward(Section):
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 
 
+class HttpReward(Section):
+    """A server that scores batches of responses; what it is sent and answers: megarl.rewards.http."""
+
+    type: Literal["http"] = "http"
+    url: str  # http://127.0.0.1:8000/score
+    token_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None  # the environment variable that holds a bearer token
+    batch_size: Positive = 64  # most responses in one request
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0  # one request with its answer
+    attempts: Positive = 5  # of one request
+    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the second attempt; twice as long before each further one, 30 s at most
+    deadline_s: Annotated[float, Field(gt=0)] = 300.0  # all responses of a step, further attempts included
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
+        if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        if place.username is not None or place.password is not None:
+            raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
+        return url
+
+
 class ModelReward(Section):
     """A reward model on Megatron ranks (`megarl rm` trains one): its score of the response's last token."""
 
@@ -163,8 +187,8 @@ class ModelReward(Section):
     unfinished: float | None = None  # what a response cut by the length limit scores; None: what the model says of it
 
 
-TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
-RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | ModelReward, Field(discriminator="type")]
+TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward, Field(discriminator="type")]
+RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward | ModelReward, Field(discriminator="type")]
 
 
 class OverlongSettings(Section):
@@ -179,8 +203,8 @@ class RewardSettings(Section):
     eval: TextReward | None = None  # what evaluations count instead of `source`: pass rates, where a reward model trains
     overlong: OverlongSettings | None = None
     require_finished: bool = True  # a response cut by the length limit scores 0
-    timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0
-    workers: Positive = 1  # scoring processes
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per sample; a late sample scores 0 (a server has source.timeout_s instead)
+    workers: Positive = 1  # scoring processes, or connections to a server
 
 
 class RolloutSettings(Section):

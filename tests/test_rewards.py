@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, FunctionReward, MathReward, ReasoningGymReward, RewardSettings
-from megarl.rewards.score import Request, Score, Scorer, check, errors_by_kind
+from megarl.rewards.processes import ProcessScorer as Scorer
+from megarl.rewards.score import Request, Score, errors_by_kind
+from megarl.rewards.sources import check
 
 FUNCTIONS = '''
 import ctypes, os, signal, sys, time
@@ -262,8 +264,9 @@ DRIVER = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background hands down a deaf one
 from megarl.config import FunctionReward, RewardSettings
-from megarl.rewards.score import Request, Scorer
-scorer = Scorer(RewardSettings(source=FunctionReward(path="my_rewards:unusual"), timeout_s=60, workers=2))
+from megarl.rewards.processes import ProcessScorer
+from megarl.rewards.score import Request
+scorer = ProcessScorer(RewardSettings(source=FunctionReward(path="my_rewards:unusual"), timeout_s=60, workers=2))
 scorer.score([Request("", "right", "", {}, True)])
 print(*scorer.pids, flush=True)
 scorer.score([Request("", "deaf", "", {}, True)])

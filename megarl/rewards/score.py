@@ -1,30 +1,11 @@
-"""Scores responses in separate processes, so that no reward function can hang, crash or slow down the run.
-
-A function that raises, returns no number, kills its process or exceeds its time scores that one sample 0, with the reason in
-`Score.error`; every other sample keeps its score.
-"""
+"""What is scored, what a score is, and what a scorer has to be. Which one a run has is decided in rewards/sources.py."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
-from types import TracebackType
-from typing import Any
-
-from megarl.config import ConfigError, FunctionReward, ReasoningGymReward, RewardSettings
-
-CHUNK = 32  # most samples in one message
-START_S = 120.0  # a process that has not imported its verifier by then never will
-GRACE_S = 1.0  # after the time of a sample, for the process to say itself that it is late
+from typing import Any, Protocol, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,164 +28,25 @@ class Score:
     error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is 0 then
 
 
+class RewardUnavailable(RuntimeError):
+    """No score can be had, of any response: one line with the key, the place, the attempts and the seconds that they took."""
+
+
+class Scorer(Protocol):
+    """Scores responses by their text. A context manager: what it has started ends with it."""
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """One score a request, in their order; returns or raises in bounded time.
+
+        A response that cannot be judged scores 0 with `Score.error`; RewardUnavailable where none can be, and nothing is scored then.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
 def errors_by_kind(scores: Iterable[Score]) -> dict[str, int]:
     """How many scores failed, by the kind of failure: timeout, worker died, bad return, or the exception's type."""
     return dict(Counter(score.error.partition(":")[0] for score in scores if score.error is not None))
-
-
-def check(settings: RewardSettings) -> None:
-    """Refuses a reward that cannot work, before anything else starts. A user's function is imported in a scoring process.
-
-    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`.
-    """
-    source = settings.source
-    if isinstance(source, ReasoningGymReward) and source.extract is not None:
-        try:
-            re.compile(source.extract)
-        except re.error as error:
-            raise ConfigError(f"reward.source.extract: {source.extract!r} is no regular expression: {error}") from None
-    if isinstance(source, FunctionReward):
-        process = _Process(settings)
-        try:
-            process.wait_ready()
-        finally:
-            process.kill()
-
-
-class Scorer:
-    """`settings.workers` scoring processes. They start at once and import their verifier while the caller goes on.
-
-    Use it as a context manager, or call `close`. The processes die with this one, whatever way it ends.
-    """
-
-    def __init__(self, settings: RewardSettings) -> None:
-        self.settings = settings
-        self._processes = [_Process(settings) for _ in range(settings.workers)]
-
-    @property
-    def pids(self) -> list[int]:
-        """The scoring processes as they are now; one that was late or died has been replaced."""
-        return [process.pid for process in self._processes]
-
-    def score(self, requests: Sequence[Request]) -> list[Score]:
-        """One score a request, in their order. Responses cut by the length limit score 0 where `require_finished` says so.
-
-        Raises ConfigError where the verifier cannot be loaded, RuntimeError where a scoring process does not start.
-        """
-        scores: dict[int, Score] = {}
-        waiting: deque[int] = deque()
-        for number, request in enumerate(requests):
-            if request.finished or not self.settings.require_finished:
-                waiting.append(number)
-            else:
-                scores[number] = Score(0.0)
-        self._processes = [_Process(self.settings) if process.died_idle else process for process in self._processes]
-        chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
-        try:
-            while len(scores) < len(requests):
-                for process in self._processes:
-                    if process.idle and waiting:
-                        process.give([(n, requests[n]) for n in (waiting.popleft() for _ in range(min(chunk, len(waiting))))])
-                self._collect(scores, waiting)
-        except BaseException:
-            self.close()  # half-done processes would answer into the next call
-            raise
-        return [scores[number] for number in range(len(requests))]
-
-    def _collect(self, scores: dict[int, Score], waiting: deque[int]) -> None:
-        """Waits for answers until the next deadline; replaces processes that are late or dead."""
-        deadline = min(process.deadline for process in self._processes)
-        answered = wait([process.connection for process in self._processes], max(0.0, deadline - time.monotonic()))
-        for place, process in enumerate(self._processes):
-            error = process.read(scores) if process.connection in answered else process.late()
-            if error is None:
-                continue
-            process.kill()
-            if not process.ready:
-                raise RuntimeError(f"reward: a scoring process did not start: {error}")
-            if process.pending:
-                scores[process.pending.popleft()] = Score(0.0, {}, error)
-                waiting.extendleft(reversed(process.pending))
-            self._processes[place] = _Process(self.settings)
-
-    def close(self) -> None:
-        """End the scoring processes. Can be called twice."""
-        for process in self._processes:
-            process.kill()
-
-    def __enter__(self) -> Scorer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class _Process:
-    """One scoring process and what it is busy with."""
-
-    def __init__(self, settings: RewardSettings) -> None:
-        self.timeout_s = settings.timeout_s
-        self.ready = False
-        self.pending: deque[int] = deque()  # in the order in which they will be answered
-        self.deadline = time.monotonic() + START_S
-        self.connection: Connection
-        self.connection, child = Pipe()
-        # An interpreter of its own, not a fork: this process may hold Ray's threads. It finds modules where this one does.
-        command = [sys.executable, "-m", "megarl.rewards.worker", str(child.fileno()), str(os.getpid())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._child = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL, env=environment)
-        child.close()
-        self.connection.send((settings.source.model_dump(), settings.timeout_s))
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.pending
-
-    @property
-    def died_idle(self) -> bool:
-        return self.idle and self._child.poll() is not None
-
-    def give(self, work: list[tuple[int, Request]]) -> None:
-        self.pending.extend(number for number, _ in work)
-        self.deadline = time.monotonic() + self.timeout_s + GRACE_S
-        with contextlib.suppress(ConnectionError):  # if it is dead, `read` will say so
-            self.connection.send([(number, (ask.prompt, ask.response, ask.answer, ask.meta)) for number, ask in work])
-
-    def late(self) -> str | None:
-        return "timeout" if time.monotonic() > self.deadline else None
-
-    def read(self, scores: dict[int, Score]) -> str | None:
-        """Takes in what has arrived. Returns what killed the process, if it is dead; ConfigError where it refused its verifier."""
-        try:
-            while self.connection.poll():
-                number, body = self.connection.recv()
-                if number == "refused":
-                    raise ConfigError(f"reward.source.{body}")
-                if number == "ready":
-                    self.ready = True
-                else:
-                    assert number == self.pending.popleft()
-                    scores[number] = Score(*body)
-                self.deadline = time.monotonic() + self.timeout_s + GRACE_S if self.pending else float("inf")
-        except (EOFError, ConnectionError):
-            code = self._child.wait(timeout=10)
-            return f"worker died: {signal.Signals(-code).name}" if code < 0 else f"worker died: exit status {code}"
-        return None
-
-    def wait_ready(self) -> None:
-        """Until the verifier is imported. ConfigError where it cannot be."""
-        while not self.ready:
-            if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-                raise ConfigError(f"reward.source: not imported after {START_S:.0f} s")
-            error = self.read({})
-            if error is not None:
-                raise ConfigError(f"reward.source: importing it ended the process ({error})")
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        self.connection.close()

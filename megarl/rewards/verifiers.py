@@ -113,21 +113,25 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
     return style, passed
 
 
-def read_return(returned: Any) -> tuple[float, dict[str, float]]:
+def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, dict[str, float]]:
     """(value, parts) of what a reward function returned: a finite number, or a dict with one under `score` and parts beside it.
 
-    Entries of the dict that are no numbers (say verl's `pred`) are left out. Raises BadReturn.
+    Entries of the dict that are no numbers (say verl's `pred`) are left out. Raises BadReturn, which begins with `what`.
     """
     if not isinstance(returned, dict):
-        return _finite(returned, "the reward function returned"), {}
+        return _finite(returned, what), {}
     if "score" not in returned:
-        raise BadReturn(f"the reward function returned a dict without 'score' (keys: {', '.join(map(str, returned)) or 'none'})")
-    value = _finite(returned["score"], "the reward function returned score")
+        raise BadReturn(f"{what} a dict without 'score' (keys: {', '.join(map(str, returned)) or 'none'})")
+    value = _finite(returned["score"], f"{what} score")
     parts = {str(name): part for name, part in returned.items() if name != "score" and isinstance(part, Real)}
-    return value, {name: _finite(part, f"the reward function returned {name}") for name, part in parts.items()}
+    return value, {name: _finite(part, f"{what} {name}") for name, part in parts.items()}
 
 
 def _finite(value: Any, what: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not math.isfinite(number):
         raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
-    return float(value)
+    return number

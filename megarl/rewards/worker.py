@@ -1,4 +1,4 @@
-"""A scoring process: `python -m megarl.rewards.worker CHANNEL PARENT`, started by rewards/score.py and by nothing else.
+"""A scoring process: `python -m megarl.rewards.worker CHANNEL PARENT`, started by rewards/processes.py and by nothing else.
 
 It reads chunks of samples from its end of a socket pair and answers after each sample, so that its parent knows which one is late.
 Messages out: ("ready", None), ("refused", text), (number, (value, parts, error)).

@@ -35,7 +35,7 @@ from megarl.models.megatron_fields import check_fields
 from megarl.models.rows import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
-from megarl.rewards.score import check as check_reward
+from megarl.rewards.sources import check as check_reward
 from megarl.rollout.engine import check_engine
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
 from megarl.rewards.score import Request, Score, Scorer
+from megarl.rewards.sources import open_scorer
 from megarl.workers.rollout_worker import Response
 from megarl.workers.team import Team
 
@@ -50,9 +51,9 @@ class Scorers:
 def open_scorers(settings: RewardSettings) -> Iterator[Scorers]:
     """The processes that `reward` asks for, for training and for evaluations."""
     with ExitStack() as stack:
-        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(Scorer(settings))
+        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings))
         apart = settings.eval is not None and settings.eval != settings.source
-        held_out = stack.enter_context(Scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
+        held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
         yield Scorers(settings, train, held_out)
 
 

@@ -1,0 +1,221 @@
+"""Scores responses through a server of the user's: any program that speaks this protocol.
+
+    POST <reward.source.url>    Content-Type: application/json    Authorization: Bearer <token>, where token_env names one
+    {"samples": [{"prompt": "2+2=", "response": "4", "answer": "4", "meta": {...}, "finished": true}, ...]}
+
+    200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, ...]}
+
+One score a sample, in their order: a finite number, or an object with one under `score` and parts of it beside (entries that are no
+numbers are left out). `meta` is what the prompt source says of the prompt. No samples are a question whether the server is there, and
+their answer is no scores. A request may be sent again with the same samples, so scoring must have no effects.
+
+Connections that fail, late answers and the statuses 408, 429 and 5xx are tried again, after pauses that double; any other status, and an
+answer that is not as above, is a fault that no second attempt mends. Either way the end is RewardUnavailable, and never a score of 0.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import SplitResult, urlsplit
+
+from megarl.config import ConfigError, HttpReward
+from megarl.rewards.score import Request, RewardUnavailable, Score
+from megarl.rewards.verifiers import BadReturn, read_return
+
+LONGEST_PAUSE_S = 30.0
+LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
+PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
+
+
+class _Passing(Exception):
+    """An attempt failed in a way that the next one may not."""
+
+
+class _Refused(Exception):
+    """An attempt failed in a way that the next one would too."""
+
+
+def check(source: HttpReward) -> None:
+    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once."""
+    try:
+        _exchange(source, _token(source), [], source.timeout_s, _Call(time.monotonic()))
+    except (_Passing, _Refused) as error:
+        raise ConfigError(f"reward.source.url: {source.url}: {error}") from None
+
+
+class HttpScorer:
+    """The client: batches of `source.batch_size` responses, on `connections` connections at a time."""
+
+    def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
+        self._source, self._connections, self._require_finished = source, connections, require_finished
+        self._token = _token(source)
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
+
+        Raises RewardUnavailable after `source.attempts` attempts of one batch or `source.deadline_s` seconds.
+        """
+        asked = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
+        size = self._source.batch_size
+        batches = [asked[first : first + size] for first in range(0, len(asked), size)]
+        scores = [Score(0.0)] * len(requests)
+        call = _Call(time.monotonic())
+        pool = ThreadPoolExecutor(self._connections)
+        try:
+            answers = pool.map(lambda batch: self._batch([requests[n] for n in batch], call), batches)
+            for batch, answer in zip(batches, answers, strict=True):
+                for n, score in zip(batch, answer, strict=True):
+                    scores[n] = score
+        finally:
+            call.end()
+            pool.shutdown(wait=False, cancel_futures=True)
+        return scores
+
+    def _batch(self, requests: list[Request], call: _Call) -> list[Score]:
+        """The scores of one batch, after as many attempts as it takes and the settings allow."""
+        source, pause = self._source, self._source.backoff_s
+        end = call.begun + source.deadline_s
+        fault: Exception = _Refused(f"not all scores within deadline_s={source.deadline_s:g}")
+        attempt = 0
+        while attempt < source.attempts and (left := end - time.monotonic()) > 0:
+            attempt += 1
+            try:
+                return _exchange(source, self._token, requests, min(source.timeout_s, left), call)
+            except _Refused as error:
+                fault = error
+                break
+            except _Passing as error:
+                fault = error
+            if attempt < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
+                break
+            pause *= 2
+        call.end()
+        tried = f"{attempt} attempt{'' if attempt == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
+        raise RewardUnavailable(f"reward.source.url: {source.url}: {fault} ({tried})")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+@dataclass
+class _Call:
+    """One call of `score`: once a batch has failed for good, or the caller is gone, the others need not go on."""
+
+    begun: float
+    ended: threading.Event = field(default_factory=threading.Event)
+    sockets: set[socket.socket] = field(default_factory=set)  # that a thread may be waiting at
+
+    def end(self) -> None:
+        self.ended.set()
+        for open_socket in list(self.sockets):
+            _shut(open_socket)
+
+
+def _token(source: HttpReward) -> str | None:
+    """The bearer token, from the environment. ConfigError where it is not there or no header can hold it."""
+    if source.token_env is None:
+        return None
+    token = os.environ.get(source.token_env, "")
+    if not token or not all("!" <= letter <= "~" for letter in token):
+        fault = "holds no token: letters that a header cannot carry" if token else "is not set"
+        raise ConfigError(f"reward.source.token_env: the environment variable {source.token_env} {fault}")
+    return token
+
+
+def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request], within_s: float, call: _Call) -> list[Score]:
+    """One request and its answer, done or failed after `within_s` seconds, however slowly the bytes come."""
+    samples = [
+        {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
+        for ask in requests
+    ]
+    body = json.dumps({"samples": samples}, default=str).encode()
+    headers = {"Content-Type": "application/json", **({} if token is None else {"Authorization": f"Bearer {token}"})}
+    place, limit = urlsplit(source.url), LARGEST_SCORE * (len(samples) + 1)
+    try:
+        with _connected(place, within_s, call) as connection:
+            connection.request("POST", place._replace(scheme="", netloc="", fragment="", path=place.path or "/").geturl(), body, headers)
+            answer = connection.getresponse()
+            text = answer.read(limit)
+            more = answer.read(1)
+    except TimeoutError:
+        raise _Passing(f"no answer within {within_s:.1f} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _Passing(f"{type(error).__name__}: {error}") from None
+    if answer.status in PASSING or answer.status >= 500:
+        raise _Passing(f"status {answer.status} {answer.reason}")
+    if answer.status != 200:
+        raise _Refused(f"status {answer.status} {answer.reason}")
+    if more:
+        raise _Refused(f"the answer is longer than {limit} bytes for {len(samples)} samples")
+    if answer.length:  # so many bytes of what its header has promised did not come
+        raise _Passing(f"the answer broke off, {answer.length} bytes before its end")
+    return _read(text, len(samples))
+
+
+@contextmanager
+def _connected(place: SplitResult, within_s: float, call: _Call) -> Iterator[http.client.HTTPConnection]:
+    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it."""
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    assert place.hostname is not None, "as the configuration has checked"
+    begun, late = time.monotonic(), threading.Event()
+    connection = kind(place.hostname, place.port, timeout=within_s)
+    connection.connect()
+    open_socket: socket.socket = connection.sock
+
+    def ring() -> None:
+        late.set()
+        _shut(open_socket)
+
+    alarm = threading.Timer(max(begun + within_s - time.monotonic(), 0.0), ring)
+    alarm.daemon = True
+    alarm.start()
+    call.sockets.add(open_socket)
+    try:
+        yield connection
+    except (OSError, http.client.HTTPException):
+        if not late.is_set():
+            raise
+    finally:
+        alarm.cancel()
+        call.sockets.discard(open_socket)
+        connection.close()
+    if late.is_set():
+        raise TimeoutError
+
+
+def _shut(open_socket: socket.socket) -> None:
+    with suppress(OSError):  # it may be closed already
+        open_socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+
+
+def _read(text: bytes, samples: int) -> list[Score]:
+    """The scores of an answer. _Refused where it is not what the protocol says."""
+    try:
+        reply = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _Refused(f"the answer is not JSON: {text[:60]!r}") from None
+    scores = reply.get("scores") if isinstance(reply, dict) else None
+    if not isinstance(scores, list):
+        raise _Refused(f"the answer has no list `scores`: {text[:60]!r}")
+    if len(scores) != samples:
+        raise _Refused(f"{len(scores)} scores for {samples} samples")
+    found = []
+    for n, score in enumerate(scores):
+        try:
+            found.append(Score(*read_return(score, f"score {n} of {samples}:")))
+        except BadReturn as error:
+            raise _Refused(str(error)) from None
+    return found

@@ -1,0 +1,33 @@
+"""The reward sources of `reward.source`: which scorer each has, and what can be refused of it before work starts."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.config import ConfigError, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings
+from megarl.rewards import http, processes
+from megarl.rewards.score import Scorer
+
+
+def open_scorer(settings: RewardSettings) -> Scorer:
+    """The scorer of a source, to be used in a `with`."""
+    if isinstance(settings.source, HttpReward):
+        return http.HttpScorer(settings.source, settings.workers, settings.require_finished)
+    return processes.ProcessScorer(settings)
+
+
+def check(settings: RewardSettings) -> None:
+    """Refuses a reward that cannot work, before anything else starts: a user's function is imported, a server is asked for no scores.
+
+    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`.
+    """
+    source = settings.source
+    if isinstance(source, ReasoningGymReward) and source.extract is not None:
+        try:
+            re.compile(source.extract)
+        except re.error as error:
+            raise ConfigError(f"reward.source.extract: {source.extract!r} is no regular expression: {error}") from None
+    if isinstance(source, FunctionReward):
+        processes.check(settings)
+    if isinstance(source, HttpReward):
+        http.check(source)

@@ -1,0 +1,279 @@
+"""Rewards over HTTP, against a real server that answers, lies, dawdles, fails and dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, HttpReward, RewardSettings, TrainConfig, dump, load
+from megarl.rewards.score import Request, RewardUnavailable, Score
+from megarl.rewards.sources import check, open_scorer
+from tests.e2e.job import RL
+
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+TOKEN = "s3cret-of-the-test"
+
+
+def reply(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, promised: int | None = None) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body) if promised is None else promised))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def length_of(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """The length of the response, and whether it equals the answer, as parts do."""
+    scores = [{"score": len(ask["response"]), "right": ask["response"] == ask["answer"], "note": "x"} for ask in body["samples"]]
+    reply(handler, json.dumps({"scores": scores}).encode())
+
+
+class Server:
+    """A server on a port of its own; `bodies` and `headers` are what it was sent."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.bodies.append(body)
+                server.headers.append(dict(self.headers))
+                answer(self, body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score?set=1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[Server]:
+    server = Server(answer)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def settings(url: str, workers: int = 1, require_finished: bool = True, **more: Any) -> RewardSettings:
+    source = HttpReward(url=url, **{"timeout_s": 0.3, "attempts": 3, "backoff_s": 0.02, "deadline_s": 20.0, **more})
+    return RewardSettings(source=source, workers=workers, require_finished=require_finished)
+
+
+def ask(response: str, answer: str = "", *, finished: bool = True) -> Request:
+    return Request("question", response, answer, {"index": 3}, finished)
+
+
+def score(given: RewardSettings, *responses: str) -> list[Score]:
+    with open_scorer(given) as scorer:
+        return scorer.score([ask(response) for response in responses])
+
+
+def test_scores_come_in_the_order_of_the_responses_with_their_parts() -> None:
+    with serving(length_of) as server:
+        given = settings(server.url, workers=3, batch_size=4)
+        check(given)
+        assert server.bodies == [{"samples": []}], "the question whether it is there"
+        with open_scorer(given) as scorer:
+            assert scorer.score([]) == []
+            scores = scorer.score([ask("x" * (n % 7), "xxx") for n in range(41)])
+        assert scores == [Score(n % 7, {"right": float(n % 7 == 3)}) for n in range(41)]
+        assert max(len(body["samples"]) for body in server.bodies) == 4 and len(server.bodies) == 1 + 11
+        sample = {"prompt": "question", "response": "x", "answer": "xxx", "meta": {"index": 3}, "finished": True}
+        assert any(sample in body["samples"] for body in server.bodies)
+
+
+def test_a_response_cut_by_the_limit_is_asked_for_only_where_it_may_score() -> None:
+    with serving(length_of) as server:
+        requests = [ask("abc"), ask("abcd", finished=False)]
+        for required, expected in ((True, [3.0, 0.0]), (False, [3.0, 4.0])):
+            with open_scorer(settings(server.url, require_finished=required)) as scorer:
+                assert [found.value for found in scorer.score(requests)] == expected
+        assert [[sample["finished"] for sample in body["samples"]] for body in server.bodies] == [[True], [True, False]]
+
+
+LIES = {
+    "not JSON": (b"<html>hello</html>", "the answer is not JSON: b'<html>hello</html>'"),
+    "no scores": (b'{"score": [1, 1]}', "the answer has no list `scores`"),
+    "a list": (b"[1, 1]", "the answer has no list `scores`"),
+    "one too few": (b'{"scores": [1]}', "1 scores for 2 samples"),
+    "one too many": (b'{"scores": [1, 1, 1]}', "3 scores for 2 samples"),
+    "nan": (b'{"scores": [1, NaN]}', r"score 1 of 2: nan \(float\), not a finite number"),
+    "infinite": (b'{"scores": [-Infinity, 1]}', r"score 0 of 2: -inf \(float\), not a finite number"),
+    "huge": (b'{"scores": [1' + b"0" * 400 + b", 1]}", r"score 0 of 2: 10+.* \(int\), not a finite number"),
+    "null": (b'{"scores": [1, null]}', r"score 1 of 2: None \(NoneType\), not a finite number"),
+    "text": (b'{"scores": ["1", 1]}', r"score 0 of 2: '1' \(str\), not a finite number"),
+    "no score": (b'{"scores": [{"value": 1}, 1]}', r"score 0 of 2: a dict without 'score' \(keys: value\)"),
+    "a part that is none": (b'{"scores": [{"score": 1, "a": NaN}, 1]}', r"score 0 of 2: a nan"),
+    "deep": (b"[" * 100_000, "the answer is not JSON"),
+    "endless": (b"1" * (1 << 18), "the answer is longer than 196608 bytes for 2 samples"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_no_answer_is_refused_at_once(lie: str) -> None:
+    body, message = LIES[lie]
+    with serving(lambda handler, _: reply(handler, body)) as server:
+        with pytest.raises(RewardUnavailable, match=rf"^reward\.source\.url: http://127\.\S+ {message}.* \(1 attempt, 0\.\d s\)$"):
+            score(settings(server.url), "a", "b")
+        assert len(server.bodies) == 1
+        with pytest.raises(ConfigError, match=r"^reward\.source\.url: http://127"):
+            check(settings(server.url))
+
+
+@pytest.mark.parametrize(("status", "asked"), [(404, 1), (401, 1), (302, 1), (204, 1), (500, 3), (503, 3), (429, 3), (408, 3)])
+def test_a_status_is_tried_again_where_it_may_pass(status: int, asked: int) -> None:
+    with serving(lambda handler, _: reply(handler, b"", status)) as server:
+        attempts = f"{asked} attempt{'s' if asked > 1 else ''}"
+        with pytest.raises(RewardUnavailable, match=rf"status {status} .*\({attempts}, \d+\.\d s\)$"):
+            score(settings(server.url), "a")
+        assert len(server.bodies) == asked
+
+
+def vanish(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def break_off(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    reply(handler, b'{"scores": [1]', promised=100)
+
+
+def other_language(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    handler.wfile.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+def silent(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    time.sleep(1.5)
+
+
+def drip(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    """A byte at a time, each well within the time limit."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100")
+    handler.end_headers()
+    try:
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+    except OSError:
+        pass
+
+
+@pytest.mark.parametrize("fault", [vanish, break_off, other_language, silent, drip])
+def test_a_fault_that_passes_is_survived_and_one_that_stays_is_not(fault: Answer) -> None:
+    count = 0
+
+    def twice(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        (fault if count <= 2 else length_of)(handler, body)
+
+    with serving(twice) as server:
+        assert score(settings(server.url), "abc") == [Score(3.0, {"right": 0.0})] and count == 3
+        count = -10
+        begun = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"\(3 attempts, \d\.\d s\)$"):
+            score(settings(server.url), "abc")
+        assert time.monotonic() - begun < 3, "three times 0.3 s and the pauses"
+
+
+def test_a_server_that_is_down_is_refused_before_work_starts_and_in_the_run() -> None:
+    with serving(length_of) as server:
+        given = settings(server.url)
+        check(given)
+    with pytest.raises(
+        ConfigError, match=r"^reward\.source\.url: http://127\.0\.0\.1:\d+/score\?set=1: ConnectionRefusedError: .*refused$"
+    ):
+        check(given)
+    with pytest.raises(RewardUnavailable, match=r"ConnectionRefusedError.* \(3 attempts, 0\.\d s\)$"):
+        score(given, "a")
+
+
+def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:
+    def mortal(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        length_of(handler, body)
+        if len(server.bodies) == 5:
+            threading.Thread(target=server.stop).start()
+
+    server = Server(mortal)
+    with open_scorer(settings(server.url, batch_size=1)) as scorer:
+        assert [found.value for found in scorer.score([ask("a"), ask("ab")])] == [1, 2]
+        with pytest.raises(RewardUnavailable, match="3 attempts"):
+            scorer.score([ask("a")] * 10_000)
+    assert len(server.bodies) >= 5
+
+
+def test_the_deadline_bounds_a_call_of_many_batches() -> None:
+    def slow(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        time.sleep(0.1)
+        length_of(handler, body)
+
+    with serving(slow) as server:
+        begun = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"(within deadline_s=0\.5|no answer within 0\.\d s)"):
+            score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
+        assert time.monotonic() - begun < 3
+
+
+def test_a_token_reaches_the_server_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_REWARD_TOKEN", TOKEN)
+    with serving(lambda handler, _: reply(handler, b"", 401)) as server:
+        given = settings(server.url, token_env="MY_REWARD_TOKEN")
+        with pytest.raises(RewardUnavailable) as refused:
+            score(given, "a")
+        assert server.headers[0]["Authorization"] == f"Bearer {TOKEN}"
+    assert TOKEN not in str(refused.value) + caplog.text + given.model_dump_json()
+    for value, fault in ((None, "is not set"), ("", "is not set"), ("a\nHost: b", "holds no token")):
+        if value is None:
+            monkeypatch.delenv("MY_REWARD_TOKEN")
+        else:
+            monkeypatch.setenv("MY_REWARD_TOKEN", value)
+        with pytest.raises(ConfigError, match=rf"^reward\.source\.token_env: the environment variable MY_REWARD_TOKEN {fault}"):
+            check(given)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:8000", "'127.0.0.1:8000' is no http:// or https:// address"),
+        ("ftp://host/x", "'ftp://host/x' is no http:// or https:// address"),
+        ("http://", "'http://' is no http:// or https:// address"),
+        ("http://host:port/", "Port could not be cast to integer"),
+        ("http://ho st/", "is no http:// or https:// address"),
+        ("http://user:hush@host/", "holds a user or a password; a token comes from the environment variable"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_load(url: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model="nowhere"))
+    with pytest.raises(ConfigError, match=rf"^reward\.source\.url: .*{message}") as refused:
+        load(tmp_path / "job.yaml", [f"reward.source={{type: http, url: '{url}'}}"], TrainConfig)
+    assert "hush" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_settings_load_again_from_what_a_run_keeps(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model="nowhere"))
+    source = "{type: http, url: 'https://host:8000/score', token_env: TOKEN, attempts: 7}"
+    config = load(tmp_path / "job.yaml", [f"reward.source={source}"], TrainConfig)
+    (tmp_path / "kept.yaml").write_text(dump(config))
+    assert load(tmp_path / "kept.yaml", [], TrainConfig) == config
