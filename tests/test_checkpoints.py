@@ -14,7 +14,7 @@ import pytest
 
 from megarl.checkpoints.aside import Aside
 from megarl.checkpoints.files import HashedFile, Record, write_file
-from megarl.checkpoints.steps import Manifest, encode, listing, newest, verify
+from megarl.checkpoints.steps import Entry, Manifest, encode, listing, newest, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
 
@@ -91,7 +91,7 @@ def test_damage_is_named_and_the_step_before_is_used(tmp_path: Path, capsys: pyt
     file, harm, fault = DAMAGE[name]
     save(tmp_path, 1)
     harm(save(tmp_path, 2) / file)
-    skipped = []
+    skipped: list[Entry] = []
     good = newest(tmp_path, skipped.append)
     assert good is not None and good.manifest.step == 1
     [entry] = skipped
@@ -152,7 +152,7 @@ def test_an_unfinished_save_is_skipped_and_cleared_by_the_next(tmp_path: Path) -
     cut = Aside(tmp_path, 2)
     cut.begin(["policy"])
     write_file(cut.path / "policy" / "__0_0.distcp", SHARD)
-    skipped = []
+    skipped: list[Entry] = []
     good = newest(tmp_path, skipped.append)
     assert (
         good is not None

@@ -100,7 +100,7 @@ def verify(path: Path, contents: bool = True) -> Entry:
         return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: a save that did not finish left it",), None)
     step = int(matched[1])
     try:
-        manifest = _decode(path)
+        manifest = read_manifest(path)
     except ConfigError as error:
         return Entry(path, step, True, (str(error),), None)
     faults = _faults(path, manifest, contents)
@@ -170,7 +170,7 @@ def _extra(name: str, file: Path) -> str:
     return f"{name}: extra: not in the manifest" + (", a pickle" if pickled else "")
 
 
-def _decode(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """The manifest of a step directory. Raises ConfigError where it is not whole."""
     try:
         given = json.loads((path / MANIFEST).read_bytes())

@@ -1,0 +1,225 @@
+"""A save that fails leaves what was saved before, a load takes nothing that megarl did not write, and both say why in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoints.files import Record, read_record
+from megarl.checkpoints.steps import encode, newest, read_manifest
+from megarl.config import Layout
+from megarl.parallel.staging import StagedWriter
+from tests.distributed.saving import (
+    die_in_a_save,
+    fail_then_recover,
+    load_alone,
+    load_trained,
+    plain_tensors,
+    save_into,
+    save_several,
+    stale,
+    verified,
+)
+from tests.distributed.work import make_checkpoint
+from tests.harness import Pool, RankError
+
+ONE, TWO = Layout(), Layout(ranks=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with steps 1 and 2 of a policy, a critic and a reference, saved asynchronously in pieces of 1 MiB on tp2."""
+    root = tmp_path_factory.mktemp("saved") / "checkpoints"
+    pool.run(save_several, TWO, path, root)
+    return root
+
+
+@pytest.fixture
+def step(saved: Path, tmp_path: Path) -> Path:
+    """A copy of step 1, to be harmed."""
+    return Path(shutil.copytree(saved / "step_000001", tmp_path / "step_000001"))
+
+
+def refusal(pool: Pool, function: Any, layout: Layout, *arguments: Any) -> str:
+    """The line that every rank refuses with."""
+    with pytest.raises(RankError) as refused:
+        pool.run(function, layout, *arguments)
+    told = [line for line in str(refused.value).splitlines() if line.startswith("megarl.errors.ConfigError: ")]
+    assert len(told) == layout.ranks and len(set(told)) == 1, refused.value
+    return told[0].removeprefix("megarl.errors.ConfigError: ")
+
+
+def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
+    """Written in pieces behind the trainer's back; each is loaded without the others, on another layout, without its optimizer."""
+    good = newest(saved, lambda entry: None)
+    assert good is not None and good.manifest.step == 2 and set(good.manifest.models) == {"policy", "critic", "reference"}
+    assert good.manifest.models["policy"]["optimizer"] == {"steps": 0, "adam_step": 0}
+    assert good.manifest.models["reference"]["optimizer"] is None
+    assert verified(saved / "step_000001").read("trainer.json") == b'{"cursor": 7}'
+    for name, head in (("policy", "lm"), ("critic", "value")):
+        pool.run(load_alone, Layout(ranks=2, ep=2), path, good.path, name, head, tmp_path / name)
+        before, after = (pool.run(plain_tensors, ONE, folder / name)[0] for folder in (good.path, tmp_path / name / "step_000001"))
+        assert "score.weight" in after if head == "value" else "output_layer.weight" in after
+        assert {key for key in before if not key.startswith("optimizer.")} == set(after)
+        assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+
+
+def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
+    good = saved / "step_000002"
+    other = {
+        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[4, 8, 128, 128\], and the model's is \[4, 8, 64, 128\]"),
+        "shallow": ({"num_hidden_layers": 2}, r"has shape \[4, .*\], and the model's is \[2, "),
+        "words": ({"vocab_size": 120}, r"policy: vocab_size is 128, and the model's is 120"),
+    }
+    for name, (changes, line) in other.items():
+        config = make_checkpoint(tmp_path / name, **changes)
+        assert re.search(line, refusal(pool, load_alone, TWO, config, good, "policy", "lm"))
+    assert refusal(pool, load_alone, TWO, path, good, "policy", "value").endswith("policy lacks score.weight of shape [1, 128]")
+    assert refusal(pool, load_alone, TWO, path, good, "judge", "lm").endswith("has no model 'judge'; it has critic, policy, reference")
+    assert refusal(pool, load_trained, TWO, path, good, "reference").endswith("holds no optimizer: it was saved as a frozen model")
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._target),)
+
+
+def forge(step: Path, name: str, data: bytes) -> None:
+    """Writes a file of a step directory as one would who also rewrites its manifest."""
+    (step / name).write_bytes(data)
+    known = read_manifest(step)
+    record = Record(len(data), hashlib.sha256(data).hexdigest())
+    (step / "manifest.json").write_bytes(encode(replace(known, files={**known.files, name: record})))
+    verified(step)
+
+
+def test_metadata_that_would_run_code_is_not_unpickled(pool: Pool, step: Path, path: Path, tmp_path: Path) -> None:
+    forge(step, "policy/.metadata", pickle.dumps(Evil(tmp_path / "harm")))
+    line = refusal(pool, load_alone, TWO, path, step, "policy", "lm")
+    assert line.endswith("policy/.metadata asks for posix.mkdir, which no checkpoint of megarl holds: not loaded")
+    pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists() and not (tmp_path / "harm").exists()
+
+
+def test_shards_that_would_run_code_are_not_unpickled(pool: Pool, step: Path, path: Path, tmp_path: Path) -> None:
+    """In the place of a tensor, and as one of the objects that Megatron pickles."""
+    evil = io.BytesIO()
+    torch.save(Evil(tmp_path / "harm"), evil)
+    metadata = pickle.loads((step / "policy" / ".metadata").read_bytes())
+    forge(step, "policy/evil.distcp", evil.getvalue())
+    size = len(evil.getvalue())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "output_layer.weight":
+            metadata.storage_data[index] = replace(info, relative_path="evil.distcp", offset=0, length=size)
+    forge(step, "policy/.metadata", pickle.dumps(metadata))
+    line = refusal(pool, load_alone, TWO, path, step, "policy", "lm")
+    assert "UnpicklingError" in line and "posix.mkdir" in line
+    metadata.state_dict_metadata["object/shard_0_1"] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    forge(step, "policy/.metadata", pickle.dumps(metadata))
+    assert "asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata" in refusal(
+        pool, load_alone, TWO, path, step, "policy", "lm"
+    )
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_tensor_outside_the_checkpoint_is_not_read(pool: Pool, step: Path, path: Path) -> None:
+    metadata = pickle.loads((step / "policy" / ".metadata").read_bytes())
+    index, info = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(info, relative_path="../../elsewhere")
+    forge(step, "policy/.metadata", pickle.dumps(metadata))
+    assert "which is no file of the checkpoint" in refusal(pool, load_alone, TWO, path, step, "policy", "lm")
+
+
+def test_metadata_that_changes_after_it_was_verified_is_not_read(pool: Pool, step: Path, path: Path) -> None:
+    assert refusal(pool, stale, ONE, path, step, "policy/.metadata").endswith(
+        "policy/.metadata: flipped: its SHA-256 is not the manifest's"
+    )
+
+
+def test_a_full_disk_is_told_at_the_next_call_and_harms_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for first, second in pool.run(fail_then_recover, TWO, path, root):
+        assert first == second
+        assert first.startswith("checkpoint: step 2 was not saved: rank 1: File too large: ") and "\n" not in first
+        assert "step_000002.partial/policy/__1_" in first
+    good = newest(root, lambda entry: None)
+    assert good is not None and good.manifest.step == 3
+    assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001", "step_000003"]
+
+
+def test_a_directory_that_cannot_be_written_to_is_told_on_every_rank(pool: Pool, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    fixed = tmp_path / "fixed"
+    fixed.mkdir(mode=0o555)
+    places = {tmp_path / "file" / "checkpoints": "Not a directory", Path("/proc/checkpoints"): "No such file or directory"}
+    if os.geteuid() != 0:
+        places[fixed / "checkpoints"] = "Permission denied"
+    for place, reason in places.items():
+        assert pool.run(save_into, TWO, path, place) == [f"checkpoint: step 1 was not saved: {reason}: {place}"] * 2
+
+
+def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
+    """And a tensor larger than the budget passes alone."""
+    (tmp_path / "m").mkdir()
+    tensors = [torch.full((1 << 18,), float(number)) for number in range(24)] + [torch.ones(1 << 21)]
+    budget = 4 << 20
+    writer = StagedWriter(tmp_path, rank=0, budget=budget)
+    most = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            held = writer._held
+            most = max(most, held if held != tensors[-1].nbytes else 0)
+            time.sleep(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for tensor in tensors:
+        writer.put("m", tensor)
+        tensor.zero_()  # the caller goes on
+    writer.close()
+    written = writer.finish()
+    done.set()
+    watcher.join()
+    assert tensors[0].nbytes <= most <= budget
+    assert all(read_record(tmp_path / name) == record for name, record in written.files.items())
+    for number, place in enumerate(written.places["m"]):
+        with (tmp_path / "m" / place.file).open("rb") as file:
+            file.seek(place.offset)
+            (tmp_path / "one").write_bytes(file.read(place.length))
+        assert float(torch.load(tmp_path / "one", weights_only=True)[-1]) == (number if number < 24 else 1.0)
+
+
+def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with pytest.raises(RankError, match="the process died"):
+        pool.run(die_in_a_save, ONE, path, root)
+    assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001", "step_000002.partial"]
+    skipped: list[Any] = []
+    good = newest(root, skipped.append)
+    assert good is not None and good.manifest.step == 1 and [entry.finished for entry in skipped] == [False]
+    pool.run(load_trained, Layout(ranks=2, pp=2), path, good.path, "policy")
