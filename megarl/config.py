@@ -255,6 +255,7 @@ class CheckpointSettings(Section):
     asynchronous: bool = True  # written behind the next steps' back
     staging_mb: Positive = 8192  # host memory of a rank for tensors on their way to the disk; what exceeds it is waited for
     on_failure: Literal["stop", "continue"] = "stop"  # when a save fails: end the run, or raise an alarm and go on
+    resume: bool = True  # go on from the run's newest whole checkpoint; false: what is there is moved aside, and the run begins anew
 
 
 class ClusterSettings(Section):
@@ -307,6 +308,7 @@ class TrainConfig(RunSettings):
     rollout: RolloutSettings = RolloutSettings()
     sync: SyncSettings = SyncSettings()
     train: StepSettings
+    save: CheckpointSettings = CheckpointSettings()
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:

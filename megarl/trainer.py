@@ -3,58 +3,81 @@
 from __future__ import annotations
 
 from megarl.config import TrainConfig
-from megarl.data.sampler import Sampler
+from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, Mean
 from megarl.observe.run import Run
 from megarl.stages.checks import check_train
 from megarl.stages.eval import evaluate
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import open_scorers
-from megarl.stages.pretraining import ValuePretraining
+from megarl.stages.saving import Checkpoints, Progress, find
 from megarl.workers.cluster import ray_session
 from megarl.workers.team import processes, start
 
 
 def train(config: TrainConfig) -> None:
-    """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}."""
-    data = check_train(config)
-    with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward) as scorers:
+    """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
+
+    A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
+    """
+    data, found = check_train(config), find(config)
+    with Run(config, found and found.run) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward) as scorers:
         with run.phase("start"):
             team, engines = start(config)
         judge, examiner = scorers.judges(team)
         place = Workplace(config, run, team, engines, judge)
-        if config.model.base is not None:
+        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, run, team)
+        if found is not None:
+            checkpoints.load(found, progress)
+        elif config.model.base is not None:
             evaluate("base", data.eval, engines, examiner, run, config.seed)
         with run.phase("sync"):
-            run.log(0, team.sync(engines, 0))
-        if config.train.eval_at_start:
-            evaluate("sft", data.eval, engines, examiner, run, config.seed)
+            synced = team.sync(engines, progress.step)
+        if found is None:
+            run.log(0, synced)
+            if config.train.eval_at_start:
+                evaluate("sft", data.eval, engines, examiner, run, config.seed)
 
-        sampler = Sampler(len(data.train), config.seed, config.data.shuffle)
-        kl_coef = config.algorithm.kl_coef
-        pretraining = ValuePretraining(config.critic)
-        step = learned = 0
-        while learned < config.train.steps:
-            step += 1
-            experience = gather(place, step, lambda count: [data.train[index] for index in sampler.take(count)], kl_coef)
-            metrics, kl_N = experience.metrics, experience.kl_N
-            with run.phase("update"):
-                metrics |= team.learn(experience.plan, policy=not pretraining.active)
-            if pretraining.active:
-                pretraining.observe(metrics)
-                run.log(step, metrics)
-                continue
-            with run.phase("sync"):
-                metrics |= team.sync(engines, step)
-            learned += 1
-            if config.algorithm.needs_reference:
-                metrics |= {"actor/kl_coef": Last(kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))}
-            run.log(step, metrics)
-            kl_coef = config.algorithm.next_kl_coef(kl_coef, float(kl_N.mean()), len(kl_N))
-            if config.train.eval_every and learned % config.train.eval_every == 0 or learned == config.train.steps:
-                evaluate("rl", data.eval, engines, examiner, run, config.seed, step)
+        while progress.learned < config.train.steps:
+            with checkpoints.kept(progress):
+                learned = train_step(place, progress, data.train)
+            if learned and (progress.learned == config.train.steps or _every(config.train.eval_every, progress.learned)):
+                evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
+            if _every(config.save.every, progress.step):
+                checkpoints.save(progress.state())
+        checkpoints.finish()
 
         with run.phase("save"):
             team.save("policy", run.directory / "model")
             if config.critic is not None:
                 team.save("critic", run.directory / "critic")
+
+
+def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> bool:
+    """One step: of critic and policy, or of the critic alone while it is pretrained. Whether the policy has learned."""
+    config, run, team = place.config, place.run, place.team
+    experience = gather(
+        place, progress.step + 1, lambda count: [prompts[index] for index in progress.sampler.take(count)], progress.kl_coef
+    )
+    progress.step += 1
+    frozen = progress.pretraining.active
+    with run.phase("update"):
+        metrics = experience.metrics | team.learn(experience.plan, policy=not frozen)
+    if frozen:
+        progress.pretraining.observe(metrics)
+        run.log(progress.step, metrics)
+        return False
+    with run.phase("sync"):
+        metrics |= team.sync(place.engines, progress.step)
+    progress.learned += 1
+    if config.algorithm.needs_reference:
+        kl_N = experience.kl_N
+        metrics |= {"actor/kl_coef": Last(progress.kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))}
+        progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, float(kl_N.mean()), len(kl_N))
+    run.log(progress.step, metrics)
+    return True
+
+
+def _every(number: int, count: int) -> bool:
+    """Whether `count` is one of every `number`; 0 means never."""
+    return bool(number) and count % number == 0

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,16 +115,19 @@ def listing(root: Path, contents: bool = True) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
-def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
-    """The newest step directory that verifies; each newer one goes to `skipped`. None where `root` has none."""
-    if not root.is_dir():
-        return None
+def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[Verified]:
+    """The step directories of `root` that verify, the newest first, each looked at when it is asked for; the others go to `skipped`."""
     for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
         entry = verify(path)
         if entry.verified is not None:
-            return entry.verified
-        skipped(entry)
-    return None
+            yield entry.verified
+        else:
+            skipped(entry)
+
+
+def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
+    """The newest step directory that verifies; each newer one goes to `skipped`. None where `root` has none."""
+    return next(verified(root, skipped), None) if root.is_dir() else None
 
 
 def _directories(root: Path) -> list[Path]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console as RichConsole
 
@@ -15,15 +17,29 @@ from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, du
 from megarl.observe import report, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
-from megarl.observe.metrics import Last, Metric, Sum, merge, scalars
+from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
-from megarl.observe.writers import open_writers
+from megarl.observe.writers import open_writers, read_json_lines
 from megarl.rewards.score import Score
 
 # What a run writes.
-KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "report.png", "tensorboard", "wandb", "model", "critic", "eval.json")
+KEPT = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.png",
+    "tensorboard",
+    "wandb",
+    "model",
+    "critic",
+    "eval.json",
+    "checkpoints",
+    "checkpoints-critic",
+)
+METRICS = "metrics.jsonl"
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
+REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
 EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 
 
@@ -31,11 +47,11 @@ class Run:
     """`with Run(config) as run: ...` Leaves config.yaml, metrics.jsonl, tensorboard/, summary.json and report.png in the run's directory.
 
     summary.json is written last, and only by a run that came to its end. What an earlier run of the same name left is moved to
-    earlier-<n>/. ConfigError on entry where another run is using the directory.
+    earlier-<n>/, unless this one goes on from its `state`. ConfigError on entry where another run is using the directory.
     """
 
-    def __init__(self, config: RunSettings) -> None:
-        self._config = config
+    def __init__(self, config: RunSettings, resumed: Mapping[str, Any] | None = None) -> None:
+        self._config, self._resumed = config, resumed
         self.directory: Path = config.directory
         self._phases = Phases()
         self._memory = PeakMemory()
@@ -51,9 +67,13 @@ class Run:
     def __enter__(self) -> Run:
         self._lock = _claim(self.directory)
         try:
-            _set_aside(self.directory, self._config)
+            if self._resumed is None:
+                _set_aside(self.directory, self._config)
+            else:
+                self._go_on(self._resumed)
             (self.directory / "config.yaml").write_text(dump(self._config))
-            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log)
+            purge = None if self._resumed is None else self._step + 1
+            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
         except BaseException:
             os.close(self._lock)
             raise
@@ -112,6 +132,36 @@ class Run:
         values = self._results[name] = scalars(metrics)
         self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
         self._console.result(f"held-out, step {step}", values)
+
+    def event(self, name: str, message: str) -> None:
+        """Something that went wrong and did not end the run: shown, and kept for the summary."""
+        self._warnings[name] = message
+        self._console.warn(message)
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from here must know, as plain values for JSON."""
+        return {
+            "step": self._step,
+            "metrics_bytes": (self.directory / METRICS).stat().st_size,
+            "pass_rates": self._pass_rates,
+            "results": self._results,
+            "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
+            "warnings": self._warnings,
+        }
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Takes the metrics back to where `state` was taken. ConfigError where they are gone."""
+        path, size = self.directory / METRICS, state["metrics_bytes"]
+        if not path.is_file() or path.stat().st_size < size:
+            raise ConfigError(
+                f"save.resume: {path} has not the {size} bytes that it had at step {state['step']}; restore it, or start anew"
+            )
+        os.truncate(path, size)
+        for row in read_json_lines(path):
+            self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        self._step, self._warnings = state["step"], dict(state["warnings"])
+        self._pass_rates, self._results = dict(state["pass_rates"]), dict(state["results"])
+        self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         for event, message in self._alarms.check(step, values).items():

@@ -47,10 +47,10 @@ def read_json_lines(path: Path) -> list[dict[str, float]]:
 class TensorBoard:
     """Event files for `tensorboard --logdir runs`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, purge: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), flush_secs=10)
+        self._writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -100,12 +100,12 @@ def check(settings: LogSettings) -> None:
         raise ConfigError("log.wandb=true: the package wandb is not installed (the extra megarl[wandb] brings it)")
 
 
-def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings) -> Writers:
-    """The writers that `settings` asks for, below the run's directory."""
+def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings, purge: int | None = None) -> Writers:
+    """The writers that `settings` asks for, below the run's directory. `purge`: the first step that is to be written anew."""
     check(settings)
     writers: list[Writer] = [JsonLines(directory / "metrics.jsonl")]
     if settings.tensorboard:
-        writers.append(TensorBoard(directory / "tensorboard"))
+        writers.append(TensorBoard(directory / "tensorboard", purge))
     if settings.wandb:
         writers.append(WeightsAndBiases(directory, name, config))
     return Writers(writers)

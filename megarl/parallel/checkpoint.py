@@ -29,7 +29,8 @@ from torch import Tensor
 from megarl.checkpoints.aside import Aside
 from megarl.checkpoints.files import Record, write_file
 from megarl.checkpoints.steps import Manifest, Verified
-from megarl.config import CheckpointSettings, ConfigError
+from megarl.config import CheckpointSettings
+from megarl.errors import ConfigError, SaveError
 from megarl.parallel import sharded, torch_dist
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
@@ -39,10 +40,6 @@ from megarl.parallel.staging import Location, StagedWriter
 RANDOM = "random"  # folder of the random states
 _POLL_S = 0.02
 _IDENTITY = ("model_type", "vocab_size")  # of config.json; everything else shows in the shapes
-
-
-class SaveError(RuntimeError):
-    """A step was not saved: one line. What was saved before is untouched."""
 
 
 @dataclass(frozen=True)

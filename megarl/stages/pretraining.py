@@ -40,6 +40,14 @@ class ValuePretraining:
         """Whether the policy is still frozen."""
         return self._left > 0
 
+    def state(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return {"left": self._left, "losses": self._losses, "explained": self._explained}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stands where `state` was taken."""
+        self._left, self._losses, self._explained = state["left"], list(state["losses"]), list(state["explained"])
+
     def observe(self, metrics: Mapping[str, Metric]) -> None:
         """Takes the metrics of a pretraining step."""
         self._left -= 1

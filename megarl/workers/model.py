@@ -16,6 +16,7 @@ from megarl.models.build import build_chunks, transformer_config
 from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
+from megarl.parallel.checkpoint import Part
 from megarl.parallel.grid import Grid
 from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
@@ -95,6 +96,11 @@ class Model:
     def stream(self) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end."""
         return export(self.chunks, self.hf, self._grid, self._config.params_dtype)
+
+    @property
+    def part(self) -> Part:
+        """The model and its optimizer as a part of a checkpoint."""
+        return Part(self.chunks, self.hf, self._trainable)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""

@@ -6,7 +6,7 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.config import Layout, ModelReward, TrainConfig
+from megarl.checkpoints.steps import Verified
+from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
 from megarl.workers.engines import Engines
-from megarl.workers.model_worker import COLUMN, ModelWorker, Objective, Role
+from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, Objective, Role
 from megarl.workers.plan import StepPlan, plan_scoring, plan_step, response_advantages
-from megarl.workers.ranks import Ranks, launch_ranks, reserve_workers
+from megarl.workers.ranks import Ranks, Running, launch_ranks, reserve_workers
 from megarl.workers.rollout_worker import Response
 
 if TYPE_CHECKING:
     from megarl.stages.collect import Collected
+
+
+CHECKPOINTS = "checkpoints"  # folder of a run
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,43 @@ class Team:
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
         """Brings the policy's weights into every engine."""
         return self.policy.sync(engines.group, engines.settings.tp, version, self.config.sync)
+
+    @property
+    def folders(self) -> dict[Role, str]:
+        """Where a run's checkpoints hold each trained model: ranks of its own write a folder of its own."""
+        return {
+            role: CHECKPOINTS if group is self.policy else f"{CHECKPOINTS}-{role}"
+            for group in self.groups
+            for role in group.roles
+            if role in TRAINED
+        }
+
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
+        """Saves all trained models and their optimizers, and the files `extra` with the policy. SaveError where this or the last failed."""
+        several = len(set(self.folders.values())) > 1
+        # One more, lest the steps that all folders have run out when a run is killed between their last writes.
+        keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings
+        running = []
+        for group in self._trainers:
+            folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
+            running.append(group.group.start("checkpoint", folder, step, keep, dict(extra) if group is self.policy else {}))
+        self._wait(running, "checkpoint")
+
+    def settle(self) -> None:
+        """Waits until the last checkpoint is written. SaveError where it failed."""
+        self._wait([group.group.start("settle") for group in self._trainers], "settle")
+
+    def load(self, steps: Mapping[Role, Verified]) -> None:
+        """Gives the trained models and their optimizers what the step directories hold of them."""
+        self._wait([group.group.start("load", steps) for group in self._trainers], "load")
+
+    @property
+    def _trainers(self) -> list[Ranks]:
+        return [group for group in self.groups if any(role in TRAINED for role in group.roles)]
+
+    def _wait(self, running: Sequence[Running], doing: str) -> None:
+        for group, calls in zip(self._trainers, running, strict=True):
+            group.group.wait(calls, doing, group.timeout_s)
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes the model of a role as a Hugging Face directory."""

@@ -1,0 +1,142 @@
+"""A run that can be killed at any moment: where it stands, saved with its models in one step directory, and how it goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megarl.checkpoints.resume import refusals
+from megarl.checkpoints.steps import Entry, Verified, verified, verify
+from megarl.config import ConfigError, TrainConfig, dump
+from megarl.data.sampler import Sampler
+from megarl.errors import SaveError
+from megarl.observe.run import Run
+from megarl.rewards.score import RewardUnavailable
+from megarl.stages.pretraining import ValuePretraining
+from megarl.workers.team import CHECKPOINTS, Team
+
+TRAINER = "trainer.json"
+
+
+class Progress:
+    """Where a run stands between two steps: all of it that no model holds and no metric shows."""
+
+    def __init__(self, config: TrainConfig, prompts: int) -> None:
+        self.step = self.learned = 0  # steps, and those in which the policy learned
+        self.kl_coef = config.algorithm.kl_coef
+        self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
+        self.pretraining = ValuePretraining(config.critic)
+
+    def state(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        plain = {"step": self.step, "learned": self.learned, "kl_coef": self.kl_coef}
+        return {**plain, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stands where `state` was taken. ValueError where the prompts are others."""
+        self.step, self.learned, self.kl_coef = state["step"], state["learned"], state["kl_coef"]
+        self.sampler.restore(state["sampler"])
+        self.pretraining.restore(state["pretraining"])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that verified, byte by byte."""
+
+    steps: Mapping[str, Verified]  # which step directory holds each trained model
+    progress: Mapping[str, Any]
+    run: Mapping[str, Any]
+
+
+def find(config: TrainConfig) -> Found | None:
+    """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
+
+    ConfigError where the configuration differs from the checkpoint's in what must not differ.
+    """
+    root = config.directory / CHECKPOINTS
+    if not config.save.resume or not root.is_dir():
+        return None
+    for step in verified(root, _name):
+        saved = json.loads(step.read(TRAINER))
+        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
+        if any(found is None for found in steps.values()):
+            continue
+        differing = refusals(yaml.safe_load(saved["config"]), config.model_dump(mode="json"), step.path)
+        if differing:
+            raise ConfigError("\n".join(differing))
+        return Found({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
+    return None
+
+
+class Checkpoints:
+    """The saves of one run. On leaving, it waits for the last one."""
+
+    def __init__(self, config: TrainConfig, run: Run, team: Team) -> None:
+        self._settings, self._config, self._run, self._team = config.save, config, run, team
+        self._saved: int | None = None  # the last step that was saved
+
+    def load(self, found: Found, progress: Progress) -> None:
+        """Puts models, optimizers, random states and `progress` where the checkpoint has them."""
+        with self._run.phase("load"):
+            self._team.load(found.steps)
+            progress.restore(found.progress)
+        self._saved = progress.step
+
+    def save(self, progress: Mapping[str, Any]) -> None:
+        """Saves the models as they are now, as those of the step that `progress` (a state) says.
+
+        SaveError where this save or the one before failed and `save.on_failure` is stop; else the run is told, and goes on.
+        """
+        step = int(progress["step"])
+        if step == self._saved:
+            return
+        self._saved = step
+        state = {"progress": progress, "run": self._run.state(), "where": self._team.folders, "config": dump(self._config)}
+        with self._run.phase("save"), self._failures():
+            self._team.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(state).encode()})
+
+    @contextmanager
+    def kept(self, progress: Progress) -> Iterator[None]:
+        """A step inside: where no reward can be had, the run stops with a checkpoint of the moment before."""
+        before = progress.state()
+        try:
+            yield
+        except RewardUnavailable:
+            self.save(before)
+            self._team.settle()
+            raise
+
+    def finish(self) -> None:
+        """Waits for what is being written."""
+        with self._run.phase("save"), self._failures():
+            self._team.settle()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            if self._settings.on_failure == "stop":
+                raise
+            self._run.event("save_failed", str(error))
+
+
+def _beside(step: Verified, folder: str) -> Verified | None:
+    """The part of a checkpoint that other ranks wrote; None where it is missing or damaged."""
+    path = step.path.parent.with_name(folder) / step.path.name
+    if not path.is_dir():
+        print(f"megarl: checkpoint {step.path} is passed over: {path}, which belongs to it, is missing", flush=True)
+        return None
+    entry = verify(path)
+    _name(entry)
+    return entry.verified
+
+
+def _name(entry: Entry) -> None:
+    for fault in entry.faults:
+        print(f"megarl: checkpoint {entry.path} is passed over: {fault}", flush=True)
