@@ -45,17 +45,19 @@ class Job:
     runs: Path
     model: Path
     overrides: tuple[str, ...] = ()
+    verb: str = "train"
+    template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def start(self) -> Job:
         self.runs.mkdir(parents=True, exist_ok=True)
         config = self.runs / "job.yaml"
-        config.write_text(RL.format(runs=self.runs, model=self.model))
+        config.write_text(self.template.format(runs=self.runs, model=self.model))
         self.log = self.runs / "log.txt"
         self.scratch = tempfile.mkdtemp(prefix="mj-")  # short: Ray's sockets live below it
         environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli", "train", str(config), *self.overrides],
+            [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -67,8 +67,11 @@ def test_supervised_training_and_evaluation_from_the_command_line(tmp_path: Path
     places = (f"run_dir={tmp_path}", f"model.path={tiny_model}")
     config = (examples / "sft.yaml", "name=sft", *places, "sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2")
     assert megarl("sft", *config, "layout.ep=2") == 0
-    losses = [row["sft/loss"] for row in map(json.loads, (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines())]
+    rows = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["sft/loss"] for row in rows if "sft/loss" in row]
     assert len(losses) == 3 and losses[-1] < losses[0]
+    measured = [(row["step"], row["eval/heldout/sft/loss"]) for row in rows if "eval/heldout/sft/accuracy" in row]
+    assert [step for step, _ in measured] == [0, 3] and measured[1][1] < measured[0][1]
     trained = f"model.path={tmp_path / 'sft' / 'model'}"
     assert megarl("eval", examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16") == 0
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())

@@ -1,0 +1,47 @@
+"""What a run's configuration may change when it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+# Dotted keys, with everything below them. What is not here would make another run of it, and is refused.
+MAY_DIFFER = (
+    # where it runs, what is told of it, what is kept
+    *("name", "run_dir", "cluster", "log", "save"),
+    # how the work is split: the same numbers up to rounding
+    *("layout", "placement", "model.recompute", "*.micro_batch_tokens", "sync"),
+    *("rollout.replicas", "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction", "rollout.timeout_s"),
+    *("reward.workers", "reward.timeout_s"),
+    # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
+    *("*.steps", "*.eval_every", "*.eval_at_start", "data.eval", "model.base"),
+)
+_ABSENT = "(absent)"
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The refusals, a line each: a dotted key that may not differ and both its values. Resolved trees, as model_dump(mode="json") makes."""
+    return [
+        f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it"
+        for key, old, new in _differences(saved, now, "")
+        if not _free(key)
+    ]
+
+
+def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
+        if saved != now:
+            yield key, saved, now
+        return
+    if saved.get("type") != now.get("type"):  # another variant: its other keys say nothing
+        yield f"{key}.type", saved.get("type", _ABSENT), now.get("type", _ABSENT)
+        return
+    for name in sorted(saved.keys() | now.keys()):
+        yield from _differences(saved.get(name, _ABSENT), now.get(name, _ABSENT), f"{key}.{name}" if key else name)
+
+
+def _free(key: str) -> bool:
+    parts = key.split(".")
+    above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(one, pattern) for one in above for pattern in MAY_DIFFER)
