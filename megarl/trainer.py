@@ -10,7 +10,7 @@ from megarl.stages.checks import check_train
 from megarl.stages.eval import evaluate
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import open_scorers
-from megarl.stages.saving import Checkpoints, Progress, find
+from megarl.stages.saving import Checkpoints, Progress, every, find
 from megarl.workers.cluster import ray_session
 from megarl.workers.team import processes, start
 
@@ -21,7 +21,11 @@ def train(config: TrainConfig) -> None:
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     data, found = check_train(config), find(config)
-    with Run(config, found and found.run) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward) as scorers:
+    with (
+        Run(config, None if found is None else found.run) as run,
+        ray_session(config.cluster, processes(config)),
+        open_scorers(config.reward) as scorers,
+    ):
         with run.phase("start"):
             team, engines = start(config)
         judge, examiner = scorers.judges(team)
@@ -41,9 +45,9 @@ def train(config: TrainConfig) -> None:
         while progress.learned < config.train.steps:
             with checkpoints.kept(progress):
                 learned = train_step(place, progress, data.train)
-            if learned and (progress.learned == config.train.steps or _every(config.train.eval_every, progress.learned)):
+            if learned and (progress.learned == config.train.steps or every(config.train.eval_every, progress.learned)):
                 evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
-            if _every(config.save.every, progress.step):
+            if every(config.save.every, progress.step):
                 checkpoints.save(progress.state())
         checkpoints.finish()
 
@@ -76,8 +80,3 @@ def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> b
         progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, float(kl_N.mean()), len(kl_N))
     run.log(progress.step, metrics)
     return True
-
-
-def _every(number: int, count: int) -> bool:
-    """Whether `count` is one of every `number`; 0 means never."""
-    return bool(number) and count % number == 0

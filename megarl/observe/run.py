@@ -153,9 +153,7 @@ class Run:
         """Takes the metrics back to where `state` was taken. ConfigError where they are gone."""
         path, size = self.directory / METRICS, state["metrics_bytes"]
         if not path.is_file() or path.stat().st_size < size:
-            raise ConfigError(
-                f"save.resume: {path} has not the {size} bytes that it had at step {state['step']}; restore it, or start anew"
-            )
+            raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})

@@ -47,7 +47,7 @@ def read_json_lines(path: Path) -> list[dict[str, float]]:
 class TensorBoard:
     """Event files for `tensorboard --logdir runs`."""
 
-    def __init__(self, directory: Path, purge: int | None) -> None:
+    def __init__(self, directory: Path, purge: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge)

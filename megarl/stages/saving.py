@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from megarl.checkpoints.resume import refusals
+from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import Entry, Verified, verified, verify
 from megarl.config import ConfigError, TrainConfig, dump
+from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
 from megarl.errors import SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.pretraining import ValuePretraining
+from megarl.workers.model_worker import Role
 from megarl.workers.team import CHECKPOINTS, Team
 
 TRAINER = "trainer.json"
@@ -31,6 +33,10 @@ class Progress:
         self.kl_coef = config.algorithm.kl_coef
         self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
+
+    def draw(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [prompts[index] for index in self.sampler.take(count)]
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
@@ -48,7 +54,7 @@ class Progress:
 class Found:
     """A checkpoint that verified, byte by byte."""
 
-    steps: Mapping[str, Verified]  # which step directory holds each trained model
+    steps: Mapping[Role, Verified]  # which step directory holds each trained model
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
 
@@ -66,9 +72,9 @@ def find(config: TrainConfig) -> Found | None:
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
         if any(found is None for found in steps.values()):
             continue
-        differing = refusals(yaml.safe_load(saved["config"]), config.model_dump(mode="json"), step.path)
+        differing = compare(yaml.safe_load(saved["config"]), config.model_dump(mode="json"))
         if differing:
-            raise ConfigError("\n".join(differing))
+            raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
         return Found({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
     return None
 
@@ -124,6 +130,11 @@ class Checkpoints:
             if self._settings.on_failure == "stop":
                 raise
             self._run.event("save_failed", str(error))
+
+
+def every(number: int, count: int) -> bool:
+    """Whether `count` is one of every `number`; 0 means never."""
+    return bool(number) and count % number == 0
 
 
 def _beside(step: Verified, folder: str) -> Verified | None:
