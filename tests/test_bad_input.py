@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,54 @@ def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model:
     found = refusal(tmp_path, model, capsys)
     assert found.startswith("model.path: ") and name in found
     assert "missing" in found if fault == "missing" else "[3, 5], expected [64, 128]" in found
+
+
+@pytest.mark.parametrize("role", ["critic.path", "reward.source.path"])
+@pytest.mark.parametrize(
+    ("file", "old", "new", "line"),
+    [
+        (
+            "config.json",
+            '"hidden_size": 128',
+            '"hidden_size": 96',
+            r"model.embed_tokens.weight has shape \[128, 128\], expected \[128, 96\]",
+        ),
+        (
+            "config.json",
+            '"max_position_embeddings": 512',
+            '"max_position_embeddings": 20',
+            "takes 20 tokens, and prompt and response may have 28",
+        ),
+        (
+            "config.json",
+            '"num_key_value_heads": 2',
+            '"num_key_value_heads": 4',
+            r"k_proj.weight has shape \[64, 128\], expected \[128, 128\]",
+        ),
+        ("tokenizer_config.json", '"<|end|>"', '"<|pad|>"', r"its tokenizer differs from model.path's: eos_token is '<\|pad\|>' in"),
+    ],
+    ids=["another size", "too few positions", "another shape", "another tokenizer"],
+)
+def test_a_critic_or_reward_model_that_does_not_fit_is_refused(
+    role: str, file: str, old: str, new: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    text = (other / file).read_text()
+    assert old in text
+    (other / file).write_text(text.replace(old, new))
+    critic = ("algorithm.type=vapo", f"critic.path={other}")
+    given = critic if role == "critic.path" else (f"reward.source={{type: reward_model, path: {other}}}",)
+    found = refusal(tmp_path, tiny_model, capsys, *given)
+    assert found.startswith(f"{role}: ") and str(other) in found and re.search(line, found), found
+
+
+def test_a_critic_of_another_depth_must_divide_too(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.distributed.work import make_checkpoint  # imports Megatron
+
+    other = make_checkpoint(tmp_path / "other", num_hidden_layers=3)
+    found = refusal(tmp_path, tiny_model, capsys, "algorithm.type=vapo", f"critic.path={other}", "layout.ranks=2", "layout.pp=2")
+    assert found == f"critic.path: {other}: layout.pp=2: model has 3 layers, not divisible by 2"
 
 
 @pytest.mark.parametrize(

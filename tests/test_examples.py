@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.config import DpoConfig, EvalConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
 from megarl.models.families import family_of
@@ -39,12 +40,18 @@ QWEN3_30B_A3B = {
 }
 
 
+def keys_of(path: Path) -> set[str]:
+    """The sections of a configuration, with those of the files that it lies over."""
+    tree = yaml.safe_load(path.read_text())
+    return set(tree) | (keys_of(path.parent / tree["base"]) if "base" in tree else set())
+
+
 def root_of(path: Path) -> type[RunSettings]:
-    text = path.read_text()
+    keys = keys_of(path)
     for kind in (SftConfig, RmConfig, DpoConfig):
-        if f"\n{kind.section}:" in text:
+        if kind.section in keys:
             return kind
-    return TrainConfig if "\ntrain:" in text or "\nalgorithm:" in text else EvalConfig
+    return TrainConfig if "train" in keys else EvalConfig
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))

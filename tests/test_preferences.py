@@ -41,7 +41,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 def load(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Load:
     """The pairs of rows in a JSONL file (a text row is written as it is), or of any other source."""
 
-    def load(*rows: Any, source: Any = None, limit: int = 64, chat: bool = True, **keys: str) -> list[Preference]:
+    def load(*rows: Any, source: Any = None, limit: int = 64, chat: bool = True, **keys: Any) -> list[Preference]:
         if source is None:
             path = tmp_path / "pairs.jsonl"
             path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))

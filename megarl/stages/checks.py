@@ -16,6 +16,7 @@ from megarl.config import (
     DpoConfig,
     EvalConfig,
     EvalData,
+    Layout,
     LearnConfig,
     ModelReward,
     PreferenceSource,
@@ -107,14 +108,18 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
         )
 
 
-def check_reward_model(config: TrainConfig, path: Path) -> None:
-    """ConfigError where the reward model is not whole, cannot be laid out, or reads other tokens than the policy writes."""
-    hf = check_checkpoint(path, head="value", key="reward.source.path")
-    check_layout(hf, config.placement.reward or config.layout)
-    check_same_tokenizer(config.model.path, "model.path", path, "reward.source.path")
+def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
+    """ConfigError, starting with `key`, where a critic or reward model at `path` is not whole, cannot be laid out, or reads other tokens
+    than the policy writes, or fewer. It may be of another size than the policy."""
+    hf = check_checkpoint(path, head="value", key=key)
+    try:
+        check_layout(hf, layout)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {path}: {error}") from None
+    check_same_tokenizer(path, key, config.model.path, "model.path")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"reward.source.path: {path} takes {hf['max_position_embeddings']} tokens, and a response may have {longest}")
+        raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
 
 
 def check_train(config: TrainConfig) -> Data:
@@ -127,14 +132,15 @@ def check_train(config: TrainConfig) -> Data:
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     if config.critic is not None:
-        path = config.critic.path
-        check_layout(
-            hf if path is None else check_checkpoint(path, head="value", key="critic.path"), config.placement.critic or config.layout
-        )
+        layout = config.placement.critic or config.layout
+        if config.critic.path is None:
+            check_layout(hf, layout)
+        else:
+            check_value_model(config, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
         check_layout(hf, config.placement.reference)
     if isinstance(config.reward.source, ModelReward):
-        check_reward_model(config, config.reward.source.path)
+        check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
     check_reward(config.reward)
     data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
