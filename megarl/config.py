@@ -467,6 +467,28 @@ class EvalConfig(RunSettings):
     rollout: RolloutSettings = RolloutSettings()
 
 
+class ServeSettings(Section):
+    """Where a reward model listens, and for what; the protocol is that of megarl.rewards.http."""
+
+    port: Annotated[int, Field(ge=0, lt=1 << 16)] = 8000  # on loopback, or on cluster.interface; 0: any free one
+    path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
+    token_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None  # the environment variable that holds the token to ask for
+    max_tokens: Positive = 2048  # longest prompt + response
+    micro_batch_tokens: Positive = 16384
+
+
+class ServeData(Section):
+    chat: bool = True
+    template: str = "{prompt}"
+
+
+class ServeConfig(RunSettings):
+    """`megarl serve`: a reward model (`model.path`) on its ranks behind HTTP."""
+
+    data: ServeData = ServeData()
+    serve: ServeSettings = ServeSettings()
+
+
 Root = TypeVar("Root", bound=RunSettings)
 
 

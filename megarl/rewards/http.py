@@ -34,6 +34,7 @@ from megarl.rewards.verifiers import BadReturn, read_return
 
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
+TOKEN_KEY = "reward.source.token_env"
 PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
 
 
@@ -48,7 +49,7 @@ class _Refused(Exception):
 def check(source: HttpReward) -> None:
     """ConfigError where the token is not there or the server does not answer a request for no scores, asked once."""
     try:
-        _exchange(source, _token(source), [], source.timeout_s, _Call(time.monotonic()))
+        _exchange(source, token_of(source.token_env, TOKEN_KEY), [], source.timeout_s, _Call(time.monotonic()))
     except (_Passing, _Refused) as error:
         raise ConfigError(f"reward.source.url: {source.url}: {error}") from None
 
@@ -58,7 +59,7 @@ class HttpScorer:
 
     def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
         self._source, self._connections, self._require_finished = source, connections, require_finished
-        self._token = _token(source)
+        self._token = token_of(source.token_env, TOKEN_KEY)
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
@@ -124,14 +125,14 @@ class _Call:
             _shut(open_socket)
 
 
-def _token(source: HttpReward) -> str | None:
-    """The bearer token, from the environment. ConfigError where it is not there or no header can hold it."""
-    if source.token_env is None:
+def token_of(variable: str | None, key: str) -> str | None:
+    """The bearer token in an environment variable, which `key` names. ConfigError where it is not there or no header can hold it."""
+    if variable is None:
         return None
-    token = os.environ.get(source.token_env, "")
+    token = os.environ.get(variable, "")
     if not token or not all("!" <= letter <= "~" for letter in token):
         fault = "holds no token: letters that a header cannot carry" if token else "is not set"
-        raise ConfigError(f"reward.source.token_env: the environment variable {source.token_env} {fault}")
+        raise ConfigError(f"{key}: the environment variable {variable} {fault}")
     return token
 
 

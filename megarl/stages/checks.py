@@ -24,6 +24,7 @@ from megarl.config import (
     RmConfig,
     RolloutSettings,
     RunSettings,
+    ServeConfig,
     SftConfig,
     TrainConfig,
 )
@@ -31,11 +32,13 @@ from megarl.data.demonstrations import Demonstration, demonstrations
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
-from megarl.models.families import check_checkpoint, check_layout
+from megarl.models import hf as directory
+from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields
 from megarl.models.rows import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
+from megarl.rewards.http import token_of
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.engine import check_engine
 
@@ -122,6 +125,13 @@ def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout)
         raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
 
 
+def check_trained_head(path: Path, key: str) -> None:
+    """ConfigError where the directory holds a language model: a fresh head's scores say nothing."""
+    hf = directory.read_config(path)
+    if family_of(hf).head_of(hf) != "value":
+        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, and a reward model has a trained scalar head (`megarl rm`)")
+
+
 def check_train(config: TrainConfig) -> Data:
     """All checks of `megarl train`."""
     hf = check_model(config)
@@ -141,6 +151,7 @@ def check_train(config: TrainConfig) -> Data:
         check_layout(hf, config.placement.reference)
     if isinstance(config.reward.source, ModelReward):
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
+        check_trained_head(config.reward.source.path, "reward.source.path")
     check_reward(config.reward)
     data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
@@ -221,6 +232,20 @@ def check_held_out(config: LearnConfig, count: int) -> None:
     """ConfigError where the held-out source has too little for the ranks."""
     if count < config.layout.dp:
         raise ConfigError(f"data.eval: holds {count}, less than one for each of {config.layout.dp} data-parallel ranks")
+
+
+def check_serve(config: ServeConfig) -> None:
+    """All checks of `megarl serve`."""
+    hf = check_model(config, "value")
+    check_trained_head(config.model.path, "model.path")
+    token_of(config.serve.token_env, "serve.token_env")
+    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
+    if config.data.chat and not tokenizer.chat_template:
+        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
+    if limit > config.serve.micro_batch_tokens:
+        raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
+    if limit > int(hf["max_position_embeddings"]):
+        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
 
 
 def check_eval(config: EvalConfig) -> list[Prompt]:

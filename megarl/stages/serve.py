@@ -1,0 +1,157 @@
+"""`megarl serve`: a reward model on Megatron ranks that scores over HTTP, for runs on other machines (`reward.source.type=http`).
+
+The protocol is that of `megarl.rewards.http`; of a sample `prompt`, `response` and `finished` count. Its tokens are made as training makes
+them: the prompt through the chat template (or `data.template`), the response, and the end token where it is finished.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from megarl.batch import Sample
+from megarl.config import ConfigError, ServeConfig
+from megarl.data.prompts import Row, checked, tokenised
+from megarl.data.tokenizer import encode, load_tokenizer
+from megarl.rewards.http import token_of
+from megarl.stages.checks import check_serve
+from megarl.workers.cluster import Group, interface_address, ray_session
+from megarl.workers.plan import ScoringPlan, split_step
+from megarl.workers.ranks import reserve_workers, start_ranks
+from megarl.workers.reward import RewardWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LARGEST = 256 << 20  # bytes of a request
+IDLE_S = 60.0  # a client that sends nothing for so long is left
+
+
+class Service:
+    """Scores of samples as they come over the wire; one request at a time has the ranks."""
+
+    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, group: Group) -> None:
+        self._config, self._tokenizer, self._group = config, tokenizer, group
+        self._turn = threading.Lock()
+
+    def scores(self, samples: Sequence[Any]) -> list[float]:
+        """One score a sample. ConfigError for a malformed or too long one; whatever the ranks raise."""
+        read = self._samples(samples)
+        if not read:
+            return []
+        dealt = [*read, *[read[-1]] * (self._config.layout.dp - len(read))]  # no rank may be without one
+        [split] = split_step([len(one.tokens) for one in dealt], 1, self._config.layout.dp, self._config.serve.micro_batch_tokens)
+        found: dict[int, float] = {}
+        with self._turn:
+            plan = ScoringPlan([ray.put(dealt)], [(0, n) for n in range(len(dealt))], split)
+            for part in self._group.call("rewards", plan, timeout_s=self._config.cluster.phase_timeout_s):
+                found |= part
+        return [found[n] for n in range(len(read))]
+
+    def _samples(self, samples: Sequence[Any]) -> list[Sample]:
+        settings, data = self._config.serve, self._config.data
+        rows = []
+        for number, sample in enumerate(samples):
+            place = f"sample {number}"
+            if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
+                raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
+            rows.append(
+                Row(place, checked(sample.get("prompt"), place), sample["response"], {"finished": bool(sample.get("finished", True))})
+            )
+        limit, key = settings.max_tokens, "serve.max_tokens"
+        prompts = tokenised(iter(rows), self._tokenizer, data.chat, data.template, limit, "data.samples", key)
+        responses = encode(self._tokenizer, [row.answer for row in rows], special=False) if rows else []
+        read = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            end = [self._tokenizer.eos_token_id] if prompt.meta["finished"] else []
+            tokens = np.array([*prompt.ids, *response, *end], dtype=np.int32)
+            if len(tokens) > limit:
+                raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
+            read.append(
+                Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length", 0)
+            )
+        return read
+
+
+class Server(ThreadingHTTPServer):
+    """Listens until it is told to stop, or until its ranks fail."""
+
+    daemon_threads = True
+
+    def __init__(self, config: ServeConfig, service: Service, host: str) -> None:
+        super().__init__((host, config.serve.port), Handler)
+        self.service, self.path = service, config.serve.path
+        token = token_of(config.serve.token_env, "serve.token_env")
+        self.authorization = None if token is None else f"Bearer {token}"
+        self.failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends `serve_forever`; its caller raises the error."""
+        self.failure = error
+        threading.Thread(target=self.shutdown).start()  # it waits for the loop, which waits for nobody
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+
+    def do_POST(self) -> None:
+        """Answers a batch of samples, or says in one line what is wrong with it."""
+        status, answer = self._answer()
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for every request is too much."""
+
+    def _answer(self) -> tuple[int, Any]:
+        server, given = self.server, self.headers.get("Authorization", "")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LARGEST:
+            self.close_connection = True
+            return 413, {"error": f"a request needs a Content-Length of at most {LARGEST}"}
+        body = self.rfile.read(int(length))
+        if server.authorization is not None and not hmac.compare_digest(given.encode(), server.authorization.encode()):
+            return 401, {"error": "another token is asked for"}
+        if self.path != server.path:
+            return 404, {"error": f"scores are at {server.path}"}
+        try:
+            asked = json.loads(body)
+            samples = asked["samples"] if isinstance(asked, dict) else None
+            if not isinstance(samples, list):
+                return 400, {"error": "the request has no list `samples`"}
+            return 200, {"scores": server.service.scores(samples)}
+        except (ConfigError, KeyError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            return 400, {"error": " ".join(str(error).split())}
+        except BaseException as error:
+            server.fail(error)
+            return 500, {"error": f"{type(error).__name__}: {error}"}
+
+
+def serve(config: ServeConfig) -> None:
+    """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
+    check_serve(config)
+    host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
+    with ray_session(config.cluster, config.layout.ranks):
+        places = reserve_workers(config, ranks=config.layout.ranks)
+        group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
+        service = Service(config, load_tokenizer(config.model.path), group)
+        with Server(config, service, host) as server:
+            print(f"{config.name}: serving {config.model.path} at http://{host}:{server.server_port}{config.serve.path}", flush=True)
+            server.serve_forever()
+            if server.failure is not None:
+                raise server.failure
