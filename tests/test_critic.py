@@ -43,7 +43,7 @@ def critic_batch(value: Callable[[Tensor, Tensor], Tensor]) -> Batch:
     )
     return_T = batch.spread(torch.linspace(1, 0, len(LENGTHS)))
     value_T = value((batch.position_T - prompt + 2).clamp(min=1).float(), return_T)
-    return batch.with_extra(**{"value": value_T, "return": return_T, "advantage": return_T - value_T})
+    return batch.with_extra(**{"value": value_T, "return": return_T, "outcome": return_T, "advantage": return_T - value_T})
 
 
 def test_means_by_position_are_those_of_the_tokens() -> None:
@@ -99,6 +99,13 @@ def test_bias_by_position_is_what_lies_between_positions_of_the_explained_varian
     batch = critic_batch(lambda position_T, return_T: position_T.log2().floor() / 4)
     shown = scalars(critic_metrics(batch))
     assert shown["critic/position_bias"] == pytest.approx(-shown["critic/explained_variance"], rel=1e-4)
+
+
+def test_targets_that_follow_the_critic_do_not_hide_its_bias() -> None:
+    """Lambda 0: the target of a token is the value of the next one."""
+    batch = critic_batch(lambda position_T, return_T: return_T + position_T / 32)
+    shown = scalars(critic_metrics(batch.with_extra(**{"return": batch.extra_T["value"] + 1 / 32})))
+    assert shown["critic/explained_variance"] == pytest.approx(1.0) and shown["critic/position_bias"] > BIAS
 
 
 def test_the_alarm_of_a_biased_critic_says_where() -> None:

@@ -47,6 +47,10 @@ class ActorCritic(Clipped):
         """The critic's targets, A^critic_lambda + V at each loss token [T], on whole sequences of one rank."""
         return self._gae(batch, kl_coef, self.critic_lambda(batch)) + batch.extra_T["value"]
 
+    def outcomes(self, batch: Batch, kl_coef: float) -> Tensor:
+        """What came of the state before each loss token [T], whatever the critic thinks: the discounted rewards to go (Monte Carlo)."""
+        return self._gae(batch, kl_coef, 1.0) + batch.extra_T["value"]
+
     def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
         reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
         return gae(reward_T, batch.extra_T["value"], batch, self.gamma, lam)

@@ -56,8 +56,10 @@ def critic_metrics(batch: Batch) -> dict[str, Metric]:
 
     critic/explained_variance is 1 - Var(R - v) / Var(R), also over the early, middle and late third of each response.
     critic_by_position/{value,return,advantage}_from_p are means over the p-th to the (2p - 1)-th token of the responses, p = 1, 2, 4, 8...
-    Positions count from the response's start, not as shares of its length, which the critic cannot know before the end: so a critic
-    without bias has E[value] = E[return] at each of them. critic/position_bias says how far it is from that (`observe.metrics.GroupBias`).
+    The return at a position is what came of it, `extra_T["outcome"]`, whatever lambda the critic learns from: targets of a small lambda
+    follow its own values, with their bias. Positions count from the response's start, not as shares of its length, which the critic cannot
+    know before the end: so a critic without bias has E[value] = E[return] at each of them. critic/position_bias says how far it is from
+    that (`observe.metrics.GroupBias`).
     """
     here_T = batch.mask_T & ~batch.extra_T["value"].isnan()
     value_T, return_T = batch.extra_T["value"], batch.extra_T["return"]
@@ -67,7 +69,8 @@ def critic_metrics(batch: Batch) -> dict[str, Metric]:
     for third, name in enumerate(("early", "middle", "late")):
         sums = explained_variance_sums(value_T, return_T, here_T & (third_T == third))
         explained[f"critic/explained_variance_{name}"] = Explained(*sums.tolist())
-    return explained | _by_position(place_T[here_T] + 1, *(x[here_T] for x in (value_T, return_T, batch.extra_T["advantage"])))
+    shown = (batch.extra_T[name][here_T] for name in ("value", "outcome", "advantage"))
+    return explained | _by_position(place_T[here_T] + 1, *shown)
 
 
 def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantage_T: Tensor) -> dict[str, Metric]:

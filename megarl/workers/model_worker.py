@@ -145,6 +145,7 @@ class ModelWorker(Rank):
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
             extra["return"] = algorithm.returns(whole, kl_coef)
+            extra["outcome"] = algorithm.outcomes(whole, kl_coef)
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]

@@ -158,6 +158,16 @@ def test_critic_targets_are_the_formula(name: str) -> None:
     assert_rows(algorithm.returns(batch, algorithm.kl_coef), batch, rows)
 
 
+@pytest.mark.parametrize("name", ["ppo_kl", "vapo"])
+def test_outcomes_are_the_rewards_to_come(name: str) -> None:
+    algorithm, batch = driven(BY_TOKEN[name], 1)
+    rows = []
+    for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
+        rewards = reference.token_rewards(s, float(s.reward[0]), algorithm.kl_coef)
+        rows.append([sum(algorithm.gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))])
+    assert_rows(algorithm.outcomes(batch, algorithm.kl_coef), batch, rows)
+
+
 def assert_rows(value_T: Tensor, batch: Batch, rows: list[list[float]]) -> None:
     found = reference.sequences(batch.with_extra(found=value_T), value_T, value_T)
     for s, row in zip(found, rows, strict=True):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.critics import biased_by_position
 from tests.e2e.job import Job, listeners, read
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -106,6 +107,7 @@ def test_a_critic_learns_beside_the_policy_and_is_saved(straight: Job, tmp_path:
     rows = [row for row in job.rows() if "critic/vf_loss" in row]
     assert ["actor/grad_norm" in row for row in rows] == [False, False, True], "the policy is frozen while the critic is pretrained"
     assert all(row["critic/grad_norm"] > 0 and "critic/explained_variance" in row for row in rows)
+    assert all(row["critic/position_bias"] < 0.1 and "events/critic_position_bias" not in row for row in rows), "fresh is not biased"
     assert rows[0]["training/logprob_gap_max"] <= 1e-3 and rows[2]["training/logprob_gap_max"] <= 1e-3
     saved = load_file(tmp_path / "job" / "critic" / "model.safetensors")
     assert saved["score.weight"].shape == (1, 128) and "lm_head.weight" not in saved
@@ -142,6 +144,20 @@ def test_a_step_is_the_same_wherever_its_models_stand(
             if name in one:
                 # Equal to the last bit without parallel sums; a router's near tie may turn with them.
                 assert mine[name] == (one[name] if overrides == APART["offload"] else pytest.approx(one[name], rel=5e-3, abs=1e-6)), name
+
+
+def test_a_critic_that_is_biased_by_position_is_named_in_the_metrics_on_the_screen_and_in_the_summary(
+    straight: Job, tmp_path: Path
+) -> None:
+    """Its value fades along every response by more than the rewards differ; three steps of a small learning rate do not mend it."""
+    broken = biased_by_position(straight.model, tmp_path / "critic", marker="<|assistant|>", scale=100.0)
+    critic = f"critic={{path: {broken}, optimizer: {{lr: 1.0e-6}}, pretrain_steps: 2}}"
+    job = Job(tmp_path, straight.model, ("train.steps=1", "algorithm.type=vapo", critic, "train.eval_at_start=false")).run()
+    rows = [row for row in job.rows() if "critic/position_bias" in row]
+    assert [row.get("events/critic_position_bias") for row in rows] == [None, None, 1.0]
+    assert all(row["critic_by_position/value_from_1"] > 1.2 * row["critic_by_position/value_from_8"] > 0 for row in rows)
+    message = json.loads((tmp_path / "job" / "summary.json").read_text())["alarms"]["critic_position_bias"]
+    assert "tokens 2 to 3: mean value" in message and f"warning: {message}" in job.text()
 
 
 def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import RmConfig, load
-from megarl.stages.checks import check_rm
+from megarl.config import DpoConfig, RmConfig, load
+from megarl.data.demonstrations import Demonstration
+from megarl.data.preferences import Preference
+from megarl.stages.checks import check_dpo, check_rm
 from tests.e2e.job import Job
 
 STAGE = """
@@ -90,4 +93,23 @@ def test_dpo_raises_the_margin_of_held_out_pairs(tmp_path: Path, tiny_model: Pat
     assert abs(before["dpo/margin"]) < 1e-5 and before["dpo/loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert after["dpo/accuracy"] > 0.9 and after["dpo/margin"] > 0.5 and after["dpo/loss"] < before["dpo/loss"]
     assert after["dpo/chosen_shift"] - after["dpo/rejected_shift"] == pytest.approx(after["dpo/margin"] / 0.1, rel=1e-4)
-    assert (tmp_path / "job" / "model" / "model.safetensors").is_file()
+    pairs = check_dpo(load(tmp_path / "job.yaml", [], DpoConfig)).held_out
+    gain = log_probs(tmp_path / "job" / "model", pairs) - log_probs(tiny_model, pairs)
+    margins = 0.1 * (gain[:, 0] - gain[:, 1])
+    assert margins.mean() == pytest.approx(after["dpo/margin"], rel=1e-4), "transformers' log-probs of both models give the same margin"
+    assert (margins > 0).mean() == pytest.approx(after["dpo/accuracy"])
+
+
+def log_probs(model: Path, pairs: Sequence[Preference]) -> np.ndarray:
+    """The log-prob of both responses of each pair by transformers, one sequence at a time: [pairs, 2]."""
+    from transformers import AutoModelForCausalLM
+
+    language = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def log_prob(side: Demonstration) -> float:
+        tokens = torch.from_numpy(side.tokens.astype(np.int64))
+        with torch.no_grad():
+            logp = language(tokens[None]).logits[0, :-1].log_softmax(-1)
+        return float(logp.gather(1, tokens[1:, None])[side.prompt_length - 1 :].sum())
+
+    return np.array([[log_prob(pair.chosen), log_prob(pair.rejected)] for pair in pairs])
