@@ -145,7 +145,7 @@ class _Place:
         group, index = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][index]
         moments = self.part.optimizer.state.get(main, {})
-        found = [main, *(moments.get(name, torch.zeros_like(main)) for name in STATES[1:])]
+        found = [main, *(moments[name] if name in moments else torch.zeros_like(main) for name in STATES[1:])]
         assert all(tensor.dtype == torch.float32 and len(tensor) == self.end - self.begin for tensor in found)
         return [tensor.detach() for tensor in found]
 

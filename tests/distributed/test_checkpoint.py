@@ -69,32 +69,32 @@ def assert_continues(pool: Pool, saved: Saved, layout: Layout, root: Path, rel: 
     assert resumed[0].report.grad_norm == pytest.approx(saved.then[0].report.grad_norm, rel=10 * rel)
 
 
-@pytest.mark.parametrize("name", ["tp2_ep2", "pp2_vpp2", "dp2"])
+@pytest.mark.parametrize("name", ["tp2_ep2", "pp2_vpp2", "ep4"])
 def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
     """Bit for bit: losses, gradient norms, log-probs, and what the random states draw next."""
     saved = save(Job(path, steps=STEPS), LAYOUTS[name])
     assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
-CHAIN = ["tp2_ep2", "pp2_ep2", "ep4", "tp2_etp2_ep2", "pp2_vpp2", "cp2", "dp4", "one"]
+CHAIN = ["tp2_ep2", "pp2_ep2", "ep4", "tp2_etp2_ep2", "pp2_vpp2", "cp2", "one"]
 
 
 @pytest.mark.parametrize(("before", "after"), list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True)))
 def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
-    layouts = {**LAYOUTS, "dp4": Layout(ranks=4), "one": ONE}
+    layouts = {**LAYOUTS, "one": ONE}
     saved = save(Job(path, steps=STEPS), layouts[before])
     assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp2_ep2", "pp2_vpp2"), ("dp2", "ep4")])
-def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
-    saved = save(Job(path, steps=STEPS, dtype="bfloat16"), LAYOUTS[before])
+def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: Path, tmp_path: Path) -> None:
+    dp4 = Layout(ranks=4)  # parameters lie across the borders of the ranks' slices
+    saved = save(Job(path, steps=STEPS, dtype="bfloat16"), dp4)
     weight = "decoder.layers.self_attention.linear_qkv.weight"
     main = saved.tensors[f"optimizer.state.param.{weight}"]
     assert main.dtype == torch.float32 and saved.tensors[weight].dtype == torch.bfloat16
     assert torch.equal(main.bfloat16(), saved.tensors[weight]) and not torch.equal(main, saved.tensors[weight].float())
-    assert pool.run(resume, LAYOUTS[before], saved.job, saved.step) == saved.then
-    assert_continues(pool, saved, LAYOUTS[after], tmp_path, rel=3e-3)
+    assert pool.run(resume, dp4, saved.job, saved.step) == saved.then
+    assert_continues(pool, saved, LAYOUTS["tp2_ep2"], tmp_path, rel=3e-3)
 
 
 def test_tied_embeddings_and_a_padded_vocabulary(pool: Pool, save: Save, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.checkpoints.files import Record, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
@@ -136,7 +137,7 @@ def test_shards_that_would_run_code_are_not_unpickled(pool: Pool, step: Path, pa
     forge(step, "policy/.metadata", pickle.dumps(metadata))
     line = refusal(pool, load_alone, TWO, path, step, "policy", "lm")
     assert "UnpicklingError" in line and "posix.mkdir" in line
-    metadata.state_dict_metadata["object/shard_0_1"] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    metadata.state_dict_metadata["object/shard_0_1"] = BytesStorageMetadata()
     forge(step, "policy/.metadata", pickle.dumps(metadata))
     assert "asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata" in refusal(
         pool, load_alone, TWO, path, step, "policy", "lm"
@@ -160,10 +161,11 @@ def test_metadata_that_changes_after_it_was_verified_is_not_read(pool: Pool, ste
 
 def test_a_full_disk_is_told_at_the_next_call_and_harms_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    for first, second in pool.run(fail_then_recover, TWO, path, root):
-        assert first == second
-        assert first.startswith("checkpoint: step 2 was not saved: rank 1: File too large: ") and "\n" not in first
-        assert "step_000002.partial/policy/__1_" in first
+    told = pool.run(fail_then_recover, TWO, path, root)
+    assert told[0] == told[1], "the ranks disagree"
+    for line in told[0]:
+        assert line.startswith("checkpoint: step 2 was not saved: rank 1: File too large: ") and "\n" not in line
+        assert "step_000002.partial/policy/__1_" in line
     good = newest(root, lambda entry: None)
     assert good is not None and good.manifest.step == 3
     assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001", "step_000003"]

@@ -1,0 +1,237 @@
+"""Distributed checkpoints beside what bounds them, measured in one run: `python tools/bench_checkpoint.py [--ranks 2] [--directory DIR]`.
+
+A bfloat16 model with its optimizer on CPU ranks (gloo), 14 bytes a parameter. Each figure is the slowest rank's, the median of runs that
+alternate between the two sides, so that a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.checkpoints.steps import verify
+from megarl.config import CheckpointSettings, Layout, ModelSettings, OptimizerSettings
+
+WARM = 1  # rounds that are not counted
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+
+
+class Row(NamedTuple):
+    """A figure beside what bounds it."""
+
+    what: str
+    ours: str
+    against: str
+    ratio: float
+    bound: float
+
+
+class Bench:
+    """What one rank measures."""
+
+    def __init__(self, grid: Any, layers: int, directory: Path, rounds: int) -> None:
+        from megarl.models.build import build_chunks, transformer_config
+        from megarl.parallel.backend import choose
+        from megarl.parallel.checkpoint import Part
+        from megarl.parallel.optimizer import make_trainable
+
+        hf = {**MODEL, "num_hidden_layers": layers}
+        config = transformer_config(hf, ModelSettings(path=Path("none"), dtype="bfloat16"), grid.layout, choose())
+        chunks = build_chunks(config, hf, choose(), grad=True)
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.normal_(std=0.02)
+        trainable = make_trainable(chunks, OptimizerSettings(), total_steps=1)
+        trainable.step()  # on zero gradients: the moments are there
+        self.grid, self.directory, self.rounds = grid, directory, rounds
+        self.part = {"policy": Part(trainable.chunks, hf, trainable)}
+
+    def slowest(self, call: Callable[[], Any]) -> float:
+        """Seconds that the slowest rank takes."""
+        dist.barrier()
+        begun = time.perf_counter()
+        call()
+        seconds = torch.tensor(time.perf_counter() - begun)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def run(self) -> dict[str, float]:
+        """Seconds and bytes, the medians of the rounds."""
+        from megarl.parallel.checkpoint import Saver
+
+        savers = {kind: Saver(self.directory / kind, self.grid, settings(kind == "async")) for kind in ("sync", "async")}
+        size = savers["sync"].save(0, self.part, {}).bytes
+        total = torch.tensor(size)
+        dist.all_reduce(total)
+        plain = torch.empty(size, dtype=torch.uint8).random_()
+        taken: dict[str, list[float]] = {}
+        for number in range(1, WARM + self.rounds + 1):
+            for name, seconds in self._round(number, savers, plain).items():
+                taken.setdefault(name, []).append(seconds)
+        found = {name: statistics.median(seconds[WARM:]) for name, seconds in taken.items()}
+        return {**found, "bytes": float(total), "rank_bytes": float(size), "extra": self._extra(savers["async"], size)}
+
+    def _round(self, number: int, savers: dict[str, Any], plain: Tensor) -> dict[str, float]:
+        from megarl.parallel.checkpoint import load
+
+        path = self.directory / "sync" / f"step_{number:06d}"
+        found = {
+            "copy": self.slowest(plain.clone),
+            "write": self.slowest(lambda: self._write(plain)),
+            "sync": self.slowest(lambda: savers["sync"].save(number, self.part, {})),
+            "blocked": self.slowest(lambda: savers["async"].save(number, self.part, {})),
+            "behind": self.slowest(savers["async"].wait),
+            "read": self.slowest(self._read),
+        }
+        good = verify(path, contents=False).verified
+        assert good is not None
+        found["verify"] = self.slowest(lambda: verify(path) if self.grid.rank == 0 else None)
+        found["load"] = self.slowest(lambda: load(good, self.part, self.grid))
+        self._plain.unlink()
+        return found
+
+    def _extra(self, saver: Any, size: int) -> float:
+        """The most memory that a save holds at a time beyond the training's, as a share of the bytes staged."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before, most, done = resident(), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal most
+            while not done.wait(0.002):
+                most = max(most, resident() - before)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        saver.save(1000, self.part, {})
+        saver.wait()
+        done.set()
+        watcher.join()
+        return most / size
+
+    @property
+    def _plain(self) -> Path:
+        return self.directory / f"plain-{self.grid.rank}"
+
+    def _write(self, plain: Tensor) -> None:
+        with self._plain.open("wb", buffering=0) as file:
+            file.write(plain.numpy().data)
+            os.fsync(file.fileno())
+
+    def _read(self) -> None:
+        with self._plain.open("rb", buffering=0) as file:
+            while file.read(4 << 20):
+                pass
+
+
+def settings(asynchronous: bool) -> CheckpointSettings:
+    """The defaults, but for what is compared; nothing old stays."""
+    return CheckpointSettings(asynchronous=asynchronous, keep_last=1)
+
+
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def rank_main(rank: int, ranks: int, port: Any, layers: int, directory: Path, rounds: int, answers: Any) -> None:
+    """One rank, from its start to its end."""
+    torch.set_num_threads(1)
+    from megarl.parallel.backend import choose
+    from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
+
+    choose()
+    if rank == 0:
+        store, number = listen_store("127.0.0.1", ranks, 120.0)
+        for _ in range(ranks - 1):
+            port.put(number)
+    else:
+        store = connect_store("127.0.0.1", port.get(timeout=120), ranks, 120.0)
+    grid = init_grid(Layout(ranks=ranks, ep=ranks), rank=rank, store=store, seed=1, timeout_s=600.0)
+    found = Bench(grid, layers, directory, rounds).run()
+    destroy_grid()
+    if rank == 0:
+        answers.put(found)
+
+
+def rows(found: dict[str, float]) -> list[Row]:
+    """The table."""
+    gigabytes, mine = found["bytes"] / 1e9, found["rank_bytes"] / 1e9
+
+    def row(what: str, ours: str, against: str, bound: float) -> Row:
+        names = {"copy": "memory copy", "write": "plain write + fsync", "read": "plain read"}
+        return Row(what, f"{found[ours]:.3f} s", f"{names[against]}: {found[against]:.3f} s", found[ours] / found[against], bound)
+
+    return [
+        row(f"blocked by an asynchronous save ({mine:.2f} GB a rank)", "blocked", "copy", 3.0),
+        row(f"the same until it is complete ({gigabytes:.2f} GB)", "behind", "write", 2.0),
+        row("a synchronous save", "sync", "write", 2.0),
+        row("load, weights and optimizer", "load", "read", 5.0),
+        row("verify, one process", "verify", "read", 10.0),
+        Row("most memory of a save", f"{found['extra'] * mine:.2f} GB", f"bytes staged: {mine:.2f} GB", found["extra"], 1.2),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8, help="of about 13 million parameters")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="on the disk that is to be measured")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="bench_checkpoint-", dir=args.directory))
+    context = multiprocessing.get_context("spawn")
+    port, answers = context.Queue(), context.Queue()
+    arguments = (args.ranks, port, args.layers, directory, args.rounds, answers)
+    processes = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(args.ranks)]
+    try:
+        for process in processes:
+            process.start()
+        found = answers.get(timeout=1200)
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+        shutil.rmtree(directory)
+    for what, ours, against, ratio, bound in rows(found):
+        print(f"{what:50} {ours:>9}   {against:32} {ratio:6.2f}x  bound {bound:g}x  {'holds' if ratio <= bound else 'MISSED'}")
+
+
+if __name__ == "__main__":
+    main()
