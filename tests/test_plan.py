@@ -21,8 +21,8 @@ from megarl.observe.signs import rollout_metrics
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
-from megarl.stages.collect import Collected, collect
-from megarl.workers.plan import members, plan_step, response_advantages, split_step
+from megarl.stages.collect import collect
+from megarl.workers.plan import Collected, members, plan_step, response_advantages, split_step
 from megarl.workers.rollout_worker import Response
 from tests.e2e.job import RL
 

@@ -14,19 +14,10 @@ from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
 from megarl.stages.judge import Judge
 from megarl.workers.engines import Engines, call_seed
+from megarl.workers.plan import Collected
 from megarl.workers.rollout_worker import Response
 
 Draw = Callable[[int], list[Prompt]]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The scored responses of a step; `response.prompt` counts the prompts that were kept."""
-
-    responses: list[Response]
-    scores: list[Score]
-    greedy: list[float] | None  # ReMax: the reward of the greedy answer to each prompt
-    metrics: dict[str, Metric]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.observe.run import Run
 from megarl.stages.checks import check_value
-from megarl.stages.collect import Collected, collect
+from megarl.stages.collect import collect
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import open_scorers
 from megarl.stages.saving import Checkpoints, Progress, every, find
 from megarl.workers.cluster import ray_session
+from megarl.workers.plan import Collected
 from megarl.workers.team import processes, start
 
 SHOWN = "critic/"

@@ -17,11 +17,22 @@ from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
 
 if TYPE_CHECKING:
-    from megarl.stages.collect import Collected
+    from megarl.observe.metrics import Metric
+    from megarl.rewards.score import Score
     from megarl.workers.rollout_worker import Response
 
 Split = list[list[list[list[int]]]]
 """[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The scored responses of a step; `response.prompt` counts the prompts that were kept."""
+
+    responses: list[Response]
+    scores: list[Score]
+    greedy: list[float] | None  # ReMax: the reward of the greedy answer to each prompt
+    metrics: dict[str, Metric]
 
 
 @dataclass(frozen=True)

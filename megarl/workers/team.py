@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,13 +18,9 @@ from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
 from megarl.workers.engines import Engines
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, Objective, Role
-from megarl.workers.plan import StepPlan, plan_scoring, plan_step, response_advantages
+from megarl.workers.plan import Collected, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.ranks import Ranks, Running, launch_ranks, reserve_workers
 from megarl.workers.rollout_worker import Response
-
-if TYPE_CHECKING:
-    from megarl.stages.collect import Collected
-
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 

@@ -15,9 +15,9 @@ from megarl.observe.metrics import scalars
 from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_train
-from megarl.stages.collect import Collected
 from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines
+from megarl.workers.plan import Collected
 from megarl.workers.team import start
 from tests.e2e.job import RL
 from tests.e2e.rewards import share_of_letters
