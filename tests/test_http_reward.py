@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.config import ConfigError, HttpReward, RewardSettings, TrainConfig, dump, load
 from megarl.rewards.score import Request, RewardUnavailable, Score
 from megarl.rewards.sources import check, open_scorer
@@ -55,7 +57,11 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Quiet(ThreadingHTTPServer):
+            def handle_error(self, *_: Any) -> None:
+                """A client that has hung up is what these tests are about."""
+
+        self.http = Quiet(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/score?set=1"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -205,6 +211,22 @@ def test_a_server_that_is_down_is_refused_before_work_starts_and_in_the_run() ->
         check(given)
     with pytest.raises(RewardUnavailable, match=r"ConnectionRefusedError.* \(3 attempts, 0\.\d s\)$"):
         score(given, "a")
+
+
+@pytest.mark.parametrize("key", ["reward.source", "reward.eval"])
+def test_the_command_line_refuses_a_server_that_is_down_in_one_line(
+    key: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(length_of) as server:
+        pass
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "out", model=tiny_model))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.main(["train", str(tmp_path / "job.yaml"), f"{key}={{type: http, url: '{server.url}'}}", "--check"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megarl: error: ")]
+    assert line.startswith(f"megarl: error: {key}.url: {server.url}: ConnectionRefusedError: ") and not (tmp_path / "out").exists()
 
 
 def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:

@@ -19,8 +19,17 @@ def open_scorer(settings: RewardSettings) -> Scorer:
 def check(settings: RewardSettings) -> None:
     """Refuses a reward that cannot work, before anything else starts: a user's function is imported, a server is asked for no scores.
 
-    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`.
+    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; of the source of evaluations, `reward.eval.path: ...`.
     """
+    _check_source(settings)
+    if settings.eval is not None and settings.eval != settings.source:
+        try:
+            _check_source(settings.model_copy(update={"source": settings.eval}))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("reward.source", "reward.eval", 1)) from None
+
+
+def _check_source(settings: RewardSettings) -> None:
     source = settings.source
     if isinstance(source, ReasoningGymReward) and source.extract is not None:
         try:
