@@ -23,18 +23,14 @@ class Dpo(BaseModel):
     beta: Annotated[float, Field(gt=0)] = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # e: the share of labels that are taken to be wrong
 
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
     def weights(self, count_N: Tensor) -> Tensor:
         """1 / (pairs of the global mini-batch), float64 [N]."""
         return pair_weights(count_N)
 
-    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
+    def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
         """Per token, 0 at masked entries: half of the pair's loss on each side, evenly over its tokens.
 
-        Reads `batch.extra_T["ref_logp"]`. `sum_over` joins the context-parallel ranks (one collective of N numbers). kl_coef is not used.
+        Reads `batch.extra_T["ref_logp"]`. `sum_over` joins the context-parallel ranks (one collective of N numbers).
         """
         with torch.no_grad():
             reward_N = self.beta * sum_over(batch.sequence_sum(log_ratio(logp_T.detach(), batch.extra_T["ref_logp"], batch)))

@@ -137,7 +137,7 @@ class Learner(Rank):
         if isinstance(lesson, BradleyTerry):
             return lesson.loss(output_RX[row_T, 0].float(), batch, self._sum_over)
         logp_T, entropy_T = self._logprobs(output_RX, row_T, batch)
-        return lesson.loss(logp_T, entropy_T, batch, self._sum_over, kl_coef=0.0)
+        return lesson.loss(logp_T, batch, self._sum_over) if isinstance(lesson, Dpo) else lesson.loss(logp_T, entropy_T, batch)
 
     def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy

@@ -64,13 +64,13 @@ def value() -> Setting:
 def sft() -> Setting:
     """Negative log-likelihood."""
     batch, logp_T, _ = ragged(2, LENGTHS)
-    return Setting(with_weights(batch, Sft().weights), logp_T, lambda x_T, part, sum_over: Sft().loss(x_T, x_T, part, sum_over, 0.0))
+    return Setting(with_weights(batch, Sft().weights), logp_T, lambda x_T, part, sum_over: Sft().loss(x_T, x_T, part))
 
 
 def dpo() -> Setting:
     """Pairs with loss tokens in the second half of every sequence."""
     batch, x_T = pairs(lambda batch: batch.spread(batch.length_N) // 2)
-    return Setting(with_weights(batch, Dpo().weights), x_T, lambda x_T, part, sum_over: Dpo().loss(x_T, x_T, part, sum_over, 0.0))
+    return Setting(with_weights(batch, Dpo().weights), x_T, Dpo().loss)
 
 
 def reward_model() -> Setting:

@@ -127,10 +127,7 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
         z = torch.stack([0.3 * (gain[k] - gain[k + 1]) for k in range(0, 40, 2)])
         return (-(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)).mean()
 
-    def loss_of(x_T: Tensor, part: Batch, sum_over: SumOver) -> Loss:
-        return dpo.loss(x_T, torch.zeros_like(x_T), part, sum_over, 0.0)
-
-    loss = assert_formula(loss_of, formula, logp_T, batch, dpo.weights(batch.count_N))
+    loss = assert_formula(dpo.loss, formula, logp_T, batch, dpo.weights(batch.count_N))
     gain = [0.3 * float((s.lp - s.ref_logp).sum()) for s in reference.sequences(batch, logp_T, logp_T)]
     margins = [gain[k] - gain[k + 1] for k in range(0, 40, 2)]
     expected = {
@@ -150,9 +147,7 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
 def test_pairs_far_apart_stay_finite(shift: float) -> None:
     batch, logp_T = pairs(4)
     batch = batch.with_extra(ref_logp=logp_T - torch.where(batch.seq_T % 2 == 0, shift, -shift))
-    _, gradient_T, loss = gradient(
-        lambda x_T, part, over: Dpo().loss(x_T, x_T, part, over, 0.0), logp_T.float(), batch, pair_weights(batch.count_N)
-    )
+    _, gradient_T, loss = gradient(Dpo().loss, logp_T.float(), batch, pair_weights(batch.count_N))
     assert bool(gradient_T.isfinite().all()) and bool(loss.loss_T.isfinite().all())
     batch, score_T = scored(4)
     score_T = (score_T + torch.where(batch.seq_T % 2 == 0, shift, -shift)).float()
@@ -171,6 +166,6 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
     batch, logp_T, entropy_T = ragged(5, LENGTHS)
 
     def loss_of(x_T: Tensor, part: Batch, sum_over: SumOver) -> Loss:
-        return Sft().loss(x_T, entropy_T.to(x_T.dtype), part, sum_over, 0.0)
+        return Sft().loss(x_T, entropy_T.to(x_T.dtype), part)
 
     assert_formula(loss_of, lambda x_T: -x_T[batch.mask_T].mean(), logp_T, batch, Sft().weights(batch.count_N))
