@@ -520,13 +520,28 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in [file.resolve() for file in above]:
         raise ConfigError(f"base: {path} leads back to itself")
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config: {path} is not UTF-8: byte {error.start}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} must hold a mapping, not {type(tree).__name__}")
     base = tree.pop("base", None)
     return tree if base is None else _laid_over(_read(path.parent / str(base), (*above, path)), tree)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _laid_over(base: Any, tree: Any) -> Any:

@@ -75,8 +75,8 @@ def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> b
         metrics |= team.sync(place.engines, progress.step)
     progress.learned += 1
     if config.algorithm.needs_reference:
-        kl_N = experience.kl_N
-        metrics |= {"actor/kl_coef": Last(progress.kl_coef), "actor/reference_kl": Mean(kl_N.sum(), len(kl_N))}
-        progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, float(kl_N.mean()), len(kl_N))
+        kl = Mean(float(experience.kl_N.sum()), float(experience.plan.keep_N.sum()))
+        metrics |= {"actor/kl_coef": Last(progress.kl_coef), "actor/reference_kl": kl}
+        progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, kl.value() or 0.0, int(kl.weight))
     run.log(progress.step, metrics)
     return True

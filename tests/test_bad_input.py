@@ -56,6 +56,15 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("algorithm.type=vapo critic.path=/nowhere", "^critic.path: .*/nowhere"),
         ("algorithm.type=rloo rollout.samples_per_prompt=1", "^rollout.samples_per_prompt=1: algorithm.type=rloo .* at least 2"),
         ("algorithm.kl_kind=k1 algorithm.kl_coef=0.1", "^algorithm: kl_kind=k1 with kl_in=loss: its gradient has expectation 0"),
+        ("placement.critic.ranks=2", "^placement.critic: algorithm.type=gspo has no critic; leave this out"),
+        ("placement.reference.ranks=2", "^placement.reference: algorithm.kl_coef=0 keeps no reference"),
+        ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is no reward model"),
+        ("algorithm.kl_coef=0.1 placement.reference.ranks=32", "^placement.reference.ranks=32: 32 data-parallel ranks for 16 sequences"),
+        ("reward.source.type=reward_model reward.source.path=/nowhere", "^reward.source.path: .*/nowhere"),
+        (
+            "reward.source.type=reward_model reward.source.path=MODEL",
+            "^reward.source.path: .* is a Qwen3MoeForCausalLM, and a reward model",
+        ),
         ("data.train.type=null", "^data.train.type: required, and missing .*'reasoning_gym'"),
         ("layout.ranks=3 layout.tp=2", r"^layout.ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),
@@ -77,8 +86,32 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
     ],
 )
 def test_a_value_is_refused(override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = refusal(tmp_path, tiny_model, capsys, *override.split())
+    found = refusal(tmp_path, tiny_model, capsys, *override.replace("MODEL", str(tiny_model)).split())
     assert re.search(line, found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b"train: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
+        (b"name: \xff", "is not UTF-8: byte 6"),
+        (b"name: [", "is not YAML"),
+        (b"- 1", "must hold a mapping, not list"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_bytes(text)
+    assert cli.main(["train", str(config)]) == 2
+    [refused] = capsys.readouterr().err.splitlines()
+    assert refused.startswith(f"megarl: error: config: {config} ") and line in refused
+
+
+def test_a_language_model_is_not_served_as_a_reward_model(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"name: serve\nmodel: {{path: {tiny_model}, dtype: float32}}\ncluster: {{gpus: false}}\nserve: {{max_tokens: 64}}\n")
+    assert cli.main(["serve", str(config)]) == 2
+    assert "a reward model has a trained scalar head" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

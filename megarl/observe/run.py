@@ -61,7 +61,7 @@ class Run:
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
         self._warnings: dict[str, str] = {}
-        self._step = 0
+        self._step = self._learned = 0  # the last step, and how many trained a policy
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
@@ -107,7 +107,7 @@ class Run:
         if "perf/tokens" in values:
             values["perf/tokens_per_second"] = values["perf/tokens"] / seconds
         self._whole = merge([self._whole, {name: metrics[name] for name in GAPS if name in metrics}])
-        self._step = max(self._step, step)
+        self._step, self._learned = max(self._step, step), self._learned + ("actor/grad_norm" in metrics)
         self._write(step, values)
         self._console.step(step, values, phases)
 
@@ -142,6 +142,7 @@ class Run:
         """What a run that goes on from here must know, as plain values for JSON."""
         return {
             "step": self._step,
+            "learned": self._learned,
             "metrics_bytes": (self.directory / METRICS).stat().st_size,
             "pass_rates": self._pass_rates,
             "results": self._results,
@@ -157,7 +158,7 @@ class Run:
         os.truncate(path, size)
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
-        self._step, self._warnings = state["step"], dict(state["warnings"])
+        self._step, self._learned, self._warnings = state["step"], state["learned"], dict(state["warnings"])
         self._pass_rates, self._results = dict(state["pass_rates"]), dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
@@ -176,7 +177,7 @@ class Run:
             pass_rate_sft=self._pass_rates.get("sft"),
             pass_rate_rl=self._pass_rates.get("rl"),
             results=self._results,
-            rl_steps=self._step if isinstance(self._config, TrainConfig) else 0,
+            rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
             wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
             logprob_gap_mean=whole.get(GAPS[0]),
             logprob_gap_max=whole.get(GAPS[1]),
