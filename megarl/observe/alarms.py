@@ -59,8 +59,8 @@ class Alarms:
             self._worse = self._worse + 1 if explained < WORSE else 0
             if self._worse >= WORSE_STEPS and "actor/grad_norm" in values:
                 found["critic_worse_than_mean"] = (
-                    f"critic worse than mean: it trains the policy, and its explained variance has been below {WORSE:g} for {self._worse} steps, "
-                    f"now {explained:.3g}: one constant value would do better"
+                    f"critic worse than mean: it trains the policy, and for {self._worse} steps its explained variance has been below "
+                    f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
                 )
         return found
 
