@@ -11,7 +11,7 @@ COLLAPSE = {
     "length_collapse": ("response_length/mean", 0.1),
 }
 BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, so many steps on end
-WORSE_STEPS = 10  # the same for an explained variance below 0
+WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below this: 0 but for noise
 PROFILE = "critic_by_position/"
 
 
@@ -56,11 +56,11 @@ class Alarms:
                     f"returns' variance, now {bias:.0%}; {_widest(values)}"
                 )
         if explained is not None:
-            self._worse = self._worse + 1 if explained < 0 else 0
+            self._worse = self._worse + 1 if explained < WORSE else 0
             if self._worse >= WORSE_STEPS and "actor/grad_norm" in values:
                 found["critic_worse_than_mean"] = (
-                    f"critic worse than mean: it trains the policy, and its explained variance has been below 0 for {self._worse} steps, "
-                    f"now {explained:.3g}: one constant value would do better"
+                    f"critic worse than mean: it trains the policy, and for {self._worse} steps its explained variance has been below "
+                    f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
                 )
         return found
 

@@ -46,6 +46,7 @@ class StagedWriter:
         self._directory, self._rank, self._budget = directory, rank, budget
         self._room = threading.Condition()
         self._held = 0  # bytes staged
+        self._begin = threading.Event()  # until the room is taken or all is staged: writers would hold Python's lock from the copies
         self._error: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
         self._places: dict[str, list[Location | None]] = {}
@@ -58,6 +59,8 @@ class StagedWriter:
     def put(self, model: str, tensor: Tensor) -> None:
         """Takes a copy of the tensor. After a failed write it takes nothing: `finish` tells."""
         with self._room:
+            if self._held + tensor.nbytes > self._budget:
+                self._begin.set()
             self._room.wait_for(lambda: self._error or not self._held or self._held + tensor.nbytes <= self._budget)
             if self._error is not None:
                 return
@@ -70,6 +73,7 @@ class StagedWriter:
 
     def close(self) -> None:
         """Says that nothing more comes."""
+        self._begin.set()
         for _ in self._threads:
             self._queue.put(None)
 
@@ -85,6 +89,7 @@ class StagedWriter:
 
     def _write(self, number: int) -> None:
         name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
+        self._begin.wait()
         try:
             while (item := self._queue.get()) is not None:
                 model, place, tensor = item

@@ -14,6 +14,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -44,6 +45,8 @@ from megarl.parallel.staging import Location
 from megarl.parallel.unpickle import METADATA, read_metadata
 
 Result = TypeVar("Result")
+_Place = tuple[str, int, int]  # file, offset, length
+_READERS = 4  # threads of a rank that read files
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def read(step: Verified, model: str, state: Sharded, vocabulary: int, allowed_ex
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
-    """call() on every rank. Collective: the first rank's ConfigError or OSError is raised on all of them, as a ConfigError."""
+    """call() on every rank. Collective: what the first rank raises is raised on all of them, as a ConfigError."""
     result, fault = None, None
     try:
         result = call()
@@ -128,6 +131,8 @@ def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
         fault = f"checkpoint: {error.filename}: {error.strerror}"
     except ConfigError as error:
         fault = str(error)
+    except Exception as error:  # or the other ranks would wait for this one
+        fault = f"checkpoint: {type(error).__name__}: {' '.join(str(error).split())}"
     faults: list[str | None] = [None] * grid.world
     dist.all_gather_object(faults, fault, group=grid.groups.control)
     for fault in faults:
@@ -186,8 +191,8 @@ class _Copy:
 
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
-    """Reads every stored chunk that the wanted tensors touch once, in the order of the files."""
-    reads: dict[tuple[str, int, int], tuple[str, list[_Copy]]] = {}
+    """Reads every stored chunk that the wanted tensors touch, once, a few files at a time."""
+    reads: dict[_Place, tuple[str, list[_Copy]]] = {}
     stored = _tensors(metadata)
     chunks = {key: _Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
     for leaf in wanted:
@@ -203,14 +208,21 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
             missing -= copies[-1].target.numel()
         if missing and not leaf.allow_shape_mismatch:
             raise ConfigError(f"checkpoint: {folder}: {missing} elements of {leaf.key} are nowhere")
-    for name, group in itertools.groupby(sorted(reads), key=lambda place: place[0]):
-        with (folder / name).open("rb") as file:
-            for place in group:
-                key, copies = reads[place]
-                file.seek(place[1])
-                chunk_data = _tensor(file.read(place[2]), f"{folder / name}: {key}")
-                for copy in copies:
-                    copy.target.copy_(chunk_data[copy.source])
+    files = [list(group) for _, group in itertools.groupby(sorted(reads), key=lambda place: place[0])]
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(lambda places: _read_file(folder, places, reads), files))
+
+
+@torch.no_grad()
+def _read_file(folder: Path, places: list[_Place], reads: Mapping[_Place, tuple[str, list[_Copy]]]) -> None:
+    path = folder / places[0][0]
+    with path.open("rb") as file:
+        for place in places:
+            key, copies = reads[place]
+            file.seek(place[1])
+            chunk = _tensor(file.read(place[2]), f"{path}: {key}")
+            for copy in copies:
+                copy.target.copy_(chunk[copy.source])
 
 
 def _tensor(data: bytes, place: str) -> Tensor:
