@@ -144,6 +144,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
         length_N=torch.cat([batch.length_N for batch in batches]),
         count_N=torch.cat([batch.count_N for batch in batches]),
         extra_T={name: torch.cat([batch.extra_T[name] for batch in batches]) for name in batches[0].extra_T},
+        in_order=all(batch.in_order for batch in batches),
     )
 
 

@@ -88,6 +88,8 @@ class CriticSettings(Section):
     path: Path | None = None  # backbone (and head, from a reward model or an earlier critic); None: model.path with a fresh head
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
     epochs: Positive = 1  # passes of the critic over a step's mini-batches
+    # Most tokens of one of its micro-batches; None: train.micro_batch_tokens. A value is no vocabulary of logits, so it may well be more.
+    micro_batch_tokens: Positive | None = None  # where critic and policy share ranks, the critic takes several of the policy's as one
     pretrain_steps: NonNegative = 0  # value pretraining (VC-PPO, VAPO): at most so many steps of the critic alone, on Monte Carlo returns
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01  # ended early: 10 steps have lowered the value loss by less than this share
 
@@ -238,7 +240,8 @@ class StepSettings(Section):
 
     steps: Positive
     prompts_per_step: Positive
-    mini_batches: Positive = 1  # optimizer steps per rollout
+    mini_batches: Positive = 1  # parts of a rollout, with an optimizer step on each
+    epochs: Positive = 1  # passes of the policy over them
     micro_batch_tokens: Positive = 16384  # most tokens of one micro-batch on one context-parallel group
     dynamic_sampling_rounds: Positive | None = None  # drop groups of equal rewards; draw prompts at most so many times to fill the step
     drop_truncated: bool = False  # overlong filter: a response cut by the length limit gets no loss
@@ -339,6 +342,7 @@ class TrainConfig(RunSettings):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        self._check_critic_tokens(longest)
         if longest > self.train.micro_batch_tokens:
             raise ValueError(
                 f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
@@ -360,6 +364,19 @@ class TrainConfig(RunSettings):
                 raise ValueError(
                     f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
                 )
+
+    def _check_critic_tokens(self, longest: int) -> None:
+        """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""
+        given = None if self.critic is None else self.critic.micro_batch_tokens
+        if given is None:
+            return
+        if self.placement.critic is not None and given < longest:
+            raise ValueError(f"critic.micro_batch_tokens={given} is below rollout.max_prompt_tokens+max_response_tokens={longest}")
+        if self.placement.critic is None and given < self.train.micro_batch_tokens:
+            raise ValueError(
+                f"critic.micro_batch_tokens={given} is below train.micro_batch_tokens={self.train.micro_batch_tokens}, "
+                "and critic and policy share ranks"
+            )
 
 
 class SftData(Section):

@@ -22,7 +22,7 @@ from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
 from megarl.stages.collect import collect
-from megarl.workers.plan import Collected, members, plan_step, response_advantages, split_step
+from megarl.workers.plan import Collected, StepPlan, members, plan_step, response_advantages, split_step
 from megarl.workers.rollout_worker import Response
 from tests.e2e.job import RL
 
@@ -91,6 +91,10 @@ class Answers:
         return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (response.text.split("/") for response in responses)]
 
 
+def plan_of(config: TrainConfig, collected: Collected) -> StepPlan:
+    return plan_step(config, collected, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+
+
 def gather(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[Collected, Answers]:
     """`collect` over prompts 0, 1, 2, ..."""
     table, source = Answers(reward), iter(range(1000))
@@ -114,7 +118,7 @@ def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: T
     assert table.asked == [(0, 1), (2, 3), (4, 5)]
     assert [answer.text for answer in collected.responses] == ["0/0", "0/1", "1/0", "1/1"]
     assert scalars(collected.metrics)["events/dynamic_sampling_exhausted"] == 1.0
-    plan = plan_step(config, collected, dp=config.layout.dp)
+    plan = plan_of(config, collected)
     assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
 
 
@@ -134,7 +138,12 @@ def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
 def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 2, "mini_batches": 2, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
     responses = [response(0, 0, 4), response(0, 1, 2), response(1, 0, 3, finished=False), response(1, 1, 5, finished=False)]
-    plan = plan_step(config, Collected(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}), dp=config.layout.dp)
+    plan = plan_step(
+        config,
+        Collected(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}),
+        dp=config.layout.dp,
+        capacity=config.train.micro_batch_tokens,
+    )
     # Sequence mean of token means over the kept responses of each mini-batch; the second has none and is not trained.
     assert plan.weight_N.tolist() == pytest.approx([1 / (2 * 4), 1 / (2 * 2), 0.0, 0.0])
     assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
@@ -145,7 +154,12 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config
     tree = yaml.safe_load(config.model_dump_json())
     tree["algorithm"] = {"type": "rloo", "kl_in": "reward", "kl_coef": 0.5}
     config = TrainConfig.model_validate(tree)
-    plan = plan_step(config, Collected([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}), dp=config.layout.dp)
+    plan = plan_step(
+        config,
+        Collected([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}),
+        dp=config.layout.dp,
+        capacity=config.train.micro_batch_tokens,
+    )
     advantage = response_advantages(config, plan, None, np.array([0.4, 0.0]), kl_coef=0.5)
     assert advantage.tolist() == pytest.approx([0.8, -0.8])  # (1 - 0.2) against 0, each less the other
 

@@ -6,7 +6,6 @@ Axes: T predicted tokens, R rows of local values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms import Loss
 from megarl.algorithms.value import explained_variance_sums, value_loss
-from megarl.batch import Batch
+from megarl.batch import Batch, concat
 from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum, merge
 
 if TYPE_CHECKING:
@@ -23,14 +22,16 @@ if TYPE_CHECKING:
 
 
 class Critic:
-    """A value model: V of the state before each token."""
+    """A value model: V of the state before each token. It takes `together` micro-batches as one."""
 
-    def __init__(self, model: Model, grid: Grid) -> None:
-        self._model, self._grid = model, grid
+    def __init__(self, model: Model, grid: Grid, together: int) -> None:
+        self._model, self._grid, self._together = model, grid, together
 
     def fill(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere."""
-        return self._model.fill(batches, "value", _values)
+        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.fill(self._joined(batches), "value", _values)])
+        parts = value_T.split([len(batch) for batch in batches])
+        return [batch.with_extra(value=part_T) for batch, part_T in zip(batches, parts, strict=True)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
         """One optimizer step on the value loss. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`."""
@@ -40,15 +41,14 @@ class Critic:
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
             return total, loss_metrics(loss, "critic/loss", float(total.detach()))
 
-        results, info = self._model.step(batches, visit)
+        results, info = self._model.step(self._joined(batches), visit)
         metrics = merge(results) if report else {}
         if self._grid.rank == 0:
             metrics |= {"critic/grad_norm": Mean(info.grad_norm, 1.0), "critic/lr": Mean(info.lr, 1.0)}
         return metrics
 
-    def save(self, directory: Path) -> None:
-        """Writes the critic in Hugging Face's sequence-classification layout."""
-        self._model.save(directory)
+    def _joined(self, batches: Sequence[Batch]) -> list[Batch]:
+        return [concat(batches[first : first + self._together]) for first in range(0, len(batches), self._together)]
 
 
 def critic_metrics(batch: Batch) -> dict[str, Metric]:

@@ -48,6 +48,7 @@ class Objective:
     temperature: float  # of the sampling that the log-probs must match
     critic: CriticSettings | None = None
     critic_updates: int = 0  # optimizer steps of the critic
+    critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
 
@@ -96,7 +97,7 @@ class ModelWorker(Rank):
         if "reference" in self._models:
             flat = self._use("reference").fill(flat, "ref_logp", self._logp)
         if "critic" in self._models:
-            flat = Critic(self._use("critic"), self._grid).fill(flat)
+            flat = Critic(self._use("critic"), self._grid, self._objective.critic_together).fill(flat)
         self._keep(flat, mini_batches)
         return merge(metrics) if self._reports else {}
 
@@ -163,7 +164,7 @@ class ModelWorker(Rank):
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step of the critic on a mini-batch of the last plan."""
         assert isinstance(self._objective.algorithm, ActorCritic)
-        critic = Critic(self._use("critic"), self._grid)
+        critic = Critic(self._use("critic"), self._grid, self._objective.critic_together)
         return critic.step(self._mini_batches[mini_batch], self._objective.algorithm.value_clip, report=self._reports)
 
     def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:

@@ -69,10 +69,11 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
-def plan_step(config: TrainConfig, collected: Collected, dp: int) -> StepPlan:
-    """Which responses are trained on, the split over `dp` data-parallel ranks, and the loss weights of each global mini-batch.
+def plan_step(config: TrainConfig, collected: Collected, dp: int, capacity: int) -> StepPlan:
+    """Which responses are trained on, the split, and the loss weights of each global mini-batch.
 
-    The mini-batches hold the same responses for any `dp`.
+    The split is over `dp` data-parallel ranks and micro-batches of at most `capacity` tokens; the mini-batches hold the same responses
+    for any of these.
     """
     responses, algorithm = collected.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in collected.scores], dtype=torch.float64)
@@ -82,7 +83,7 @@ def plan_step(config: TrainConfig, collected: Collected, dp: int) -> StepPlan:
         keep_N &= torch.tensor([response.finished for response in responses])
     count_N = torch.tensor([response.length for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
-    split = split_step(length_N, config.train.mini_batches, dp, config.train.micro_batch_tokens)
+    split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None

@@ -50,7 +50,7 @@ class Team:
     def score(self, collected: Collected) -> tuple[StepPlan, dict[str, Metric]]:
         """Plans the step and lets every model read its tokens, all groups at the same time. What the log-probs say about the engine's."""
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        plans = [plan_step(self.config, collected, group.layout.dp) for group in readers]
+        plans = [plan_step(self.config, collected, group.layout.dp, capacity(self.config, group.roles)) for group in readers]
         running = [group.score(plan) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "score") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
@@ -74,7 +74,8 @@ class Team:
         critic_calls = []
         if group is not None and settings is not None:
             critic_calls = [call for _ in range(settings.epochs) for part in plan.trained for call in group.update_critic(part)]
-        policy_calls = [call for part in plan.trained for call in self.policy.update(part)] if policy else []
+        epochs = self.config.train.epochs if policy else 0
+        policy_calls = [call for _ in range(epochs) for part in plan.trained for call in self.policy.update(part)]
         if group is not None and critic_calls:
             metrics |= group.merged(critic_calls, "update the critic")
             metrics["timing_s/update_critic"] = Last(time.perf_counter() - begun)
@@ -157,7 +158,7 @@ def start(config: TrainConfig) -> tuple[Team, Engines]:
     engines = Engines.create(config, config.rollout, places[ends[-1] :])
     opening = engines.open(config.model.base or config.model.path, config)
     launched = [
-        launch_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config), roles)
+        launch_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config, roles), roles)
         for (roles, layout), end in zip(groups, ends, strict=True)
     ]
     for group, building in launched:
@@ -167,16 +168,25 @@ def start(config: TrainConfig) -> tuple[Team, Engines]:
     return Team(config, tuple(ranks)), engines
 
 
-def objective(config: TrainConfig) -> Objective:
-    """What the ranks are told of the run's training."""
-    updates, critic, source = config.train.steps * config.train.mini_batches, config.critic, config.reward.source
+def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:
+    """Most tokens of a micro-batch on the ranks that hold the models of these roles."""
+    own = config.critic.micro_batch_tokens if config.critic is not None and "policy" not in roles and "critic" in roles else None
+    return own or config.train.micro_batch_tokens
+
+
+def objective(config: TrainConfig, roles: Sequence[Role]) -> Objective:
+    """What the ranks that hold the models of these roles are told of the run's training."""
+    train, critic, source = config.train, config.critic, config.reward.source
+    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * (train.steps + critic.pretrain_steps)
+    wished = None if critic is None else critic.micro_batch_tokens
     return Objective(
         algorithm=config.algorithm,
         optimizer=config.optimizer,
-        updates=updates,
+        updates=train.steps * train.mini_batches * train.epochs,
         temperature=config.rollout.temperature,
         critic=critic,
-        critic_updates=0 if critic is None else critic.epochs * (updates + critic.pretrain_steps * config.train.mini_batches),
+        critic_updates=critic_updates,
+        critic_together=max(1, (wished or 0) // capacity(config, roles)),
         reward=source.path if isinstance(source, ModelReward) else None,
         offload=config.placement.offload,
     )

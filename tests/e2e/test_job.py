@@ -117,12 +117,14 @@ CRITIC = (
     "algorithm={type: ppo, kl_coef: 0.05}",
     "critic={optimizer: {lr: 0.001}, epochs: 2, pretrain_steps: 1}",
     "train.steps=1",
+    "train.epochs=2",
     "train.eval_at_start=false",
 )
 APART = {
     "critic-apart": ("placement.critic={ranks: 2, tp: 2, ep: 2}",),
     "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}"),
     "offload": ("placement.offload=true",),
+    "critic-in-larger-micro-batches": ("critic.micro_batch_tokens=600",),
 }
 
 
