@@ -227,8 +227,7 @@ def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> None:
         if part.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(part.trainable, state["model"])
         allowed_extra = ("optimizer.",) if part.trainable is None else ()
-        state = torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
-        sharded.put_model(part.chunks, state["model"])
+        torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
         if part.trainable is not None:
             sharded.put_optimizer(part.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
             part.trainable.steps = saved["optimizer"]["steps"]
