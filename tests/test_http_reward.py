@@ -147,9 +147,11 @@ def test_an_answer_that_is_no_answer_is_refused_at_once(lie: str) -> None:
 
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (401, 1), (302, 1), (204, 1), (500, 3), (503, 3), (429, 3), (408, 3)])
 def test_a_status_is_tried_again_where_it_may_pass(status: int, asked: int) -> None:
-    with serving(lambda handler, _: reply(handler, b"", status)) as server:
+    with serving(lambda handler, _: reply(handler, b"the reason\n" if status != 204 else b"", status)) as server:
         attempts = f"{asked} attempt{'s' if asked > 1 else ''}"
-        with pytest.raises(RewardUnavailable, match=rf"status {status} .*\({attempts}, \d+\.\d s\)$"):
+        with pytest.raises(
+            RewardUnavailable, match=rf"status {status} {'No Content' if status == 204 else '.*: the reason'} \({attempts}, \d+\.\d s\)$"
+        ):
             score(settings(server.url), "a")
         assert len(server.bodies) == asked
 

@@ -24,10 +24,11 @@ class Aside:
         return self.root / (step_name(self.step) + PARTIAL)
 
     def begin(self, folders: list[str]) -> None:
-        """Makes the directory with the given folders inside, empty; an unfinished one of this step goes. Raises OSError."""
+        """Makes the directory with the given folders inside, empty; what earlier saves left unfinished goes. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            shutil.rmtree(self.path)
+        for entry in listing(self.root, contents=False):
+            if not entry.finished:
+                shutil.rmtree(entry.path)
         for folder in folders:
             (self.path / folder).mkdir(parents=True)
 
@@ -69,9 +70,7 @@ class Aside:
         whole = [entry.step for entry in entries if entry.verified is not None and entry.step <= self.step]
         oldest = min(whole[:keep_last])  # the new one at least is whole
         for entry in entries:
-            path = entry.path
-            if entry.finished and (entry.step >= oldest or keep_every and entry.step % keep_every == 0):
-                continue
-            if entry.finished:  # a name that nobody takes for a whole one while it shrinks
-                path = path.rename(path.with_name(path.name + ".deleted"))
-            shutil.rmtree(path)
+            if entry.finished and entry.step < oldest and not (keep_every and entry.step % keep_every == 0):
+                shrinking = entry.path.with_name(entry.path.name + ".deleted")  # a name that nobody takes for a whole one
+                entry.path.rename(shrinking)
+                shutil.rmtree(shrinking)

@@ -4,6 +4,7 @@
     saver.save(step, {"policy": Part(chunks, hf, trainable), "critic": ...}, {"trainer.json": b"..."})
     saver.wait()                                             # before the end; raises what went wrong behind
     load(verified, {"policy": Part(...)}, grid)              # any layout; a Part without its optimizer loads the weights alone
+    load_random(verified, grid)                              # the same layout: from here on, bit for bit
 
 A step directory (`megarl.checkpoints.steps`): `<name>/` in Megatron's torch_dist format for each model, `random/<rank>.safetensors`, the
 caller's own files (rank 0's), and the manifest.
@@ -69,9 +70,10 @@ class Saver:
         self._pending: tuple[threading.Thread, _Meeting, int] | None = None
 
     def save(self, step: int, parts: Mapping[str, Part], extra: Mapping[str, bytes]) -> Staged:
-        """Saves the models of `parts` and rank 0's files `extra`; returns when their tensors are copied (asynchronous) or on the disk.
+        """Saves the models of `parts` and rank 0's files `extra` (plain names); returns when the tensors are copied, if asynchronous, or
+        everything lies on the disk.
 
-        Waits for the save before this one. Raises SaveError where that one or, as far as it is known, this one failed.
+        Waits for the save before this one. Raises SaveError, on every rank, where that one or, as far as it is known, this one failed.
         """
         self.wait()
         begun = time.perf_counter()
@@ -213,12 +215,11 @@ class _Meeting:
         return "" if fault == "saved" else fault
 
 
-def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> bool:
-    """Gives the models (and optimizers, where a part has one) what a step directory holds of them. Collective.
+def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> None:
+    """Gives the models (and optimizers, where a part has one) what a step directory holds of them, on any layout. Collective.
 
-    True where the layout is the one that saved: then every random state is restored too, and the run continues bit for bit. Raises
-    ConfigError, on all ranks: a model that the directory lacks, of another family or size (key and both shapes), or without the optimizer
-    that is asked for.
+    Raises ConfigError, on all ranks: a model that the directory lacks, of another family or size (key and both shapes), or without the
+    optimizer that is asked for.
     """
     for name, part in parts.items():
         saved = _saved(step, name, part)
@@ -226,15 +227,18 @@ def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> bool:
         if part.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(part.trainable, state["model"])
         allowed_extra = ("optimizer.",) if part.trainable is None else ()
-        state = torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
-        sharded.put_model(part.chunks, state["model"])
+        torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
         if part.trainable is not None:
             sharded.put_optimizer(part.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
             part.trainable.steps = saved["optimizer"]["steps"]
-    same = step.manifest.layout == grid.layout.model_dump()
-    if same:
-        restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
-    return same
+
+
+def load_random(step: Verified, grid: Grid) -> bool:
+    """Sets every random state of this process to the one saved. False, and nothing done, where the layout is another. Collective."""
+    if step.manifest.layout != grid.layout.model_dump():
+        return False
+    restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
+    return True
 
 
 def _saved(step: Verified, name: str, part: Part) -> Mapping[str, Any]:

@@ -41,6 +41,9 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
         objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
         assert all(key.endswith(_EXTRA) for key in objects), f"not tensors: {sorted(objects)}"
         state[f"model{number}"] = tensors
+        covered = _by_parameter(tensors)
+        lost = [name for name, parameter in chunk.named_parameters() if parameter not in covered]
+        assert not lost, f"in no checkpoint: {lost}"
     return state
 
 
@@ -50,14 +53,6 @@ def share_writing(state: Sharded, grid: Grid) -> None:
         replicas = grid.groups.edp.size() if ".experts." in leaf.key else grid.groups.dp_cp.size()
         *others, replica = leaf.replica_id
         leaf.replica_id = (*others, (replica - place) % replicas)
-
-
-def put_model(chunks: Sequence[Any], state: Sharded) -> None:
-    """Gives the chunks the weights of a loaded `model_state`."""
-    for number, chunk in enumerate(chunks):
-        missing, unexpected = _bare(chunk).load_state_dict(state[f"model{number}"], strict=False)
-        lost = [name for name in missing if not name.endswith(_EXTRA)]
-        assert not lost and not unexpected, f"missing {lost}, unexpected {unexpected}"
 
 
 def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
@@ -95,7 +90,7 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
             part._init_optimizer_states_with_dummy_values()  # a step on zero gradients: what it changes is overwritten here
     for number, place in enumerate(place for place in _places(trainable) if place.held):
         for name, mine in zip(STATES, place.local(), strict=True):
-            mine.copy_(state[str(number)][name].flatten()[place.begin : place.end])
+            mine.copy_(state[str(number)][name].data.flatten()[place.begin : place.end])
     for part in _parts(trainable):
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter

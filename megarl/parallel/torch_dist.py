@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -108,18 +108,18 @@ def write_metadata(folder: Path, plan: Plan, places: Iterable[Iterable[Location]
     }
 
 
-def read(step: Verified, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> Sharded:
-    """Fills the tensors of `state` from a model of a step directory. Collective; each rank reads what it needs and nothing else.
+def read(step: Verified, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
+    """Fills the tensors of `state`, in place, from a model of a step directory. Collective; each rank reads what it needs and no more.
 
     Raises ConfigError, on every rank, before anything is filled: a tensor that the checkpoint lacks or has in another shape (of a padded
     vocabulary the first `vocabulary` rows count), or one that no rank asks for and whose name does not begin with `allowed_extra`.
     """
     metadata = agreed(grid, lambda: read_metadata(step, model))
-    sharded, _, factories = load_preprocess(state)
-    wanted = list(nested_values(sharded))
+    wanted = list(nested_values(load_preprocess(state)[0]))
+    storages = {leaf.data.untyped_storage().data_ptr() for leaf in nested_values(state)}
+    assert all(leaf.data.untyped_storage().data_ptr() in storages for leaf in wanted), "a factory of Megatron's copies its tensor"
     _refuse(step.path / model, metadata, wanted, vocabulary, allowed_extra, grid)
     agreed(grid, lambda: _fill(step.path / model, metadata, wanted))
-    return apply_factory_merges(dict_list_map_outplace(lambda leaf: leaf.data, sharded), factories)
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
@@ -196,7 +196,6 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
     stored = _tensors(metadata)
     chunks = {key: _Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
     for leaf in wanted:
-        leaf.init_data("cpu")
         shard, missing = _shard(leaf), leaf.data.numel()
         data = leaf.data.detach().view(shard.size)
         if leaf.allow_shape_mismatch:

@@ -35,6 +35,7 @@ from megarl.rewards.verifiers import BadReturn, read_return
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
 TOKEN_KEY = "reward.source.token_env"
+SHOWN = 200  # bytes of what a server says beside a status
 PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
 
 
@@ -155,10 +156,10 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
         raise _Passing(f"no answer within {within_s:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise _Passing(f"{type(error).__name__}: {error}") from None
-    if answer.status in PASSING or answer.status >= 500:
-        raise _Passing(f"status {answer.status} {answer.reason}")
     if answer.status != 200:
-        raise _Refused(f"status {answer.status} {answer.reason}")
+        said = " ".join(text[:SHOWN].decode(errors="replace").split())
+        kind = _Passing if answer.status in PASSING or answer.status >= 500 else _Refused
+        raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
     if more:
         raise _Refused(f"the answer is longer than {limit} bytes for {len(samples)} samples")
     if answer.length:  # so many bytes of what its header has promised did not come
