@@ -67,7 +67,7 @@ class Saver:
         self._root, self._grid, self._settings = root, grid, settings
         self._plans: dict[str, torch_dist.Plan] = {}
         self._saves = 0
-        self._pending: tuple[threading.Thread, _Meeting, int] | None = None
+        self._pending: tuple[threading.Thread, Meeting, int] | None = None
 
     def save(self, step: int, parts: Mapping[str, Part], extra: Mapping[str, bytes]) -> Staged:
         """Saves the models of `parts` and rank 0's files `extra` (plain names); returns when the tensors are copied, if asynchronous, or
@@ -87,7 +87,7 @@ class Saver:
                 writer.put(name, tensor)
         writer.close()
         models = {name: _description(part) for name, part in parts.items()}
-        work = (aside, writer, random_states(), models, dict(extra), _Meeting(self._grid, self._root, self._saves))
+        work = (aside, writer, random_states(), models, dict(extra), Meeting(self._grid, self._root, self._saves))
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
         self._pending, self._saves = (thread, work[-1], step), self._saves + 1
@@ -140,7 +140,7 @@ class Saver:
         random: bytes,
         models: Mapping[str, Any],
         extra: Mapping[str, bytes],
-        meeting: _Meeting,
+        meeting: Meeting,
     ) -> None:
         """Behind the caller's back: every rank tells rank 0 what it wrote, and rank 0 makes it a checkpoint."""
         try:
@@ -176,7 +176,7 @@ class Saver:
         aside.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
 
 
-class _Meeting:
+class Meeting:
     """Where the ranks' threads meet for one save: the store, since the process groups belong to the main threads."""
 
     def __init__(self, grid: Grid, root: Path, number: int) -> None:

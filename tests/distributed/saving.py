@@ -8,7 +8,7 @@ import resource
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
 from megarl.models.build import build_chunks, transformer_config
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
-from megarl.parallel.checkpoint import Part, SaveError, Saver, load, load_random
+from megarl.parallel.checkpoint import Meeting, Part, SaveError, Saver, load, load_random
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from tests.distributed.work import Job, Report, build, learn
@@ -170,6 +170,17 @@ def save_into(grid: Grid, path: Path, root: Path) -> str:
     saver = Saver(root, grid, settings())
     try:
         saver.save(1, {"policy": build_part(grid, path, trained=False)}, {})
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+def wait_for_a_rank_that_never_writes(grid: Grid) -> str:
+    """What rank 0 says when rank 1 of two does not tell what it wrote."""
+    meeting = Meeting(replace(grid, world=2), Path("nowhere"), 0)
+    meeting.report("{}")
+    try:
+        meeting.reports(0.2)
     except SaveError as error:
         return str(error)
     return "saved"

@@ -32,6 +32,7 @@ from tests.distributed.saving import (
     save_several,
     stale,
     verified,
+    wait_for_a_rank_that_never_writes,
 )
 from tests.distributed.work import make_checkpoint
 from tests.harness import Pool, RankError
@@ -180,6 +181,10 @@ def test_a_directory_that_cannot_be_written_to_is_told_on_every_rank(pool: Pool,
         places[fixed / "checkpoints"] = "Permission denied"
     for place, reason in places.items():
         assert pool.run(save_into, TWO, path, place) == [f"checkpoint: step 1 was not saved: {reason}: {place}"] * 2
+
+
+def test_a_late_rank_is_named(pool: Pool) -> None:
+    assert pool.run(wait_for_a_rank_that_never_writes, ONE) == ["ranks [1] did not finish writing in 0.2 s"]
 
 
 def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
