@@ -13,9 +13,10 @@ MAY_DIFFER = (
     # how the work is split: the same numbers up to rounding
     *("layout", "placement", "model.recompute", "*.micro_batch_tokens", "sync"),
     *("rollout.replicas", "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction", "rollout.timeout_s"),
-    *("reward.workers", "reward.timeout_s"),
+    *("reward.workers", "reward.timeout_s", "reward.source.url", "reward.source.token_env", "reward.source.batch_size"),
+    *("reward.source.timeout_s", "reward.source.attempts", "reward.source.backoff_s", "reward.source.deadline_s"),
     # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
-    *("*.steps", "*.eval_every", "*.eval_at_start", "data.eval", "model.base"),
+    *("*.steps", "*.eval_every", "*.eval_at_start", "data.eval", "reward.eval", "model.base"),
 )
 _ABSENT = "(absent)"
 
