@@ -33,10 +33,11 @@ from megarl.checkpoints.steps import Manifest, Verified
 from megarl.config import CheckpointSettings
 from megarl.errors import ConfigError, SaveError
 from megarl.parallel import sharded, torch_dist
+from megarl.parallel.dcp import write_metadata
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.rng import random_states, restore_random_states
-from megarl.parallel.staging import Location, StagedWriter
+from megarl.parallel.staging import StagedWriter
 
 RANDOM = "random"  # folder of the random states
 _POLL_S = 0.02
@@ -166,8 +167,10 @@ class Saver:
     def _commit(self, aside: Aside, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
         files = {name: Record(*record) for report in reports for name, record in report["files"].items()}
         for model in models:
-            places = [[Location(*place) for place in report["places"].get(model, [])] for report in reports]
-            found = torch_dist.write_metadata(aside.path / model, self._plans[model], places)
+            ranks = [report["places"].get(model, []) for report in reports]
+            written = zip(self._plans[model].ranks, ranks, strict=True)
+            placed = [(shard, tuple(place)) for shards, places in written for shard, place in zip(shards, places, strict=True)]
+            found = write_metadata(aside.path / model, placed)
             files |= {f"{model}/{name}": record for name, record in found.items()}
         for name, data in extra.items():
             files[name] = write_file(aside.path / name, data)

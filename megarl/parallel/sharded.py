@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megarl.models.stored import norm_names
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
 
@@ -33,13 +34,19 @@ Sharded = dict[str, Any]  # nested; its leaves are ShardedTensor or ShardedTenso
 
 
 def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
-    """The weights of this rank's chunks (data-parallel wrappers or not); the tensors are the parameters themselves."""
+    """The weights of this rank's chunks (data-parallel wrappers or not), under the same names whatever layers they are made of.
+
+    The tensors are the parameters themselves.
+    """
     metadata = {"dp_cp_group": grid.groups.dp_cp}
     state: Sharded = {}
     for number, chunk in enumerate(chunks):
         found = _bare(chunk).sharded_state_dict(metadata=metadata)
         objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
         assert all(key.endswith(_EXTRA) for key in objects), f"not tensors: {sorted(objects)}"
+        renamed = norm_names({leaf.key for leaf in _leaves(tensors)})
+        for leaf in _leaves(tensors):
+            leaf.key = renamed[leaf.key]
         state[f"model{number}"] = tensors
         covered = _by_parameter(tensors)
         lost = [name for name, parameter in chunk.named_parameters() if parameter not in covered]

@@ -1,0 +1,104 @@
+"""Where each parameter lies in a Megatron checkpoint: under which name, at which place of the axes for layers and experts.
+
+The names are those under which Megatron's models with Transformer Engine's layers store them, whatever layers a model at hand is made of:
+a checkpoint is the same on every machine, and any program on Megatron-core finds what it looks for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.rows import OUTPUT, Family, HeadKind, Op, Shape, Weight
+
+HEAD = "score.weight"  # of a scalar head, which has a name of its own on the disk
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
+_NORMS = {  # a norm -> the linear layer behind it, of which Transformer Engine makes it a part
+    "input_layernorm.weight": "self_attention.linear_qkv.",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's place in a checkpoint: `[*index, ...]` of the tensor `key`, whose shape is `(*extents, *shape)`."""
+
+    key: str
+    index: tuple[int, ...]  # layer and expert, where they are axes
+    extents: tuple[int, ...]  # of these axes
+    shape: Shape  # of the parameter, without padding
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a parameter."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def norm_names(names: Collection[str]) -> dict[str, str]:
+    """Parameters by their own names -> the names that Transformer Engine's layers give them; `names` are those of whole layers."""
+    found = dict.fromkeys(names)
+    renamed = {}
+    for name in found:
+        renamed[name] = name
+        for norm, linear in _NORMS.items():
+            if name.endswith("." + norm):
+                layer = name.removesuffix(norm)
+                if f"{layer}{linear}weight" in found:
+                    renamed[name] = f"{layer}{linear}layer_norm_weight"
+    return renamed
+
+
+def places(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, Place]]:
+    """Every parameter of a model that a checkpoint holds, in the model's order. Raises ConfigError as the family does."""
+    weights = [weight for weight in family.weights(hf, head) if not weight.alias]
+    # Where layers differ, Megatron stores each under its number (transformer_block.py: a list of moe_layer_freq).
+    alike = not isinstance(family.fields(hf).get("moe_layer_freq"), list)
+    renamed = norm_names([weight.name for weight in weights])
+    sizes = family.sizes(hf)
+    found = []
+    for weight in weights:
+        key = HEAD if head == "value" and weight.name == OUTPUT else _EXPERT.sub("experts.", renamed[weight.name])
+        index, extents = list[int](), list[int]()
+        if weight.layer is not None and alike:
+            key = _LAYER.sub("", key)
+            index, extents = [weight.layer], [sizes.layers]
+        if weight.expert is not None:
+            index, extents = [*index, weight.expert], [*extents, sizes.experts]
+        found.append((weight, Place(key, tuple(index), tuple(extents), stored_shape(weight.op))))
+    return found
+
+
+def stored_shape(op: Op) -> Shape:
+    """The shape of the parameter: the packed tensor's, its leading axes made one."""
+    own = len(op.shapes[0]) - 1  # axes that stay
+    packed = op.packed_shape
+    return (math.prod(packed[: len(packed) - own]), *packed[len(packed) - own :])
+
+
+def boxes(op: Op, ranks: int) -> list[Box]:
+    """The parameter cut for `ranks` tensor-parallel ranks, each of which needs a share of these rectangles and no part of the others."""
+    shape, packed, axis = stored_shape(op), op.packed_shape, op.axis
+    if axis is None or ranks == 1:
+        return [Box((0,) * len(shape), shape)]
+    units, own = op.units(ranks), len(shape) - 1
+    cuts = [(min(rank * units, packed[axis]), min((rank + 1) * units, packed[axis])) for rank in range(ranks)]  # padding is in none
+    if axis >= len(packed) - own:  # an axis that stays: columns
+        return [_box(shape, axis - (len(packed) - len(shape)), start, stop) for start, stop in cuts if start < stop]
+    outer, inner = math.prod(packed[:axis]), math.prod(packed[axis + 1 : len(packed) - own])
+    rows = [(part * packed[axis] + start, part * packed[axis] + stop) for start, stop in cuts if start < stop for part in range(outer)]
+    return [_box(shape, 0, start * inner, stop * inner) for start, stop in rows]
+
+
+def _box(shape: Shape, axis: int, start: int, stop: int) -> Box:
+    offset, size = [0] * len(shape), list(shape)
+    offset[axis], size[axis] = start, stop - start
+    return Box(tuple(offset), tuple(size))

@@ -1,0 +1,158 @@
+"""The files of torch's distributed checkpoints, as Megatron's torch_dist format uses them: no process groups, no Megatron, no free pickle.
+
+A folder holds tensors saved one after the other in `*.distcp` files, and `.metadata`: which tensors there are, and where each rectangular
+chunk of them lies. Axes that Megatron puts before a parameter's own (layer, expert) have size 1 in every chunk.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megarl.checkpoints.files import Record, write_file
+from megarl.checkpoints.steps import COMMON
+from megarl.errors import ConfigError
+from megarl.parallel.unpickle import METADATA
+
+FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+
+Place = tuple[str, int, int]  # file, offset, length
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a tensor."""
+
+    key: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def check_cover(shards: Iterable[Shard]) -> None:
+    """Every element of every tensor lies in exactly one of the shards, or ValueError. Shards of different offsets do not overlap: they lie
+    on a grid."""
+    found: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        found[shard.key].append(shard)
+    for key, pieces in found.items():
+        if len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
+            raise ValueError(f"{key}: its pieces disagree on its shape or dtype")
+        if len({piece.offset for piece in pieces}) != len(pieces):
+            raise ValueError(f"{key}: a piece of it is there twice")
+        elements, whole = sum(math.prod(piece.size) for piece in pieces), math.prod(pieces[0].shape)
+        if elements != whole:
+            raise ValueError(f"{key}: {elements} elements of {whole} in shape {list(pieces[0].shape)}")
+
+
+def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Place]]) -> dict[str, Record]:
+    """Writes what makes shards one checkpoint. The files' records, by name."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for shard, place in shards:
+        whole = TensorStorageMetadata(TensorProperties(dtype=shard.dtype), torch.Size(shard.shape), [])
+        chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size))
+        tensors.setdefault(shard.key, whole).chunks.append(chunk)
+        stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(*place)
+    metadata = Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    common = io.BytesIO()
+    torch.save({}, common)
+    return {
+        METADATA: write_file(folder / METADATA, pickle.dumps(metadata)),
+        FORMAT: write_file(folder / FORMAT, json.dumps(_FORMAT).encode()),
+        COMMON: write_file(folder / COMMON, common.getvalue()),
+    }
+
+
+def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint; `read_metadata` has seen to it that there is nothing else."""
+    return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
+
+
+def read_chunk(descriptor: int, place: Place, what: str) -> Tensor:
+    """The tensor saved at a place of an open file, read into its own memory and no other. Raises ConfigError where there is none."""
+    try:
+        window = cast(IO[bytes], _Window(descriptor, place[1], place[2]))
+        found = torch.load(window, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, Tensor):
+        raise ConfigError(f"checkpoint: {what} is a {type(found).__name__}, and no tensor")
+    return found
+
+
+class _Window(io.RawIOBase):
+    """A part of an open file, as a file of its own; the descriptor's position stays where it is."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._at))]
+        count = os.preadv(self._descriptor, [view], self._start + self._at) if len(view) else 0
+        self._at += count
+        return count
+
+
+class Chunks:
+    """The stored chunks of one tensor, found by the leading axes on which all of them have size 1 (layer, expert)."""
+
+    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
+        self._lead = min(next((axis for axis, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes)) for chunk in chunks)
+        self._chunks: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
+        for chunk in chunks:
+            self._chunks[tuple(chunk.offsets[: self._lead])].append(chunk)
+
+    def overlaps(self, shard: Shard) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...], tuple[slice, ...]]]:
+        """Each chunk that the shard touches, and where in the chunk and in the shard."""
+        lead = [range(start, start + size) for start, size in zip(shard.offset[: self._lead], shard.size, strict=False)]
+        for place in itertools.product(*lead):
+            for chunk in self._chunks.get(place, ()):
+                starts = [max(one, two) for one, two in zip(chunk.offsets, shard.offset, strict=True)]
+                ends = [
+                    min(one + many, two + more)
+                    for one, many, two, more in zip(chunk.offsets, chunk.sizes, shard.offset, shard.size, strict=True)
+                ]
+                if all(start < end for start, end in zip(starts, ends, strict=True)):
+                    yield chunk, _slices(starts, ends, chunk.offsets), _slices(starts, ends, shard.offset)
+
+
+def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - origin, end - origin) for start, end, origin in zip(starts, ends, offset, strict=True))
