@@ -95,7 +95,7 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
 
 def _guarded(call: Callable[[], int]) -> int:
     """The exit status of call(), or of what it raised."""
-    from megarl.errors import ConfigError
+    from megarl.errors import ConfigError, Stopped
 
     try:
         return call()
@@ -104,7 +104,8 @@ def _guarded(call: Callable[[], int]) -> int:
             print(f"megarl: error: {line}", file=sys.stderr)
         return FAULT
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, Stopped):
+            traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILURE
 

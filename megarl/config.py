@@ -299,7 +299,13 @@ class RunSettings(Section):
         return self.run_dir / self.name
 
 
-class TrainConfig(RunSettings):
+class TrainingSettings(RunSettings):
+    """What every stage that trains has besides."""
+
+    save: CheckpointSettings = CheckpointSettings()
+
+
+class TrainConfig(TrainingSettings):
     """`megarl train`: the RL loop."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -311,7 +317,6 @@ class TrainConfig(RunSettings):
     rollout: RolloutSettings = RolloutSettings()
     sync: SyncSettings = SyncSettings()
     train: StepSettings
-    save: CheckpointSettings = CheckpointSettings()
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:
@@ -401,7 +406,7 @@ class LearnSettings(Section):
     eval_every: NonNegative = 0  # 0: only before the first and after the last step
 
 
-class LearnConfig(RunSettings):
+class LearnConfig(TrainingSettings):
     """What the supervised stages have in common."""
 
     section: ClassVar[str]  # key of the stage's LearnSettings

@@ -7,5 +7,9 @@ class ConfigError(ValueError):
     """Bad input from the user: one line that names the dotted key and the numbers."""
 
 
-class SaveError(RuntimeError):
+class Stopped(RuntimeError):
+    """The world outside has ended the run, and one line says all of it: no traceback is shown."""
+
+
+class SaveError(Stopped):
     """A step was not saved: one line. What was saved before is untouched."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, Mean
@@ -42,11 +44,15 @@ def train(config: TrainConfig) -> None:
             if config.train.eval_at_start:
                 evaluate("sft", data.eval, engines, examiner, run, config.seed)
 
-        while progress.learned < config.train.steps:
+        while True:
+            if due(config, progress):
+                with checkpoints.kept(progress):
+                    evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
+                progress.evaluated = progress.step
+            if progress.learned >= config.train.steps:
+                break
             with checkpoints.kept(progress):
-                learned = train_step(place, progress, data.train)
-            if learned and (progress.learned == config.train.steps or every(config.train.eval_every, progress.learned)):
-                evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
+                train_step(place, progress, data.train)
             if every(config.save.every, progress.step):
                 checkpoints.save(progress.state())
         checkpoints.finish()
@@ -57,12 +63,16 @@ def train(config: TrainConfig) -> None:
                 team.save("critic", run.directory / "critic")
 
 
-def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> bool:
-    """One step: of critic and policy, or of the critic alone while it is pretrained. Whether the policy has learned."""
+def due(config: TrainConfig, progress: Progress) -> bool:
+    """Whether the policy, as it is, is to be evaluated, and has not been."""
+    last, regular = progress.learned >= config.train.steps, every(config.train.eval_every, progress.learned)
+    return progress.learned > 0 and progress.evaluated < progress.step and (last or regular)
+
+
+def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> None:
+    """One step: of critic and policy, or of the critic alone while it is pretrained."""
     config, run, team = place.config, place.run, place.team
-    experience = gather(
-        place, progress.step + 1, lambda count: [prompts[index] for index in progress.sampler.take(count)], progress.kl_coef
-    )
+    experience = gather(place, progress.step + 1, partial(progress.draw, prompts), progress.kl_coef)
     progress.step += 1
     frozen = progress.pretraining.active
     with run.phase("update"):
@@ -70,7 +80,7 @@ def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> b
     if frozen:
         progress.pretraining.observe(metrics)
         run.log(progress.step, metrics)
-        return False
+        return
     with run.phase("sync"):
         metrics |= team.sync(place.engines, progress.step)
     progress.learned += 1
@@ -79,4 +89,3 @@ def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> b
         metrics |= {"actor/kl_coef": Last(progress.kl_coef), "actor/reference_kl": kl}
         progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, kl.value() or 0.0, int(kl.weight))
     run.log(progress.step, metrics)
-    return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -37,6 +38,8 @@ KEPT = (
     "checkpoints",
     "checkpoints-critic",
 )
+RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
+UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 METRICS = "metrics.jsonl"
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
@@ -47,7 +50,8 @@ class Run:
     """`with Run(config) as run: ...` Leaves config.yaml, metrics.jsonl, tensorboard/, summary.json and report.png in the run's directory.
 
     summary.json is written last, and only by a run that came to its end. What an earlier run of the same name left is moved to
-    earlier-<n>/, unless this one goes on from its `state`. ConfigError on entry where another run is using the directory.
+    earlier-<n>/; where this one goes on from its `state`, only what it left at its end. ConfigError on entry where another run is
+    using the directory.
     """
 
     def __init__(self, config: RunSettings, resumed: Mapping[str, Any] | None = None) -> None:
@@ -61,16 +65,20 @@ class Run:
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
         self._warnings: dict[str, str] = {}
+        self._events: dict[str, float] = {}  # for the next row
         self._step = self._learned = 0  # the last step, and how many trained a policy
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
         self._lock = _claim(self.directory)
         try:
+            for unfinished in self.directory.glob(UNFINISHED):
+                shutil.rmtree(unfinished)
             if self._resumed is None:
-                _set_aside(self.directory, self._config)
+                _set_aside(self.directory, self._config, KEPT)
             else:
                 self._go_on(self._resumed)
+                _set_aside(self.directory, self._config, RESULTS)
             (self.directory / "config.yaml").write_text(dump(self._config))
             purge = None if self._resumed is None else self._step + 1
             self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
@@ -134,7 +142,8 @@ class Run:
         self._console.result(f"held-out, step {step}", values)
 
     def event(self, name: str, message: str) -> None:
-        """Something that went wrong and did not end the run: shown, and kept for the summary."""
+        """Something that went wrong and did not end the run: shown, in the next row of the metrics, and kept for the summary."""
+        self._events[f"events/{name}"] = 1.0
         self._warnings[name] = message
         self._console.warn(message)
 
@@ -163,6 +172,8 @@ class Run:
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
     def _write(self, step: int, values: dict[str, float]) -> None:
+        values |= self._events
+        self._events = {}
         for event, message in self._alarms.check(step, values).items():
             values[f"events/{event}"] = 1.0
             self._warnings[event] = message
@@ -216,12 +227,12 @@ def _claim(directory: Path) -> int:
     return lock
 
 
-def _set_aside(directory: Path, config: RunSettings) -> None:
-    """Moves what an earlier run wrote to earlier-<n>/, so that runs do not mix and nothing is lost.
+def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
 
     ConfigError where this run reads its model from there.
     """
-    left = [directory / name for name in KEPT if (directory / name).exists()]
+    left = [directory / name for name in names if (directory / name).exists()]
     for path in left:
         if config.model.path.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from megarl.errors import Stopped
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -28,7 +30,7 @@ class Score:
     error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is 0 then
 
 
-class RewardUnavailable(RuntimeError):
+class RewardUnavailable(Stopped):
     """No score can be had, of any response: one line with the key, the place, the attempts and the seconds that they took."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,27 +15,61 @@ from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Sum
 from megarl.observe.run import Run
 from megarl.stages.checks import Pairs
+from megarl.stages.saving import Checkpoints, every, find
 from megarl.workers.cluster import ray_session
 from megarl.workers.learner import Goal, Learners, Lesson, MiniBatch, mini_batch, start_learners
 
 
-def learn(config: SftConfig | RmConfig | DpoConfig, lesson: Lesson, draw: Callable[[int], MiniBatch], held_out: MiniBatch | None) -> None:
-    """Takes the stage's steps on the mini-batches that `draw` gives for each; leaves the model in runs/<name>/model.
+class Course:
+    """Where a supervised run stands between two steps."""
 
-    `held_out` is measured before, every `eval_every` steps and after. Without a step to take nothing is saved: the model is as it was.
+    def __init__(self, sampler: Sampler) -> None:
+        self.step, self.sampler = 0, sampler
+
+    def state(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return {"step": self.step, "sampler": self.sampler.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stands where `state` was taken. ValueError where it was taken over other data."""
+        self.step = state["step"]
+        self.sampler.restore(state["sampler"])
+
+
+def learn(
+    config: SftConfig | RmConfig | DpoConfig,
+    lesson: Lesson,
+    items: int,
+    draw: Callable[[int, list[int]], MiniBatch],
+    held_out: MiniBatch | None,
+) -> None:
+    """Takes the stage's steps; leaves the model in runs/<name>/model.
+
+    Each step's mini-batch is what `draw` makes of the step's number and its indices below `items`. `held_out` is measured before, every
+    `eval_every` steps and after. Without a step to take nothing is saved: the model is as it was.
+    A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     settings = config.learn
-    with Run(config) as run, ray_session(config.cluster, config.layout.ranks):
+    found = find(config) if settings.steps else None
+    with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))
-        _measure(learners, held_out, run, "held-out before" if settings.steps else "held-out", 0)
-        for step in range(1, settings.steps + 1):
-            plan = draw(step)
+        course, checkpoints = Course(Sampler(max(1, items), config.seed, shuffle=True)), Checkpoints(config, run, learners)
+        if found is not None:
+            checkpoints.load(found, course)
+        else:
+            _measure(learners, held_out, run, "held-out before" if settings.steps else "held-out", 0)
+        while course.step < settings.steps:
+            course.step += 1
+            plan = draw(course.step, course.sampler.take(settings.batch_size))
             with run.phase("update"):
                 metrics = learners.train(plan)
-            run.log(step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-            if settings.eval_every and step % settings.eval_every == 0 or step == settings.steps:
-                _measure(learners, held_out, run, "held-out after", step)
+            run.log(course.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
+            if every(settings.eval_every, course.step) or course.step == settings.steps:
+                _measure(learners, held_out, run, "held-out after", course.step)
+            if every(config.save.every, course.step):
+                checkpoints.save(course.state())
+        checkpoints.finish()
         if settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
@@ -55,8 +90,10 @@ def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> N
         margins = [pair.margin for pair in chosen for _ in range(2)]
         return mini_batch(lesson, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
 
-    sampler = Sampler(max(1, len(pairs.train)), config.seed, shuffle=True)
-    learn(config, lesson, lambda _: plan([pairs.train[index] for index in sampler.take(config.learn.batch_size)]), plan(pairs.held_out))
+    def draw(_: int, indices: list[int]) -> MiniBatch:
+        return plan([pairs.train[index] for index in indices])
+
+    learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out))
 
 
 def sample(shown: Demonstration) -> Sample:

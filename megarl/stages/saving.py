@@ -6,30 +6,55 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import yaml
 
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import Entry, Verified, verified, verify
-from megarl.config import ConfigError, TrainConfig, dump
+from megarl.config import CheckpointSettings, ConfigError, TrainConfig, TrainingSettings, dump
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
 from megarl.errors import SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.pretraining import ValuePretraining
-from megarl.workers.model_worker import Role
-from megarl.workers.team import CHECKPOINTS, Team
+from megarl.workers.keeper import CHECKPOINTS
 
 TRAINER = "trainer.json"
 
 
+class Standing(Protocol):
+    """Where a run stands between two steps."""
+
+    step: int
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any], /) -> None: ...
+
+
+class Savable(Protocol):
+    """The ranks that train a run's models."""
+
+    @property
+    def folders(self) -> Mapping[str, str]:
+        """In which folder of the run the checkpoints hold each model."""
+
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes], /) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def load(self, steps: Mapping[str, Verified], /) -> None: ...
+
+
 class Progress:
-    """Where a run stands between two steps: all of it that no model holds and no metric shows."""
+    """Where an RL run stands between two steps: all of it that no model holds and no metric shows."""
 
     def __init__(self, config: TrainConfig, prompts: int) -> None:
         self.step = self.learned = 0  # steps, and those in which the policy learned
+        self.evaluated = 0  # the step after which it was last evaluated
         self.kl_coef = config.algorithm.kl_coef
         self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
@@ -40,12 +65,13 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        plain = {"step": self.step, "learned": self.learned, "kl_coef": self.kl_coef}
+        plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
         return {**plain, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stands where `state` was taken. ValueError where the prompts are others."""
-        self.step, self.learned, self.kl_coef = state["step"], state["learned"], state["kl_coef"]
+        self.step, self.learned = state["step"], state["learned"]
+        self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 
@@ -54,12 +80,12 @@ class Progress:
 class Found:
     """A checkpoint that verified, byte by byte."""
 
-    steps: Mapping[Role, Verified]  # which step directory holds each trained model
+    steps: Mapping[str, Verified]  # which step directory holds each trained model
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
 
 
-def find(config: TrainConfig) -> Found | None:
+def find(config: TrainingSettings) -> Found | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
     ConfigError where the configuration differs from the checkpoint's in what must not differ.
@@ -82,11 +108,11 @@ def find(config: TrainConfig) -> Found | None:
 class Checkpoints:
     """The saves of one run. On leaving, it waits for the last one."""
 
-    def __init__(self, config: TrainConfig, run: Run, team: Team) -> None:
+    def __init__(self, config: TrainingSettings, run: Run, team: Savable) -> None:
         self._settings, self._config, self._run, self._team = config.save, config, run, team
         self._saved: int | None = None  # the last step that was saved
 
-    def load(self, found: Found, progress: Progress) -> None:
+    def load(self, found: Found, progress: Standing) -> None:
         """Puts models, optimizers, random states and `progress` where the checkpoint has them."""
         with self._run.phase("load"):
             self._team.load(found.steps)
@@ -103,11 +129,14 @@ class Checkpoints:
             return
         self._saved = step
         state = {"progress": progress, "run": self._run.state(), "where": self._team.folders, "config": dump(self._config)}
-        with self._run.phase("save"), self._failures():
-            self._team.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(state).encode()})
+        with self._run.phase("save"):
+            with self._failures():
+                self._team.settle()  # whatever became of the one before, this one is another
+            with self._failures():
+                self._team.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(state).encode()})
 
     @contextmanager
-    def kept(self, progress: Progress) -> Iterator[None]:
+    def kept(self, progress: Standing) -> Iterator[None]:
         """A step inside: where no reward can be had, the run stops with a checkpoint of the moment before."""
         before = progress.state()
         try:

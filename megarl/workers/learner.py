@@ -5,10 +5,10 @@ Axes: T predicted tokens, R rows of local logits or values, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -20,14 +20,20 @@ from megarl.algorithms.dpo import Dpo
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
 from megarl.batch import Batch, Sample, pack, pack_scored
-from megarl.config import Layout, OptimizerSettings, RunSettings
+from megarl.checkpoints.steps import Verified
+from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.observe.metrics import Mean, Metric, merge
 from megarl.workers.cluster import Group
+from megarl.workers.keeper import CHECKPOINTS, Keeper
 from megarl.workers.plan import split_step
-from megarl.workers.rank import Rank
 from megarl.workers.ranks import reserve_workers, start_ranks
 
+if TYPE_CHECKING:
+    from megarl.parallel.checkpoint import Part
+
 Lesson = Sft | BradleyTerry | Dpo
+
+MODEL = "model"  # in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def mini_batch(lesson: Lesson, samples: Sequence[Sample], margin_N: Sequence[flo
     )
 
 
-class Learner(Rank):
+class Learner(Keeper):
     """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm")."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, goal: Goal) -> None:
@@ -99,6 +105,10 @@ class Learner(Rank):
 
         results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
         return merge(results) if self._reports else {}
+
+    def trained(self) -> dict[str, Part]:
+        """The one model that learns."""
+        return {MODEL: self._trained.part}
 
     def save(self, directory: Path) -> None:
         """Writes the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
@@ -164,6 +174,23 @@ class Learners:
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
         """What the loss says of sequences that are not learned from."""
         return merge(self.group.call("measure", ray.put(plan), timeout_s=self.timeout_s))
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Where a run's checkpoints hold the model."""
+        return {MODEL: CHECKPOINTS}
+
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
+        """Saves the model and its optimizer, and the files `extra`. SaveError where it failed."""
+        self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
+
+    def settle(self) -> None:
+        """Waits until the last checkpoint is written. SaveError where it failed."""
+        self.group.call("settle", timeout_s=self.timeout_s)
+
+    def load(self, steps: Mapping[str, Verified]) -> None:
+        """Gives the model and its optimizer what the step directory holds of them."""
+        self.group.call("load", steps, timeout_s=self.timeout_s)
 
     def save(self, directory: Path) -> None:
         """Writes the model as a Hugging Face directory."""

@@ -6,7 +6,7 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N re
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,17 +19,16 @@ from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ops import sequence_kl
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch, concat
-from megarl.checkpoints.steps import Verified
-from megarl.config import CheckpointSettings, CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, merge
 from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
+from megarl.workers.keeper import Keeper
 from megarl.workers.plan import ScoringPlan, StepPlan
-from megarl.workers.rank import Rank
 from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint import Saver
+    from megarl.parallel.checkpoint import Part
     from megarl.workers.model import Model
     from megarl.workers.push import Pusher
 
@@ -53,7 +52,7 @@ class Objective:
     offload: bool = False  # models that wait leave the device
 
 
-class ModelWorker(Rank):
+class ModelWorker(Keeper):
     """One rank of a group that holds the models of the given roles."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, objective: Objective, roles: Sequence[Role]) -> None:
@@ -79,7 +78,6 @@ class ModelWorker(Rank):
                 self._models[role] = self._model(objective.reward, "value")
             self._use(role)
         self._pusher: Pusher | None = None
-        self._saver: Saver | None = None
         self._kl_coef = 0.0
 
     def score(self, plan: StepPlan) -> dict[str, Metric]:
@@ -183,30 +181,9 @@ class ModelWorker(Rank):
         """Writes a model as a Hugging Face directory; value models in the layout of sequence classification."""
         self._use(role).save(directory)
 
-    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:
-        """Saves the trained models and their optimizers with the files `extra`; returns when what is saved may change again."""
-        from megarl.parallel.checkpoint import Saver
-
-        if self._saver is None:
-            self._saver = Saver(root, self._grid, settings)
-        self._saver.save(step, {role: self._awake(role).part for role in self._trained}, extra)
-
-    def settle(self) -> None:
-        """Waits until the last checkpoint is written. SaveError where it failed."""
-        if self._saver is not None:
-            self._saver.wait()
-
-    def load(self, steps: Mapping[str, Verified]) -> None:
-        """Gives the trained models and their optimizers what the step directories hold of them."""
-        from megarl.parallel.checkpoint import load
-
-        for path in dict.fromkeys(steps[role].path for role in self._trained):
-            inside = [role for role in self._trained if steps[role].path == path]
-            load(steps[inside[0]], {role: self._awake(role).part for role in inside}, self._grid)
-
-    @property
-    def _trained(self) -> list[Role]:
-        return [role for role in self._roles if role in TRAINED]
+    def trained(self) -> dict[str, Part]:
+        """The policy and the critic, as far as they are here."""
+        return {role: self._awake(role).part for role in self._roles if role in TRAINED}
 
     def _awake(self, role: Role) -> Model:
         """The model of a role on the device, whoever else is there."""

@@ -17,12 +17,11 @@ from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
 from megarl.workers.engines import Engines
+from megarl.workers.keeper import CHECKPOINTS
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, Objective, Role
 from megarl.workers.plan import Collected, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.ranks import Ranks, Running, launch_ranks, reserve_workers
 from megarl.workers.rollout_worker import Response
-
-CHECKPOINTS = "checkpoints"  # folder of a run
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Team:
         return self.policy.sync(engines.group, engines.settings.tp, version, self.config.sync)
 
     @property
-    def folders(self) -> dict[Role, str]:
+    def folders(self) -> dict[str, str]:
         """Where a run's checkpoints hold each trained model: ranks of its own write a folder of its own."""
         return {
             role: CHECKPOINTS if group is self.policy else f"{CHECKPOINTS}-{role}"
@@ -112,7 +111,7 @@ class Team:
         """Waits until the last checkpoint is written. SaveError where it failed."""
         self._wait([group.group.start("settle") for group in self._trainers], "settle")
 
-    def load(self, steps: Mapping[Role, Verified]) -> None:
+    def load(self, steps: Mapping[str, Verified]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them."""
         self._wait([group.group.start("load", steps) for group in self._trainers], "load")
 

@@ -99,9 +99,9 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far."""
+        """metrics.jsonl so far, without a line that is being written."""
         path = self.runs / "job" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
 
     def updates(self) -> list[dict[str, Any]]:
         """The metrics of the steps of policy or critic, without those that measure the clock."""
@@ -112,14 +112,14 @@ class Job:
         """Of these, the steps of the policy."""
         return [row for row in self.updates() if "actor/grad_norm" in row]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 180, pause_s: float = 0.2) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()[-4000:]}"
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}")
-            time.sleep(0.2)
+            time.sleep(pause_s)
 
 
 def read(path: str) -> bytes:
