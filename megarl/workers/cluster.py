@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -76,6 +77,9 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         os.environ.update(LOOPBACK)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
+    # The dashboard's server, which Ray starts and waits for without a dashboard too, and the autoscaler of a cluster that does not grow:
+    # a quarter of the CPU time of its start.
+    Node.start_api_server = Node.start_monitor = _start_nothing
     on_termination = signal.getsignal(signal.SIGTERM)
     # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
     scratch = tempfile.mkdtemp(prefix="megarl-")
@@ -101,6 +105,10 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             os.environ["TMPDIR"] = temporary
         reaper.communicate()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    """In the place of a process of Ray's that a run has no use for."""
 
 
 def interface_address(interface: str) -> str:
