@@ -13,6 +13,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
@@ -41,6 +43,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # safetensors' name: F32, BF16, ...
     file: Path
+    start: int  # byte of the file
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -58,6 +66,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def described(source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, bytes]:
+    """The files that say what a model's weights are, by name: config.json (of `source`, with `changes`), generation defaults, tokenizer.
+
+    Where nothing changes, config.json is the source's, byte for byte. `dtype`: torch's name of the weights', None where it is as it was.
+    """
+    given = _json_object(source / CONFIG)
+    config = {**given, **changes, **({"dtype": dtype} if dtype is not None else {})}
+    if "torch_dtype" in config and dtype is not None:
+        config["torch_dtype"] = dtype
+    files = {CONFIG: (source / CONFIG).read_bytes() if config == given else (json.dumps(config, indent=2) + "\n").encode()}
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION):
+            files[file.name] = file.read_bytes()
+    return files
+
+
 def inventory(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
@@ -66,7 +90,7 @@ def inventory(path: Path) -> dict[str, TensorInfo]:
     if (path / INDEX).is_file():
         return _indexed(path)
     if (path / SINGLE).is_file():
-        return _header(path / SINGLE)
+        return header(path / SINGLE)
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
@@ -140,13 +164,8 @@ class Writer:
     def _commit(self) -> None:
         self._flush()
         self._name_shards()
-        config = {**_json_object(self.source / CONFIG), **self.changes, "dtype": self.dtype}
-        if "torch_dtype" in config:
-            config["torch_dtype"] = self.dtype
-        (self._aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for file in self.source.iterdir():
-            if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX):
-                shutil.copyfile(file, self._aside / file.name)
+        for name, data in described(self.source, self.dtype, self.changes).items():
+            (self._aside / name).write_bytes(data)
         for file in self._aside.glob("*.safetensors"):
             shutil.copymode(self._aside / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
         _sync(self._aside.iterdir())
@@ -184,14 +203,15 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
     for file in sorted(set(placed.values())):
         if Path(file).name != file or not (path / file).is_file():
             raise ConfigError(f"model.path: {path / INDEX} names {file!r}, which is no file of the directory")
-        headers[file] = _header(path / file)
+        headers[file] = header(path / file)
     for name, file in placed.items():
         if name not in headers[file]:
             raise ConfigError(f"model.path: {path / INDEX} puts {name} into {file}, which lacks it")
     return {name: headers[file][name] for name, file in placed.items()}
 
 
-def _header(file: Path) -> dict[str, TensorInfo]:
+def header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises ConfigError in one line that names it."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -200,20 +220,30 @@ def _header(file: Path) -> dict[str, TensorInfo]:
             raise ConfigError(f"model.path: {file} is no safetensors file: {size} bytes, header of {length}")
         raw = stream.read(length)
     try:
-        header = json.loads(raw)
+        found = json.loads(raw, object_pairs_hook=partial(_once, file))
+    except ConfigError:
+        raise
     except ValueError:
-        header = None
-    if not isinstance(header, dict):
+        found = None
+    if not isinstance(found, dict):
         raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object")
-    return {name: _entry(file, name, entry, size - 8 - length) for name, entry in header.items() if name != "__metadata__"}
+    return {name: _entry(file, name, entry, 8 + length, size) for name, entry in found.items() if name != "__metadata__"}
 
 
-def _entry(file: Path, name: str, entry: Any, room: int) -> TensorInfo:
+def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"model.path: {file}: its header has {next(name for name in names if names.count(name) > 1)} twice")
+    return dict(pairs)
+
+
+def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInfo:
+    room = size - data
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             sized = all(type(extent) is int and extent >= 0 for extent in shape)
             if sized and 0 <= start <= stop <= room and stop - start == math.prod(shape) * _ITEM_SIZES.get(dtype, -1):
-                return TensorInfo(tuple(shape), dtype, file)
+                return TensorInfo(tuple(shape), dtype, file, data + start)
             raise ConfigError(
                 f"model.path: {file}: {name} is declared as {dtype} {shape} at bytes {start} to {stop} of {room}, which cannot be"
             )
