@@ -192,8 +192,8 @@ def test_critic_is_no_policy(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "architecture 'LlamaForCausalLM' is not supported (supported: Qwen3Moe",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture 'GPT2LMHeadModel' is not supported (supported: Qwen3Moe",
         ),
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),

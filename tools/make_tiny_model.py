@@ -1,8 +1,9 @@
-"""A tiny Qwen3-MoE with random weights and a tokenizer trained on the spot, as an ordinary Hugging Face directory.
+"""A tiny model with random weights and a tokenizer trained on the spot, as an ordinary Hugging Face directory.
 
-    python tools/make_tiny_model.py OUT [--layers 4] [--seed 1]
+    python tools/make_tiny_model.py OUT [--family qwen3_moe] [--layers 4] [--seed 1]
 
-Four layers, eight experts (top-2), 1.0M parameters. transformers and vLLM load OUT as it is. The same options give the same bytes.
+A Qwen3-MoE of four layers, eight experts (top-2) and 1.0M parameters, or the same sizes in another family's architecture. transformers and
+vLLM load OUT as it is. The same options give the same bytes.
 
 The tokenizer is a sentencepiece character model in which the two example tasks' question phrases are single pieces, so that their
 prompts are short. Every printable ASCII text survives encode and decode exactly; a character outside the 128 pieces becomes `<|unk|>`.
@@ -17,10 +18,10 @@ import random
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # ten seconds to import
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, END, UNK, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"
 # reasoning-gym's words around the questions of spell_backward and chain_sum.
@@ -104,10 +105,38 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
     )
 
 
-def build(out: Path, *, layers: int, hidden: int, experts: int, expert_hidden: int, seed: int) -> int:
-    """Write the directory and return the number of parameters."""
+# model_type, and what its configuration has beside or instead of `_common`.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "router_aux_loss_coef": 0.01}),
+    "qwen3": ("qwen3", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
+    "deepseek_v3_plain": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+}
+
+
+def build(
+    out: Path, *, layers: int, hidden: int, experts: int, expert_hidden: int, seed: int, family: str = "qwen3_moe", **changes: Any
+) -> int:
+    """Write the directory and return the number of parameters. `changes`: further fields of the configuration."""
     import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -116,36 +145,85 @@ def build(out: Path, *, layers: int, hidden: int, experts: int, expert_hidden: i
     (out / "tokenizer.model").write_bytes(sentencepiece_model)
     tokenizer = fast_tokenizer(sentencepiece_model)
     tokenizer.save_pretrained(out)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=expert_hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64,
-        head_dim=32,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+    kind, own = FAMILIES[family]
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(
+        kind, **{**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own, **tokens, **changes}
     )
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
+    if family != "qwen3_moe":
+        _stir(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _common(layers: int, hidden: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
+    """What a family's configuration says of its experts."""
+    routed = {"moe_intermediate_size": expert_hidden, "num_experts_per_tok": 2}
+    sigmoid = {
+        **routed,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1 if layers > 1 else 0,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+    if kind == "qwen3_moe":
+        return {**routed, "num_experts": experts}
+    if kind == "mixtral":
+        return {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
+    if kind == "glm4_moe":
+        return {**sigmoid, "num_mtp_layers": 0}
+    if kind == "deepseek_v3":
+        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32}
+        return {
+            **sigmoid,
+            "num_mtp_layers": 0,
+            "num_key_value_heads": hidden // 32,
+            "head_dim": 16,  # of what is rotated
+            "num_experts_per_tok": 4,
+            "n_group": experts // 2,
+            "topk_group": 2,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 24,
+            "rope_parameters": {**yarn, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        }
+    return {}
+
+
+def _stir(model: PreTrainedModel) -> None:
+    """Vectors that transformers makes all ones or zeros (norms, biases, a router's expert bias) take part in what a test compares."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    vectors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))]
+    for vector in (tensor for tensor in vectors if tensor.ndim == 1):
+        vector.data += 0.1 * torch.randn(vector.shape, generator=generator)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A tiny Qwen3-MoE with random weights, as a Hugging Face directory.")
+    parser = argparse.ArgumentParser(description="A tiny model with random weights, as a Hugging Face directory.")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64: heads are 32 wide, two to a key/value head")
     parser.add_argument("--experts", type=int, default=8)
@@ -164,6 +242,7 @@ def main() -> None:
         experts=given.experts,
         expert_hidden=given.expert_hidden,
         seed=given.seed,
+        family=given.family,
     )
     print(f"{given.out}: {count / 1e6:.2f}M parameters, {VOCABULARY} pieces")
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, Layout
+from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
-from megarl.models import qwen3_moe
 from megarl.models.rows import Family, HeadKind
 
-FAMILIES = {head.architecture: family for family in (qwen3_moe.FAMILY,) for head in family.heads.values()}
+_MODULES = (qwen3_moe, qwen3, qwen2, llama, mixtral, deepseek_v3, glm4_moe)
+FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 _STORED = {"F32", "BF16", "F16"}
 
 
@@ -23,23 +24,25 @@ def family_of(hf: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path") -> dict[str, Any]:
+def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> dict[str, Any]:
     """The config.json of a checkpoint that holds exactly the tensors of its architecture, in their shapes, and can fill a model.
 
     `head`: that of the model to fill. One with a scalar head ("value": critic, reward model) may start from a language model, too.
-    `key` is the setting that gave the path. Raises ConfigError in one line: missing directory, broken file, another head, a tensor
-    missing, of the wrong shape, quantized or unknown.
+    `key` is the setting that gave the path. `drop_mtp`: layers that predict further tokens (multi-token prediction) may be there; they
+    are left out. Raises ConfigError in one line: missing directory, broken file, another head, a RoPE or router that Megatron has not, a
+    tensor missing, of the wrong shape, quantized or unknown.
     """
     try:
-        return _check_checkpoint(path, head)
+        return _check_checkpoint(path, head, drop_mtp)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", key, 1)) from None
 
 
-def _check_checkpoint(path: Path, head: HeadKind) -> dict[str, Any]:
+def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, Any]:
     config = directory.read_config(path)
     family = family_of(config)
     _check_head(path, config, family, head)
+    family.fields(config)
     expected, held, architecture = family.expected(config), directory.inventory(path), config["architectures"][0]
     missing = [name for name in expected if name not in held]
     if missing:
@@ -49,7 +52,14 @@ def _check_checkpoint(path: Path, head: HeadKind) -> dict[str, Any]:
             raise ConfigError(f"model.path: {path}: {name} has shape {list(held[name].shape)}, expected {list(shape)} by config.json")
         if held[name].dtype not in _STORED:
             raise ConfigError(f"model.path: {path}: {name} is stored as {held[name].dtype}, expected one of {', '.join(sorted(_STORED))}")
-    unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)))
+    predictors = family.predictors(config)
+    further = sorted(name for name in held if name.startswith(predictors))
+    if further and not drop_mtp:
+        raise ConfigError(
+            f"model.path: {path} holds {further[0]} and {len(further) - 1} more tensors of multi-token prediction, which megarl does not "
+            "train (model.drop_mtp=true leaves them out, of what is saved, too)"
+        )
+    unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)) - set(further))
     if unknown:
         raise ConfigError(f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} has not ({len(unknown)} such)")
     return config
@@ -77,6 +87,7 @@ def check_layout(hf: dict[str, Any], layout: Layout) -> None:
         (f"layout.tp={layout.tp}", layout.tp, sizes.heads, "attention heads", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.groups, "key-value heads", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.ffn or 0, "units in its MLPs", "tp"),
+        (f"layout.tp={layout.tp}", layout.tp, sizes.shared_ffn, "units in its shared experts", "tp"),
         (f"layout.ep={layout.ep}", layout.ep, sizes.experts, "experts", "ep"),
         (f"layout.etp={layout.etp}", layout.etp, sizes.expert_ffn, "units in an expert", "etp"),
         (f"layout.pp={layout.pp}", layout.pp, sizes.layers, "layers", "pp"),

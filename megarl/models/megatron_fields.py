@@ -1,4 +1,4 @@
-"""The names of Megatron's TransformerConfig fields, read from its source: a check that must not cost the import of Megatron."""
+"""The fields of Megatron's TransformerConfig: which there are, read from its source, and which megarl sets. Costs no import of Megatron."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError
+import torch
 
+from megarl.config import ConfigError, Layout
+from megarl.models.families import family_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SOURCES = ("transformer/transformer_config.py", "model_parallel_config.py")
 
 
@@ -27,13 +31,58 @@ def megatron_fields() -> set[str]:
     return fields
 
 
-def check_fields(overrides: Mapping[str, Any]) -> None:
-    """ConfigError for a key of `model.megatron` that is no field, with the nearest name."""
+def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """ConfigError for a key of `model.megatron` that is no field, with the nearest name, or one of `fixed` (see `fixed_fields`)."""
     if not overrides:
         return
     known = megatron_fields()
     for name in overrides:
+        if name in fixed:
+            raise ConfigError(f"model.megatron.{name}: set by model.path, model.dtype, layout or megarl itself (to {fixed[name]!r})")
         if name not in known:
             guess = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f" (did you mean {guess[0]!r}?)" if guess else ""
             raise ConfigError(f"model.megatron.{name}: no such field of Megatron's TransformerConfig{hint}")
+
+
+def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
+    """The fields that the weights, their dtype, the layout and the gradient's scaling fix. Raises ConfigError as the family does."""
+    return {**family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.tp > 1,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "variable_seq_lengths": True,  # micro-batches differ in length; pipeline stages exchange shapes
+        "batch_p2p_comm": layout.vpp is None,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    return {"params_dtype": DTYPES[dtype], "pipeline_dtype": DTYPES[dtype], "bf16": dtype == "bfloat16", "fp16": False}
+
+
+def _laws() -> dict[str, Any]:
+    return {
+        # `schedule` undoes the division by micro-batches and ranks for the loss and leaves it to the MoE auxiliary losses. With True
+        # their gradient depends on the layout (moe_utils.py:231 counts the tokens of one sequence-parallel shard).
+        "calculate_per_token_loss": False,
+        # Weights come from a checkpoint. Megatron's own initialisers still run, for the tensor-parallel attributes that they set.
+        "perform_initialization": True,
+        "use_cpu_initialization": False,
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "embedding_init_method": _keep,
+    }
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight

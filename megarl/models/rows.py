@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarl.models.rope import Rope
+
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number a token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of any head's one parameter
@@ -183,18 +185,21 @@ class Row:
     hf: tuple[str, ...]
     op: Op
     alias: bool = False  # a second copy of tensors that another row exports (tied embeddings)
+    layers: range | None = None  # those that have it; None: all
+    float32: bool = False  # a buffer of float32 whatever the model's dtype, saved and sent so (a router's expert bias)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter of the whole model: a row at one layer and expert."""
+    """One Megatron parameter (or persistent buffer) of the whole model: a row at one layer and expert."""
 
     name: str
     hf: tuple[str, ...]
     op: Op
     layer: int | None
     expert: int | None  # set: the parameter is cut by expert tensor parallelism, and lives on one expert-parallel rank
-    alias: bool
+    alias: bool = False
+    float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,11 +210,13 @@ class Sizes:
     hidden: int
     heads: int
     groups: int  # key-value heads
-    head_dim: int
+    head_dim: int  # of queries and keys
     vocab: int
-    ffn: int | None  # of dense MLPs; None: there is none
-    experts: int  # 0: no mixture
-    expert_ffn: int
+    ffn: int | None = None  # of dense MLPs; None: there is none
+    experts: int = 0  # 0: no mixture
+    expert_ffn: int = 0
+    shared_ffn: int = 0  # of the experts that every token takes, together; 0: there is none
+    dense: int = 0  # the first layers, which have a dense MLP where the others have experts
 
 
 @dataclass(frozen=True)
@@ -219,15 +226,20 @@ class Head:
     architecture: str  # config.json's architectures[0]
     row: Callable[[dict[str, Any]], Row]  # of the parameter OUTPUT
     labels: dict[str, Any]  # what config.json says of the head beside its architecture
+    known: bool = True  # to transformers; else megarl alone loads what it saves
 
 
-def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes]) -> Head:
-    """One number a token, as transformers' sequence classification with one label keeps it in every family."""
+def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, known: bool = True) -> Head:
+    """One number a token, as transformers' sequence classification with one label keeps it in every family that has a class for it."""
 
     def row(hf: dict[str, Any]) -> Row:
         return Row(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))
 
-    return Head(architecture, row, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
+    return Head(architecture, row, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}, known)
+
+
+def _nothing(hf: dict[str, Any]) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -237,7 +249,10 @@ class Family:
     heads: dict[HeadKind, Head]
     sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's rows do not hold
     rows: Callable[[dict[str, Any]], list[Row]]  # of the backbone
-    optional: Callable[[dict[str, Any]], tuple[str, ...]]  # Hugging Face tensors that may be there and are not used
+    rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for what no rank could build
+    fields: Callable[[dict[str, Any]], dict[str, Any]]  # of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
+    optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # Hugging Face tensors that may be there and are not used
+    predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # what names of multi-token-prediction tensors begin with
 
     def head_of(self, hf: dict[str, Any]) -> HeadKind:
         """The head that a config.json of this family names."""
@@ -250,7 +265,8 @@ class Family:
         sizes, rows = self.sizes(hf), [*self.rows(hf), self.heads[head].row(hf)]
         outer = [weight for row in rows if "{layer}" not in row.megatron for weight in _expand(row, None, 0)]
         inner = [row for row in rows if "{layer}" in row.megatron]
-        return outer + [weight for layer in range(sizes.layers) for row in inner for weight in _expand(row, layer, sizes.experts)]
+        places = ((layer, row) for layer in range(sizes.layers) for row in inner if row.layers is None or layer in row.layers)
+        return outer + [weight for layer, row in places for weight in _expand(row, layer, sizes.experts)]
 
     def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
         """The name and shape of every tensor that a checkpoint with this config.json must hold."""
@@ -261,4 +277,5 @@ class Family:
 def _expand(row: Row, layer: int | None, experts: int) -> Iterator[Weight]:
     for expert in range(experts) if "{expert}" in row.megatron else [None]:
         numbers = {"layer": layer, "expert": expert}
-        yield Weight(row.megatron.format(**numbers), tuple(name.format(**numbers) for name in row.hf), row.op, layer, expert, row.alias)
+        name, hf = row.megatron.format(**numbers), tuple(name.format(**numbers) for name in row.hf)
+        yield Weight(name, hf, row.op, layer, expert, row.alias, row.float32)

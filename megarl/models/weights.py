@@ -26,6 +26,7 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 _TRANSFORMER_ENGINE = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
     (re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"), r"mlp.experts.local_experts.\3.linear_fc\1.\2"),
 )
 
@@ -43,16 +44,20 @@ def head_of(chunks: Iterable[Any]) -> HeadKind:
     return head
 
 
-def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank's model chunks by canonical name."""
-    found: dict[str, torch.nn.Parameter] = {}
+def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
+    """The parameters of this rank's model chunks by canonical name, and the buffers that are weights too (a router's expert bias)."""
+    found: dict[str, Tensor] = {}
     for chunk in map(unwrap, chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1, over all stages and chunks
-        for name, parameter in chunk.named_parameters():
+        for name, tensor in (*chunk.named_parameters(), *_weight_buffers(chunk)):
             name = canonical(name, numbers, ep_rank * _local_experts(chunk))
             assert name not in found, f"{name} twice on one rank"
-            found[name] = parameter
+            found[name] = tensor
     return found
+
+
+def _weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
 
 
 def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:

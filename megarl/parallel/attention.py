@@ -1,7 +1,7 @@
 """Causal attention of packed sequences through torch's scaled_dot_product_attention, with context parallelism: the local spec's core.
 
-Axes: T local tokens of this context-parallel rank, H query heads, G key/value heads (both the tensor-parallel shard), D head size,
-N sequences of one length, L tokens of a whole sequence.
+Axes: T local tokens of this context-parallel rank, H query heads, G key/value heads (both the tensor-parallel shard), D head size (of
+queries and keys; values may have another, C), N sequences of one length, L tokens of a whole sequence.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
@@ -57,13 +59,13 @@ class PackedAttention(MegatronModule):
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGC: Tensor,
         attention_mask: None,
         attn_mask_type: Any = None,
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """The attended values [T, H * D] of the local tokens."""
+        """The attended values [T, H * C] of the local tokens."""
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         ranks = self.cp_group.size()
         bounds = packed_seq_params.cu_seqlens_q.tolist()
@@ -71,18 +73,21 @@ class PackedAttention(MegatronModule):
         groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
         sizes = [length // ranks * count for length, count in groups]
         if ranks == 1:
-            ks, vs = k_TGD.split(sizes), v_TGD.split(sizes)
+            ks, vs = k_TGD.split(sizes), v_TGC.split(sizes)
         else:
-            ks, vs = self._gather(torch.cat([k_TGD, v_TGD], dim=-1), sizes, groups)
+            ks, vs = self._gather(k_TGD, v_TGC, sizes, groups)
         parts = zip(q_THD.split(sizes), ks, vs, groups, strict=True)
         return torch.cat([self._attend(q, k, v, *group) for q, k, v, group in parts]).flatten(1)
 
-    def _gather(self, kv: Tensor, sizes: list[int], groups: list[tuple[int, int]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Keys and values of the whole sequences, group by group, from this rank's [T, G, 2 D]."""
-        ranks = self.cp_group.size()
+    def _gather(
+        self, k_TGD: Tensor, v_TGC: Tensor, sizes: list[int], groups: list[tuple[int, int]]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Keys and values of the whole sequences, group by group, from this rank's."""
+        ranks, widths = self.cp_group.size(), [k_TGD.shape[-1], v_TGC.shape[-1]]
+        kv = torch.cat([k_TGD, v_TGC], dim=-1)
         all_ranks = gather_from_sequence_parallel_region(kv, tensor_parallel_output_grad=True, group=self.cp_group)
         parts = all_ranks.unflatten(0, (ranks, -1)).split(sizes, dim=1)
-        whole = [_unzigzag(part, count).chunk(2, dim=-1) for part, (_, count) in zip(parts, groups, strict=True)]
+        whole = [_unzigzag(part, count).split(widths, dim=-1) for part, (_, count) in zip(parts, groups, strict=True)]
         return [k for k, _ in whole], [v for _, v in whole]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -31,6 +33,26 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class WholeLinear(torch.nn.Module):
+    """x W^T with all of W on every tensor-parallel rank: the projections of multi-latent attention down to its latents.
+
+    Megatron's local spec cuts them by column and gathers the result, and loses gradients of the shared rotary key then: its gather's
+    backward takes this rank's slice (multi_latent_attention.py:607) of what each rank knows only its own heads' part of. Transformer
+    Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, which Megatron takes this
+    class for on a CPU (`cpu/patches.py`).
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, config: TransformerConfig, bias: bool, **_: Any) -> None:
+        super().__init__()
+        assert parallel_mode == "duplicated" and not bias
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed over the shards
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """The projection of this rank's tokens, and no bias."""
+        return F.linear(x, self.weight), None
+
+
 def transformer_engine(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The CUDA spec of the layers that this pipeline rank builds for the given virtual stage."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -52,5 +74,8 @@ def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

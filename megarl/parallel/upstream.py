@@ -41,8 +41,10 @@ def expect(function: Any, *lines: str) -> None:
 def apply() -> None:
     """Mend the importable megatron.core, on any hardware."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer.moe.router import TopKRouter
 
     _shape_exchange(P2PCommunicator)
+    _padded_counts(TopKRouter)
 
 
 def _shape_exchange(communicator: Any) -> None:
@@ -82,3 +84,15 @@ def _shape_exchange(communicator: Any) -> None:
         return from_prev.tolist(), from_next.tolist()
 
     communicator._communicate_shapes = communicate_shapes
+
+
+def _padded_counts(router: Any) -> None:
+    """router.py:558 counts the tokens of each expert with a mask [tokens] over a map [tokens, experts], which fails for most sizes and
+    masks experts for the others."""
+    expect(router._apply_expert_bias, "routing_map = routing_map & (~padding_mask)", "local_tokens_per_expert += routing_map.sum(dim=0)")
+    count = router._apply_expert_bias
+
+    def apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        count(self, routing_map, padding_mask if padding_mask is None else padding_mask[:, None])
+
+    router._apply_expert_bias = apply_expert_bias

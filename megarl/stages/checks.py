@@ -34,7 +34,7 @@ from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
-from megarl.models.megatron_fields import check_fields
+from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.rows import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
@@ -77,7 +77,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
     hf = check_checkpoint(config.model.path, head)
     check_layout(hf, config.layout)
-    check_fields(config.model.megatron)
+    check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
     writers.check(config.log)
     check_cluster(config.cluster)
     return hf

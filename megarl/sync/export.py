@@ -7,6 +7,7 @@ are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +24,7 @@ from megarl.models.rows import Weight
 from megarl.models.weights import head_of, local_parameters, tensor_parallel
 from megarl.parallel.grid import Grid
 
+log = logging.getLogger(__name__)
 GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
 
 
@@ -36,7 +38,7 @@ class _Batch:
 
 
 def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The model as a stream of (Hugging Face name, full tensor in `dtype` on this rank's device).
+    """The model as a stream of (Hugging Face name, full tensor in `dtype` on this rank's device; routers' expert biases in float32).
 
     Collective: every rank must iterate to the end, and rank 0 alone gets tensors. A tensor is valid until the next is asked for.
     """
@@ -45,7 +47,7 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
     parameters = local_parameters(chunks, grid.ep_rank)
     device = next(iter(parameters.values())).device
     for batch in _plan(weights, grid, parameters, dtype, device):
-        shards = _collect(batch, parameters, grid, dtype, device)
+        shards = _collect(batch, parameters, grid, torch.float32 if batch.weights[0].float32 else dtype, device)
         if shards is not None:
             yield from _named(batch, shards)
 
@@ -66,9 +68,17 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
             raise AssertionError("rank 0 alone is given tensors")
         return
     head = family_of(hf).heads[head_of(chunks)]
-    with Writer(target, source, str(dtype).removeprefix("torch."), {"architectures": [head.architecture], **head.labels}) as writer:
+    if not head.known:
+        log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
+    changes = {"architectures": [head.architecture], **head.labels, **_without_predictors(hf)}
+    with Writer(target, source, str(dtype).removeprefix("torch."), changes) as writer:
         for name, tensor in stream:
             writer.add(name, tensor)
+
+
+def _without_predictors(hf: dict[str, Any]) -> dict[str, int]:
+    """What config.json says of multi-token prediction once its layers are left out."""
+    return {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)}
 
 
 def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:

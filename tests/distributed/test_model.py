@@ -69,9 +69,9 @@ def test_overrides_are_checked_by_name(pool: Pool) -> None:
     assert said({}, moe_token_dispatcher_type="allgather").startswith("model.megatron: refused by Megatron: Token dispatcher type")
 
 
-def test_scaled_rope_is_refused(pool: Pool, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", rope_parameters={"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0})
-    with pytest.raises(AssertionError, match="model.path: config.json asks for RoPE of type 'yarn'; supported: 'default'"):
+def test_a_rope_that_depends_on_the_length_is_refused(pool: Pool, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", rope_parameters={"rope_theta": 1e6, "rope_type": "dynamic", "factor": 4.0})
+    with pytest.raises(AssertionError, match="model.path: config.json asks for RoPE of type 'dynamic'; supported: 'default'"):
         pool.run(build, Layout(), Job(path))
 
 

@@ -21,11 +21,13 @@ def apply() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     _rng_state(random)
     _router_gemm(moe_utils)
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
+    _whole_projections(multi_latent_attention)
 
 
 def _rng_state(random: Any) -> None:
@@ -88,3 +90,16 @@ def _uneven_collectives(mappings: Any) -> None:
         return parts.view(group.size(), mine, *input_.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def _whole_projections(multi_latent_attention: Any) -> None:
+    """multi_latent_attention.py:421 knows a projection that every tensor-parallel rank has whole only as Transformer Engine's TELinear."""
+    from megarl.parallel.spec import WholeLinear
+
+    expect(
+        multi_latent_attention.MLASelfAttention.__init__,
+        "if submodules.linear_q_down_proj in [TELinear]:",
+        "q_down_proj_kwargs['parallel_mode'] = 'duplicated'",
+        "if submodules.linear_kv_down_proj in [TELinear]:",
+    )
+    multi_latent_attention.TELinear = WholeLinear

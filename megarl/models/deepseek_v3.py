@@ -1,0 +1,120 @@
+"""DeepSeek-V3 and R1: attention through low-rank latents (MLA), dense first layers, then shared and routed experts that a sigmoid router
+chooses by score plus bias, within groups.
+
+What they predict beyond the next token (multi-token prediction, one further layer) is not trained here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import parts
+from megarl.models.parts import BLOCK, LAYER, number
+from megarl.models.rope import Rope, rope
+from megarl.models.rows import Family, Plain, Row, Sizes, scalar_head
+
+NAME = "DeepSeek-V3"
+
+
+def sizes(hf: dict[str, Any]) -> Sizes:
+    """The model's numbers. Raises ConfigError for what these rows and Megatron's MLA do not hold."""
+    parts.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    heads = number(hf, "num_attention_heads")
+    if hf.get("num_key_value_heads") not in (None, heads):
+        raise ConfigError(f"model.path: config.json's num_key_value_heads={hf['num_key_value_heads']!r} is not num_attention_heads={heads}")
+    if hf.get("rms_norm_eps") != 1e-6:  # transformers norms the latents with 1e-6 whatever config.json says, Megatron with this number
+        raise ConfigError(f"model.path: config.json's rms_norm_eps={hf.get('rms_norm_eps')!r} is not supported for {NAME}, which has 1e-06")
+    return Sizes(
+        layers=number(hf, "num_hidden_layers"),
+        hidden=number(hf, "hidden_size"),
+        heads=heads,
+        groups=heads,
+        head_dim=number(hf, "qk_nope_head_dim") + number(hf, "qk_rope_head_dim"),
+        vocab=number(hf, "vocab_size"),
+        **parts.sigmoid_sizes(hf),  # type: ignore[arg-type]
+    )
+
+
+def rows(hf: dict[str, Any]) -> list[Row]:
+    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    n = sizes(hf)
+    before, after = parts.norms(n)
+    return [parts.embedding(n), before, *_latents(hf, n), after, *parts.sigmoid_experts(n), parts.final_norm(n)]
+
+
+def _latents(hf: dict[str, Any], n: Sizes) -> list[Row]:
+    """Projections down to the latents are whole on every tensor-parallel rank, those up to the heads are cut by head."""
+    ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
+    query, latent, value = n.heads * n.head_dim, number(hf, "kv_lora_rank"), number(hf, "v_head_dim")
+    keys_values = n.heads * (number(hf, "qk_nope_head_dim") + value)
+    if hf.get("q_lora_rank") is None:
+        queries = [Row(ours + "linear_q_proj.weight", (theirs + "q_proj.weight",), Plain((query, n.hidden), 0))]
+    else:
+        rank = number(hf, "q_lora_rank")
+        queries = [
+            Row(ours + "linear_q_down_proj.weight", (theirs + "q_a_proj.weight",), Plain((rank, n.hidden))),
+            Row(ours + "q_layernorm.weight", (theirs + "q_a_layernorm.weight",), Plain((rank,))),
+            Row(ours + "linear_q_up_proj.weight", (theirs + "q_b_proj.weight",), Plain((query, rank), 0)),
+        ]
+    down = Plain((latent + number(hf, "qk_rope_head_dim"), n.hidden))
+    return [
+        *queries,
+        Row(ours + "linear_kv_down_proj.weight", (theirs + "kv_a_proj_with_mqa.weight",), down),
+        Row(ours + "kv_layernorm.weight", (theirs + "kv_a_layernorm.weight",), Plain((latent,))),
+        Row(ours + "linear_kv_up_proj.weight", (theirs + "kv_b_proj.weight",), Plain((keys_values, latent), 0)),
+        Row(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * value), 1)),
+    ]
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Of Megatron's MLATransformerConfig."""
+    n = sizes(hf)
+    turned = rope(hf)
+    return {
+        **parts.decoder_fields(hf, n, Rope("default", turned.theta, 1.0, {}), norm=True),
+        **parts.sigmoid_fields(NAME, hf, n),
+        "multi_latent_attention": True,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": number(hf, "kv_lora_rank"),
+        "qk_head_dim": number(hf, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": number(hf, "qk_rope_head_dim"),
+        "v_head_dim": number(hf, "v_head_dim"),
+        "kv_channels": number(hf, "v_head_dim"),
+        "apply_rope_fusion": False,
+        **_rope_fields(turned),
+    }
+
+
+def _rope_fields(rope: Rope) -> dict[str, Any]:
+    """MLA makes its own frequencies in Megatron, plain or YaRN's, by transformers' formulas. Raises ConfigError where it could not."""
+    common = {"rotary_base": rope.theta, "rotary_percent": 1.0}
+    if rope.kind == "default":
+        return {**common, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    given = rope.numbers
+    one, two = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
+    if rope.kind != "yarn" or rope.fraction != 1.0 or given.get("attention_factor") is not None or not given.get("truncate", True):
+        raise ConfigError(f"model.path: config.json's RoPE {dict(given)} is not supported for {NAME}: 'default' and plain 'yarn' are")
+    if two and not one:  # scores take mscale_all_dim alone, cosine and sine then do not: Megatron has no such setting
+        raise ConfigError(f"model.path: config.json's RoPE has mscale_all_dim={two:g} without mscale, which is not supported for {NAME}")
+    return {
+        **common,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(given["factor"]),
+        "original_max_position_embeddings": given["original_max_position_embeddings"],
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        "mscale": float(one if two else 1.0),
+        "mscale_all_dim": float(two),
+    }
+
+
+FAMILY = Family(
+    heads={"lm": parts.lm_head("DeepseekV3ForCausalLM", sizes), "value": scalar_head("DeepseekV3ForSequenceClassification", sizes)},
+    sizes=sizes,
+    rows=rows,
+    rope=rope,
+    fields=fields,
+    optional=parts.tied_twice,
+    predictors=parts.predictors,
+)

@@ -1,0 +1,236 @@
+"""What families have in common: rows of attention, MLP and experts, and the Megatron fields that go with them.
+
+A family's file says which of these it has and under which names, what it refuses, and what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+
+from megarl.config import ConfigError
+from megarl.models.rope import Rope
+from megarl.models.rows import OUTPUT, QKV, GateUp, Head, Plain, Row, Sizes
+
+LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's, Hugging Face's
+_EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
+
+
+# --- config.json ---
+
+
+def number(hf: Mapping[str, Any], key: str) -> int:
+    """A positive integer of config.json. Raises ConfigError."""
+    if key not in hf:
+        raise ConfigError(f"model.path: config.json lacks {key}")
+    if type(hf[key]) is not int or hf[key] < 1:
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is no positive integer")
+    return hf[key]
+
+
+def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
+    """ConfigError for a key of config.json that is there and neither null nor what the family's rows and Megatron hold.
+
+    For every family: another activation than silu, quantized weights, sliding windows.
+    """
+    always = {"hidden_act": "silu", "quantization_config": None, "use_sliding_window": False}
+    for key, value in {**always, **expected}.items():
+        if hf.get(key) not in (None, value):
+            raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is not supported for {family}")
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(f"model.path: config.json's layer_types are not all 'full_attention', as supported for {family}")
+
+
+def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
+    """The numbers of a decoder with grouped-query attention; `mlp`: those of its MLPs and experts. Raises ConfigError."""
+    hidden, heads = number(hf, "hidden_size"), number(hf, "num_attention_heads")
+    groups = heads if hf.get("num_key_value_heads") is None else number(hf, "num_key_value_heads")
+    if heads % groups:
+        raise ConfigError(f"model.path: config.json's num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    return Sizes(
+        layers=number(hf, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=groups,
+        head_dim=number(hf, "head_dim") if hf.get("head_dim") is not None else hidden // heads,
+        vocab=number(hf, "vocab_size"),
+        **mlp,
+    )
+
+
+# --- rows ---
+
+
+def embedding(n: Sizes) -> Row:
+    """The vocabulary's, which tensor parallelism may pad."""
+    return Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary(n))
+
+
+def final_norm(n: Sizes) -> Row:
+    """The norm behind the last layer."""
+    return Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,)))
+
+
+def norms(n: Sizes) -> tuple[Row, Row]:
+    """The norms before the attention and before the MLP."""
+    return (
+        Row(LAYER + "input_layernorm.weight", (BLOCK + "input_layernorm.weight",), Plain((n.hidden,))),
+        Row(LAYER + "pre_mlp_layernorm.weight", (BLOCK + "post_attention_layernorm.weight",), Plain((n.hidden,))),
+    )
+
+
+def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[Row]:
+    """Grouped-query attention between its norms; `bias` of query, key and value; `norm` of each head's query and key."""
+    before, after = norms(n)
+    ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
+    names = tuple(f"{theirs}{name}_proj." for name in "qkv")
+    rows = [before, Row(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, n.hidden))]
+    if bias:
+        rows.append(Row(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n)))
+    if norm:
+        rows += [Row(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
+    return [*rows, Row(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)), after]
+
+
+def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None) -> list[Row]:
+    """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts."""
+    ours, theirs = LAYER + ours, BLOCK + theirs
+    return [
+        Row(ours + "linear_fc1.weight", (theirs + "gate_proj.weight", theirs + "up_proj.weight"), GateUp(ffn, n.hidden), layers=layers),
+        Row(ours + "linear_fc2.weight", (theirs + "down_proj.weight",), Plain((n.hidden, ffn), 1), layers=layers),
+    ]
+
+
+def experts(
+    n: Sizes, theirs: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), layers: range | None = None
+) -> list[Row]:
+    """The router and the routed experts, whose projections are called `names`."""
+    router, expert = BLOCK + theirs + "gate.weight", BLOCK + theirs + "experts.{expert}."
+    gate, up, down = (f"{expert}{name}.weight" for name in names)
+    return [
+        Row(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden)), layers=layers),
+        Row(_EXPERT + "linear_fc1.weight", (gate, up), GateUp(n.expert_ffn, n.hidden), layers=layers),
+        Row(_EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1), layers=layers),
+    ]
+
+
+def sigmoid_experts(n: Sizes) -> list[Row]:
+    """DeepSeek-V3's MLPs, GLM-4.5's too: the first layers dense, then routed experts chosen by score plus a bias, and shared ones."""
+    rest = range(n.dense, n.layers)
+    bias = (BLOCK + "mlp.gate.e_score_correction_bias",)
+    return [
+        *(gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
+        *experts(n, layers=rest),
+        Row(LAYER + "mlp.router.expert_bias", bias, Plain((n.experts,)), layers=rest, float32=True),
+        *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest),
+    ]
+
+
+def logits(n: Sizes, hf: Mapping[str, Any]) -> Row:
+    """The output layer, which may be the embedding once more."""
+    tied = bool(hf.get("tie_word_embeddings"))
+    return Row(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
+
+
+def lm_head(architecture: str, sizes: Any) -> Head:
+    """The head of a language model."""
+    return Head(architecture, lambda hf: logits(sizes(hf), hf), {})
+
+
+def tied_twice(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """A tied output layer that a checkpoint stores all the same."""
+    return ("lm_head.weight",) if hf.get("tie_word_embeddings") else ()
+
+
+def predictors(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layers behind the last that predict further tokens (multi-token prediction)."""
+    count = hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0
+    return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(count))
+
+
+def _vocabulary(n: Sizes) -> Plain:
+    return Plain((n.vocab, n.hidden), 0, pads=True)
+
+
+def _qkv(n: Sizes, *rest: int) -> QKV:
+    return QKV(n.heads, n.groups, n.head_dim, rest)
+
+
+# --- Megatron's fields ---
+
+
+def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
+    """Of the TransformerConfig of a dense decoder with the rows above. Raises ConfigError."""
+    if "rms_norm_eps" not in hf:
+        raise ConfigError("model.path: config.json lacks rms_norm_eps")
+    if rope.attention_factor != 1.0 and rope.fraction != 1.0:
+        raise ConfigError(f"model.path: RoPE of type {rope.kind!r} with partial_rotary_factor={rope.fraction:g} is not supported")
+    return {
+        "num_layers": n.layers,
+        "hidden_size": n.hidden,
+        "num_attention_heads": n.heads,
+        "num_query_groups": n.groups,
+        "kv_channels": n.head_dim,
+        "ffn_hidden_size": n.ffn if n.ffn is not None else n.expert_ffn,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "qk_layernorm": norm,
+        "add_qkv_bias": bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Cosine and sine times f, of queries and keys alike, are scores times f^2.
+        "softmax_scale": n.head_dim**-0.5 * rope.attention_factor**2 if rope.attention_factor != 1.0 else None,
+    }
+
+
+def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict[str, Any]:
+    """Of a router that chooses by softmax; `normalized`: the chosen probabilities are scaled to a sum of 1, a softmax over them alone."""
+    return {
+        "num_moe_experts": n.experts,
+        "moe_ffn_hidden_size": n.expert_ffn,
+        "moe_router_topk": number(hf, "num_experts_per_tok"),
+        "moe_router_pre_softmax": not normalized,
+        "moe_router_score_function": "softmax",
+    }
+
+
+def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, Any]:
+    """Of the router and the MLPs of `sigmoid_experts`. Raises ConfigError where Megatron's router would choose other experts."""
+    topk, groups, chosen = number(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if topk == 1 or not hf.get("norm_topk_prob", True):
+        raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
+    if n.experts % groups or chosen > groups:
+        raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
+    if groups > chosen and topk // chosen != 2:  # moe_utils.py:559 scores a group by its best topk // topk_group experts, the model by two
+        raise ConfigError(f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron rates groups by so many")
+    return {
+        "num_moe_experts": n.experts,
+        "moe_ffn_hidden_size": n.expert_ffn,
+        "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense),
+        "moe_shared_expert_intermediate_size": n.shared_ffn,
+        "moe_router_topk": topk,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > chosen else {}),
+    }
+
+
+def sigmoid_sizes(hf: Mapping[str, Any]) -> dict[str, int | None]:
+    """The numbers of the MLPs of `sigmoid_experts`, for `Sizes`. Raises ConfigError."""
+    dense, layers, inner = hf.get("first_k_dense_replace", 0), number(hf, "num_hidden_layers"), number(hf, "moe_intermediate_size")
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise ConfigError(f"model.path: config.json's first_k_dense_replace={dense!r} is not between 0 and {layers - 1}")
+    return {
+        "ffn": number(hf, "intermediate_size") if dense else None,
+        "dense": dense,
+        "experts": number(hf, "n_routed_experts"),
+        "expert_ffn": inner,
+        "shared_ffn": inner * number(hf, "n_shared_experts"),
+    }

@@ -1,0 +1,108 @@
+"""Rotary position embeddings as config.json asks for them: frequencies and scale, with transformers' formulas.
+
+Known kinds: "default", "linear" (position interpolation), "llama3" (by wavelength, Llama 3.1) and "yarn" (https://arxiv.org/abs/2309.00071).
+Kinds whose frequencies depend on the length of the sequence ("dynamic", "longrope") are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config import ConfigError
+
+_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Of one model: which part of a head is rotated, how fast, and by how much cosine and sine are scaled."""
+
+    kind: str
+    theta: float
+    fraction: float  # of a head's dimensions, the first ones, that are rotated
+    numbers: Mapping[str, Any]  # what else the kind takes, under config.json's names
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Radians a token of each pair of dimensions, float32 [int(head_dim * fraction) / 2]."""
+        dim = int(head_dim * self.fraction)
+        plain = 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        if self.kind == "linear":
+            return plain / self.numbers["factor"]
+        if self.kind == "llama3":
+            return self._by_wavelength(plain)
+        if self.kind == "yarn":
+            return self._yarn(plain, dim)
+        return plain
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosine and sine are multiplied by: YaRN's temperature, 0.1 ln(factor) + 1 unless config.json says otherwise."""
+        if self.kind != "yarn":
+            return 1.0
+        given, factor = self.numbers.get("attention_factor"), self.numbers["factor"]
+        if given is not None:
+            return float(given)
+        one, two = self.numbers.get("mscale"), self.numbers.get("mscale_all_dim")
+        return mscale(factor, one) / mscale(factor, two) if one and two else mscale(factor, 1.0)
+
+    def _by_wavelength(self, plain: Tensor) -> Tensor:
+        """Long waves are slowed by `factor`, short ones kept, those between blended."""
+        factor, low, high = (self.numbers[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        turns = self.numbers["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - blend) * plain / factor + blend * plain
+
+    def _yarn(self, plain: Tensor, dim: int) -> Tensor:
+        """Dimensions that turn more than beta_fast times in the original context are kept, below beta_slow slowed, between blended."""
+        original = self.numbers["original_max_position_embeddings"]
+
+        def dimension(turns: float) -> float:
+            return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.numbers.get("beta_fast") or 32), dimension(self.numbers.get("beta_slow") or 1)
+        if self.numbers.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return plain / self.numbers["factor"] * slowed + plain * (1 - slowed)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's 0.1 * weight * ln(factor) + 1, or 1 where the context is not extended."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def rope(hf: Mapping[str, Any], *, fraction: float = 1.0) -> Rope:
+    """From transformers 5's `rope_parameters` or the older `rope_scaling`, `rope_theta` and `partial_rotary_factor`.
+
+    fraction: the family's own partial_rotary_factor. Raises ConfigError for an unknown kind or a number that is missing.
+    """
+    numbers = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(numbers, Mapping) or any(isinstance(value, Mapping) for value in numbers.values()):
+        raise ConfigError("model.path: config.json has a RoPE for each kind of layer, which is not supported")
+    kind = numbers.get("rope_type", numbers.get("type", "default"))
+    if kind not in _NEEDS:
+        raise ConfigError(f"model.path: config.json asks for RoPE of type {kind!r}; supported: {', '.join(map(repr, _NEEDS))}")
+    theta = numbers.get("rope_theta", hf.get("rope_theta"))
+    if theta is None:
+        raise ConfigError("model.path: config.json has no rope_theta")
+    known = dict(numbers)
+    if kind in ("llama3", "yarn"):  # where transformers 5 looks for it, in this order
+        given = hf.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
+        known["original_max_position_embeddings"] = given or hf.get("max_position_embeddings")
+    for key in _NEEDS[kind]:
+        if not isinstance(known.get(key), int | float) or known[key] <= 0:
+            raise ConfigError(f"model.path: config.json's RoPE of type {kind!r} has {key}={known.get(key)!r}, expected a positive number")
+    share = numbers.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return Rope(kind, float(theta), float(fraction if share is None else share), known)
