@@ -47,13 +47,14 @@ class Tool:
 
 
 TOOLS = {
+    "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
     "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of the verbs that take a configuration, with help for all."""
-    verbs = "\n".join(f"  {name:6} {verb.help}" for name, verb in (VERBS | TOOLS).items())
+    verbs = "\n".join(f"  {name:7} {verb.help}" for name, verb in (VERBS | TOOLS).items())
     top = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of large MoE language models.\n\nverbs:\n" + verbs,

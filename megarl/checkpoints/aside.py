@@ -52,18 +52,10 @@ class Aside:
             final.rename(replaced)
         self.path.rename(final)
         sync_directory(self.root)
-        self._point(final.name)
+        point(self.root, final.name)
         if replaced.exists():
             shutil.rmtree(replaced)
         self._retire(keep_last, keep_every)
-
-    def _point(self, name: str) -> None:
-        aside = self.root / f".{LATEST}"
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
-        write_file(aside, f"{name}\n".encode())
-        aside.replace(self.root / LATEST)
-        sync_directory(self.root)
 
     def _retire(self, keep_last: int, keep_every: int) -> None:
         entries = listing(self.root, contents=False)
@@ -74,3 +66,13 @@ class Aside:
                 shrinking = entry.path.with_name(entry.path.name + ".deleted")  # a name that nobody takes for a whole one
                 entry.path.rename(shrinking)
                 shutil.rmtree(shrinking)
+
+
+def point(root: Path, name: str) -> None:
+    """Lets `latest` name a step directory."""
+    aside = root / f".{LATEST}"
+    with contextlib.suppress(FileNotFoundError):
+        aside.unlink()
+    write_file(aside, f"{name}\n".encode())
+    aside.replace(root / LATEST)
+    sync_directory(root)

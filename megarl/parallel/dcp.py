@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.checkpoints.files import Record, write_file
-from megarl.checkpoints.steps import COMMON
+from megarl.checkpoints.steps import COMMON, Verified
 from megarl.errors import ConfigError
-from megarl.parallel.unpickle import METADATA
+from megarl.parallel.unpickle import METADATA, read_metadata
 
 FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -90,6 +90,50 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Place]]) -> dict[
 def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
     """The tensors of a checkpoint; `read_metadata` has seen to it that there is nothing else."""
     return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
+
+
+class Stored:
+    """The tensors of one model of a step directory, read from wherever they lie."""
+
+    def __init__(self, step: Verified, model: str) -> None:
+        """Raises ConfigError as `read_metadata` does."""
+        self._folder, self._metadata = step.path / model, read_metadata(step, model)
+        self._chunks: dict[str, Chunks] = {}
+        self.shapes = {key: tuple(entry.size) for key, entry in tensors(self._metadata).items()}
+        self.dtypes = {key: entry.properties.dtype for key, entry in tensors(self._metadata).items()}
+
+    def shards(self, keys: Iterable[str]) -> Iterator[Shard]:
+        """Every stored piece of these tensors."""
+        for key in keys:
+            for chunk in tensors(self._metadata)[key].chunks:
+                yield Shard(key, self.shapes[key], tuple(chunk.offsets), tuple(chunk.sizes), self.dtypes[key])
+
+    def read(self, wanted: Shard) -> Tensor:
+        """A part of a tensor, in the dtype in which it is stored. Raises ConfigError where a file does not hold what `.metadata` says."""
+        if wanted.key not in self._chunks:
+            self._chunks[wanted.key] = Chunks(tensors(self._metadata)[wanted.key].chunks)
+        overlaps = list(self._chunks[wanted.key].overlaps(wanted))
+        found: Tensor | None = None
+        for chunk, source, target in overlaps:
+            piece = self._read(wanted, chunk)
+            if len(overlaps) == 1 and piece[source].shape == wanted.size:
+                return piece[source]
+            found = torch.empty(wanted.size, dtype=wanted.dtype) if found is None else found
+            found[target] = piece[source]
+            del piece
+        assert found is not None, f"{wanted.key} is nowhere"
+        return found
+
+    def _read(self, wanted: Shard, chunk: ChunkStorageMetadata) -> Tensor:
+        info = self._metadata.storage_data[MetadataIndex(wanted.key, chunk.offsets)]
+        file = self._folder / info.relative_path
+        with file.open("rb") as stream:
+            piece = read_chunk(stream.fileno(), (info.relative_path, info.offset, info.length), f"{file}: {wanted.key}")
+        if tuple(piece.shape) != tuple(chunk.sizes) or piece.dtype != wanted.dtype:
+            raise ConfigError(
+                f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(chunk.sizes)}"
+            )
+        return piece
 
 
 def read_chunk(descriptor: int, place: Place, what: str) -> Tensor:

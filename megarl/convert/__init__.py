@@ -1,0 +1,1 @@
+"""Hugging Face directories <-> Megatron checkpoints: streamed, audited tensor by tensor, resumable. Without ranks and without Megatron."""

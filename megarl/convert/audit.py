@@ -1,0 +1,149 @@
+"""The tensors of a Hugging Face directory, each accounted for: to be used exactly once, or left out for a reason that is written down."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.convert.plan import DTYPES
+from megarl.errors import ConfigError
+from megarl.models.families import check_checkpoint, family_of
+from megarl.models.hf import INDEX, TensorInfo, header, inventory
+from megarl.models.rows import HeadKind, Shape
+
+_PIECE = 16 << 20  # bytes hashed at a time where no tensor is made
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face directory that holds exactly what its config.json says."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]  # that are used
+    left_out: Mapping[str, str]  # others -> why
+
+    def files(self) -> dict[str, list[int]]:
+        """Size and time of every file that is read."""
+        stats = {file.name: file.stat() for file in sorted({info.file for info in self.tensors.values()})}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
+    """What a directory holds, for a model with `head`. Reads headers, and a tied output layer that is stored a second time.
+
+    Raises ConfigError in one line: what `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
+    index does not name, a second copy of tied weights that differs from the first.
+    """
+    config = check_checkpoint(path, head, "convert", drop_mtp=drop_mtp)
+    family, held = family_of(config), inventory(path)
+    for file in sorted({info.file for info in held.values()}):
+        _check_file(file, held)
+    used = {name for weight in family.weights(config, head) for name in weight.hf}
+    stored = family.head_of(config)
+    left_out = {}
+    predictors, optional = family.predictors(config), set(family.optional(config))
+    for name in held.keys() - (used & family.expected(config).keys()):
+        if predictors and name.startswith(predictors):
+            left_out[name] = "multi-token prediction"
+        elif name in optional:
+            left_out[name] = "what config.json gives" if not name.startswith("lm_head") else "the embedding once more"
+        else:
+            assert stored != head, f"{name} is not accounted for"
+            left_out[name] = "another head"
+    if left_out.get("lm_head.weight") == "the embedding once more":
+        _check_tied(held)
+    return Source(path, config, {name: info for name, info in held.items() if name not in left_out}, left_out)
+
+
+def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
+    inside = header(file)
+    for name in inside:
+        if name not in held:
+            raise ConfigError(f"convert: {file} holds the tensor {name}, which {INDEX} does not name")
+        if held[name].file != file:
+            raise ConfigError(f"convert: {file} and {held[name].file.name} both hold the tensor {name}")
+    at = min((info.start for info in inside.values()), default=file.stat().st_size)
+    for name, info in sorted(inside.items(), key=lambda pair: (pair[1].start, pair[1].size)):
+        if info.start != at:
+            raise ConfigError(f"convert: {file}: {name} begins at byte {info.start}, and what is before it ends at {at}")
+        at += info.size
+    if at != file.stat().st_size:
+        raise ConfigError(f"convert: {file} has {file.stat().st_size} bytes, and its tensors end at {at}")
+
+
+def _check_tied(held: Mapping[str, TensorInfo]) -> None:
+    embedding, output = held["model.embed_tokens.weight"], held["lm_head.weight"]
+    if digest_of(embedding) != digest_of(output):
+        raise ConfigError(f"convert: {output.file}: lm_head.weight is not model.embed_tokens.weight, although config.json ties them")
+
+
+def digest_of(info: TensorInfo) -> str:
+    """The SHA-256 of a tensor's bytes on the disk, in bounded memory."""
+    digest, buffer = hashlib.sha256(), bytearray(min(_PIECE, max(info.size, 1)))
+    with opened(info.file) as descriptor:
+        at, end = info.start, info.start + info.size
+        while at < end:
+            view = memoryview(buffer)[: end - at]
+            _fill(descriptor, view, at, info.file)
+            digest.update(view)
+            at += len(view)
+    return digest.hexdigest()
+
+
+def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
+    """A tensor of a safetensors file in memory of its own, and its SHA-256."""
+    found = empty(info.shape, info.dtype)
+    with opened(info.file) as descriptor:
+        _fill(descriptor, raw(found), info.start, info.file)
+    return found, sha256(found)
+
+
+def empty(shape: Shape, dtype: str) -> Tensor:
+    """An uninitialised tensor; `dtype` is safetensors' name."""
+    return torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    assert tensor.is_contiguous()
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
+
+
+def sha256(tensor: Tensor) -> str:
+    """Of a contiguous tensor's bytes."""
+    return hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:
+    """How many tensors, numbers and bytes."""
+    numbers = [torch.Size(shape).numel() for shape, _ in shapes]
+    size = sum(count * DTYPES[dtype].itemsize for count, (_, dtype) in zip(numbers, shapes, strict=True))
+    return {"tensors": len(shapes), "parameters": sum(numbers), "bytes": size}
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[int]:
+    """A descriptor for reading."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, view: memoryview, at: int, file: Path) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], at + done)
+        if not count:
+            raise ConfigError(f"convert: {file} ends at byte {at + done}, in the midst of a tensor: it has changed")
+        done += count

@@ -1,0 +1,125 @@
+"""Carries a conversion out: units on threads, a progress bar, a stop at the first fault."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megarl.convert.budget import Budget
+from megarl.convert.plan import Item, Unit, largest_layer
+from megarl.convert.workplace import Record, Workplace
+from megarl.errors import ConfigError
+
+
+class Stopped(Exception):
+    """Another thread has failed, or the user has had enough."""
+
+
+class Control:
+    """What the threads of a conversion share."""
+
+    def __init__(self, limit: int) -> None:
+        self._budget, self._stop = Budget(limit), threading.Event()
+
+    def stop(self) -> None:
+        """Lets every thread leave at its next parameter."""
+        self._stop.set()
+
+    @contextmanager
+    def parameter(self, item: Item) -> Iterator[None]:
+        """Room for one parameter. Raises Stopped."""
+        with self._budget.take(item.memory):
+            if self._stop.is_set():
+                raise Stopped
+            yield
+
+
+class Conversion(ABC):
+    """One direction, planned."""
+
+    items: Sequence[Item]
+    units: Sequence[Unit]
+
+    @abstractmethod
+    def plan(self) -> dict[str, Any]:
+        """What another process must agree on to work on the same conversion: source, options."""
+
+    @abstractmethod
+    def check_source(self) -> None:
+        """Raises ConfigError where the source is damaged."""
+
+    @abstractmethod
+    def convert(self, unit: Unit, control: Control) -> Record:
+        """Writes a unit onto the disk, over whatever an earlier attempt left of it."""
+
+    @abstractmethod
+    def verify(self, unit: Unit, record: Record) -> bool:
+        """Whether what a finished unit wrote is still there as it was."""
+
+    @abstractmethod
+    def complete(self, records: Mapping[int, Record]) -> None:
+        """Writes what all units together need."""
+
+
+def run(conversion: Conversion, place: Workplace, workers: int) -> bool:
+    """Converts what is not done. False where other processes still hold the rest. Raises ConfigError, with what was done kept."""
+    place.begin(conversion.plan())
+    try:
+        if not place.checked:
+            conversion.check_source()
+            place.check()
+        _room(conversion, place)
+        _units(conversion, place, workers)
+        records = {unit.index: place.record(unit.index) for unit in conversion.units}
+        done = {index: record for index, record in records.items() if record is not None}
+        if len(done) < len(conversion.units):
+            return place.final.exists()
+        place.finish(lambda: conversion.complete(done))
+    except OSError as error:
+        raise ConfigError(f"convert: {error.filename or place.aside}: {error.strerror}; the same command goes on from here") from None
+    return True
+
+
+def _room(conversion: Conversion, place: Workplace) -> None:
+    missing = sum(unit.size for unit in conversion.units if place.record(unit.index) is None)
+    free = os.statvfs(place.aside)
+    if free.f_bavail * free.f_frsize < missing:
+        raise ConfigError(f"convert: {place.aside}: {missing} bytes to write, {free.f_bavail * free.f_frsize} free")
+
+
+def _units(conversion: Conversion, place: Workplace, workers: int) -> None:
+    control = Control(2 * largest_layer(conversion.items).size)
+    before = {unit.index for unit in conversion.units if place.record(unit.index) is not None}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(workers) as pool:
+        bar = progress.add_task("converting", total=sum(unit.size for unit in conversion.units))
+
+        def work(unit: Unit) -> None:
+            _unit(conversion, unit, place, control, unit.index in before)
+            progress.advance(bar, unit.size)
+
+        futures = [pool.submit(work, unit) for unit in conversion.units]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            control.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _unit(conversion: Conversion, unit: Unit, place: Workplace, control: Control, before: bool) -> None:
+    with place.hold(unit.index) as held:
+        record = place.record(unit.index)
+        if not held or record is not None and (not before or conversion.verify(unit, record)):
+            return
+        place.put(unit.index, None)
+        place.put(unit.index, conversion.convert(unit, control))

@@ -1,0 +1,152 @@
+"""`megarl convert`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.convert.engine import Conversion
+    from megarl.convert.plan import Item
+    from megarl.convert.workplace import Workplace
+
+GB = 1_000_000_000
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of both directions."""
+    top = argparse.ArgumentParser(
+        prog="megarl convert",
+        description="Hugging Face directories <-> Megatron checkpoints. Killed, the same command goes on where it was; started several "
+        "times (on machines that share the file system, too), the processes share the work.",
+    )
+    verbs = top.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    one = verbs.add_parser("hf-to-megatron", help="a Hugging Face directory into OUT/step_000000")
+    one.add_argument("source", type=Path, metavar="HF_DIR")
+    one.add_argument("out", type=Path, metavar="OUT", nargs="?", help="needed but with --plan")
+    one.add_argument("--head", choices=("lm", "value"), help="value: a critic or reward model, from a language model with a fresh head")
+    one.add_argument("--tp", type=int, default=1, help="cuts parameters as ranks of this tensor parallelism read them (any layout can)")
+    one.add_argument(
+        "--etp", type=int, default=1, help="the same for experts; layers and experts always lie apart, whatever pp, vpp and ep"
+    )
+    one.add_argument("--drop-mtp", action="store_true", help="leaves layers of multi-token prediction out")
+    two = verbs.add_parser("megatron-to-hf", help="a model of a step directory into a Hugging Face directory")
+    two.add_argument("source", type=Path, metavar="STEP_OR_RUN", help="a step directory, or a run: its newest step")
+    two.add_argument("out", type=Path, metavar="OUT")
+    two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, where the step carries none")
+    two.add_argument("--shard-gb", type=float, default=5.0, help="bytes of one file, in 10^9 (default 5)")
+    for verb in (one, two):
+        verb.add_argument("--model", metavar="NAME", help="of the model in the step directory: policy, critic, ...")
+        verb.add_argument("--dtype", choices=("float32", "bfloat16"), help="casts; without it every tensor keeps its own")
+        verb.add_argument("--workers", type=int, default=4, help="threads (default 4); they share the memory of two layers")
+        verb.add_argument("--plan", action="store_true", help="checks and prints the plan; of HF_DIR, config.json alone is needed")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Converts, or prints the plan. 1 where other processes still work on the rest. Raises ConfigError."""
+    given = parser().parse_args(arguments)
+    for name in ("tp", "etp", "workers"):
+        if getattr(given, name, 1) < 1:
+            raise ConfigError(f"convert: --{name} {getattr(given, name)} is below 1")
+    import torch
+
+    torch.set_num_threads(1)
+    if given.direction == "hf-to-megatron":
+        return _to_megatron(given)
+    return _to_hf(given)
+
+
+def _to_megatron(given: argparse.Namespace) -> int:
+    from megarl.convert import to_megatron
+
+    if given.plan:
+        return _plan(given)
+    if given.out is None:
+        raise ConfigError("convert: hf-to-megatron needs OUT")
+    options = {"head": given.head, "model": given.model, "dtype": given.dtype, "tp": given.tp, "etp": given.etp, "drop_mtp": given.drop_mtp}
+    conversion = to_megatron.ToMegatron(given.source, given.out, **options)
+    place = to_megatron.workplace(given.out)
+    status = _run(conversion, place, given.workers)
+    if not status:
+        to_megatron.point_latest(given.out)
+    return status
+
+
+def _to_hf(given: argparse.Namespace) -> int:
+    from megarl.convert import to_hf
+
+    step = to_hf.find_step(given.source)
+    size = int(given.shard_gb * GB)
+    if size < 1:
+        raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is no size of a file")
+    conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=size)
+    if given.plan:
+        for line in summary(conversion.items, len(conversion.units)):
+            print(line)
+        return 0
+    return _run(conversion, to_hf.workplace(given.out), given.workers)
+
+
+def _run(conversion: Conversion, place: Workplace, workers: int) -> int:
+    from megarl.convert.engine import run
+
+    begun = time.perf_counter()
+    if not run(conversion, place, workers):
+        print(f"megarl: {place.final}: other processes still hold the rest")
+        return 1
+    seconds, size = time.perf_counter() - begun, sum(item.size for item in conversion.items)
+    print(
+        f"megarl: {place.final}: {len(conversion.items)} parameters, {size / GB:.3f} GB in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s"
+    )
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """The plan of a model of which config.json is at hand, with its weights or without."""
+    from megarl.convert import to_megatron
+    from megarl.convert.plan import planned
+
+    directory = given.source
+    if any(directory.glob("*.safetensors")):
+        options = {
+            "head": given.head,
+            "model": given.model,
+            "dtype": given.dtype,
+            "tp": given.tp,
+            "etp": given.etp,
+            "drop_mtp": given.drop_mtp,
+        }
+        conversion = to_megatron.ToMegatron(directory, given.out or directory, **options)
+        items, units = conversion.items, len(conversion.units)
+    else:
+        items, units = planned(directory, given.head, given.dtype, given.tp, given.etp)
+    for line in summary(items, units, given.tp, given.etp):
+        print(line)
+    return 0
+
+
+def summary(items: Sequence[Item], units: int, tp: int = 1, etp: int = 1) -> Iterator[str]:
+    """The lines of a plan."""
+    from megarl.convert.plan import DTYPES, largest_layer, shards
+
+    numbers = sum(item.parameters for item in items)
+    read, written = (
+        sum(item.parameters * DTYPES[name].itemsize for item, name in pairs)
+        for pairs in (
+            [(item, item.source) for item in items],
+            [(item, item.target) for item in items],
+        )
+    )
+    layer = largest_layer(items)
+    yield f"parameters       {numbers:,} ({numbers / 1e9:.2f}B)"
+    yield f"Hugging Face     {sum(len(item.weight.hf) for item in items):,} tensors"
+    names, cut = {item.place.key for item in items}, sum(len(shards(item, tp, etp)) for item in items)
+    yield f"Megatron         {len(items):,} parameters under {len(names):,} names, {cut:,} pieces"
+    yield f"bytes            {read:,} read, {written:,} written, in {units:,} units"
+    yield f"largest layer    {layer.name}: {layer.size:,} bytes; at most {2 * layer.size / GB:.2f} GB in memory"

@@ -1,0 +1,264 @@
+"""A model of a step directory into a Hugging Face directory, whatever layout saved it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoints.steps import Verified, is_step, listing, verify
+from megarl.convert.audit import digest_of, raw, sha256, totals
+from megarl.convert.engine import Control, Conversion
+from megarl.convert.plan import DTYPES, NAMES, Item, Unit, cut_shards, cut_units, make_items
+from megarl.convert.to_megatron import HF
+from megarl.convert.workplace import Record, Workplace
+from megarl.errors import ConfigError
+from megarl.models.families import family_of
+from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
+from megarl.models.rows import HeadKind, Weight
+from megarl.models.stored import HEAD, Place
+from megarl.parallel.dcp import Shard, Stored, check_cover
+
+CHECKPOINTS = "checkpoints"  # of a run
+_OPTIMIZER = "optimizer."  # what begins the names of its states
+_ALIGNED = 8  # bytes; where safetensors' data begin
+
+
+def workplace(target: Path) -> Workplace:
+    """Where the Hugging Face directory is made."""
+    return Workplace(target, target.parent / f".{target.name}.partial", target.parent / f".{target.name}.journal")
+
+
+def find_step(path: Path) -> Path:
+    """The step directory that a path means: itself, or the newest of a run or of a directory of steps."""
+    if not path.is_dir():
+        raise ConfigError(f"convert: no such directory: {path}")
+    if is_step(path):
+        return path
+    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    finished = [entry.path for entry in listing(root, contents=False) if entry.finished]
+    if not finished:
+        raise ConfigError(f"convert: {path} has no step directories")
+    return finished[0]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor of the Hugging Face side goes."""
+
+    file: str
+    start: int  # byte
+    info: TensorInfo
+
+
+class ToHF(Conversion):
+    """The plan and the work. Raises ConfigError for a step that is not whole, a model that it lacks or whose tensors are others."""
+
+    def __init__(self, step: Path, target: Path, *, model: str | None, like: Path | None, dtype: str | None, shard_bytes: int) -> None:
+        self._place, self._cast = workplace(target), dtype
+        self._step = _whole(step, contents=False)
+        self._model = _model(self._step, model)
+        self._hf = like if like is not None else step / self._model / HF
+        self._config = self._read_config(like)
+        self._stored = Stored(self._step, self._model)
+        self._weights = {key: shape for key, shape in self._stored.shapes.items() if not key.startswith(_OPTIMIZER)}
+        self._head: HeadKind = "value" if HEAD in self._weights else "lm"
+        self.items = make_items(self._config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
+        self._audit()
+        shards = cut_shards(self.items, shard_bytes)
+        self.units = cut_units(self.items, shards)
+        self._slots, self._headers = self._lay_out(shards)
+        self._expected = self._converted_before()
+
+    def _read_config(self, like: Path | None) -> dict[str, Any]:
+        if like is None and not (self._hf / CONFIG).is_file():
+            raise ConfigError(
+                f"convert: {self._step.path / self._model} carries no {HF}/{CONFIG}: name a directory with it (--like HF_DIR)"
+            )
+        config = read_config(self._hf)
+        family_of(config)
+        for key, value in self._step.manifest.models[self._model].items():
+            if key in ("model_type", "vocab_size") and config.get(key) != value:
+                raise ConfigError(
+                    f"convert: {self._step.path / self._model}: {key} is {value!r}, and {self._hf / CONFIG} has {config.get(key)!r}"
+                )
+        return config
+
+    def _dtype(self, weight: Weight, place: Place) -> str:
+        if place.key not in self._weights:
+            raise ConfigError(f"convert: {self._step.path / self._model} lacks {place.key} of shape {list(place.extents + place.shape)}")
+        return next(name for name, dtype in DTYPES.items() if dtype == self._stored.dtypes[place.key])
+
+    def _audit(self) -> None:
+        """Names and shapes are those of the model, and every element is stored once."""
+        folder, asked = self._step.path / self._model, {item.place.key: item for item in self.items}
+        for key, item in asked.items():
+            shape, expected = self._weights[key], item.place.extents + item.place.shape
+            padded = item.weight.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
+            if shape != expected and not padded:
+                raise ConfigError(f"convert: {folder}: {key} has shape {list(shape)}, expected {list(expected)} by {CONFIG}")
+        extra = sorted(self._weights.keys() - asked.keys())
+        if extra:
+            raise ConfigError(f"convert: {folder} holds {extra[0]}, which the model has not ({len(extra)} such)")
+        try:
+            check_cover(self._stored.shards(self._weights))
+        except ValueError as error:
+            raise ConfigError(f"convert: {folder}: {error}") from None
+
+    def _lay_out(self, shards: list[int]) -> tuple[dict[str, Slot], dict[str, bytes]]:
+        """Every tensor's place, and every file's header."""
+        slots: dict[str, Slot] = {}
+        headers: dict[str, bytes] = {}
+        for number, start in enumerate(shards):
+            stop = shards[number + 1] if number + 1 < len(shards) else len(self.items)
+            file = SINGLE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            at, found = 0, []
+            for item in self.items[start:stop]:
+                for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
+                    info = TensorInfo(shape, item.target, self._place.aside / file, at)
+                    entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
+                    found.append((name, info))
+                    at += info.size
+            text = json.dumps(entries, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % _ALIGNED)
+            headers[file] = len(text).to_bytes(8, "little") + text
+            data = len(headers[file])
+            for name, info in found:
+                slots[name] = Slot(file, data + info.start, TensorInfo(info.shape, info.dtype, info.file, data + info.start))
+        return slots, headers
+
+    def _converted_before(self) -> dict[str, str]:
+        """The SHA-256 that each tensor had in the Hugging Face directory of which this step was made."""
+        name = f"{self._model}/{CONVERSION}"
+        if name not in self._step.manifest.files:
+            return {}
+        given = json.loads(self._step.read(name))
+        if given["dtype"] is not None:
+            return {}
+        return {key: entry["sha256"] for key, entry in given["tensors"].items()}
+
+    def plan(self) -> dict[str, Any]:
+        stats = {name: (self._step.path / name).stat() for name in self._step.manifest.files}
+        files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        options = {"model": self._model, "dtype": self._cast, "like": str(self._hf), "shards": len(self._headers)}
+        return {"to": "hf", "source": str(self._step.path.resolve()), "files": files, "options": options}
+
+    def check_source(self) -> None:
+        _whole(self._step.path, contents=True)
+
+    @torch.no_grad()
+    def convert(self, unit: Unit, control: Control) -> Record:
+        hashes: dict[str, str] = {}
+        file = self._slots[unit.items[0].weight.hf[0]].file
+        self._place.aside.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._place.aside / file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            for item in unit.items:
+                with control.parameter(item):
+                    self._write(item, descriptor, hashes)
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._place.aside / file)) from None
+        finally:
+            os.close(descriptor)
+        return {"sha256": hashes}
+
+    def _write(self, item: Item, descriptor: int, hashes: dict[str, str]) -> None:
+        packed = self._read(item).to(DTYPES[item.target]).reshape(item.weight.op.packed_shape)
+        for name, tensor in zip(item.weight.hf, item.weight.op.unpack(packed), strict=True):
+            tensor = tensor.contiguous()
+            hashes[name] = sha256(tensor)
+            if self._cast is None and self._expected.get(name, hashes[name]) != hashes[name]:
+                raise ConfigError(f"convert: {self._step.path / self._model}: {name} is not what the step was converted from: {CONVERSION}")
+            _put(descriptor, raw(tensor), self._slots[name].start)
+
+    def _read(self, item: Item) -> Tensor:
+        """The parameter, whole, without padding."""
+        place = item.place
+        offset, size = place.index + (0,) * len(place.shape), (1,) * len(place.index) + place.shape
+        return self._stored.read(Shard(place.key, place.extents + place.shape, offset, size, DTYPES[item.source]))
+
+    def verify(self, unit: Unit, record: Record) -> bool:
+        names = [name for item in unit.items for name in item.weight.hf]
+        file = self._place.aside / self._slots[names[0]].file
+        last = self._slots[names[-1]].info
+        if not file.exists() or file.stat().st_size < last.start + last.size:
+            return False
+        return all(digest_of(self._slots[name].info) == record["sha256"][name] for name in names)
+
+    def complete(self, records: Mapping[int, Record]) -> None:
+        hashes: dict[str, str] = {}
+        for record in records.values():
+            assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
+            hashes |= record["sha256"]
+        assert hashes.keys() == self._slots.keys(), "not every tensor was converted once"
+        for file, header in self._headers.items():
+            descriptor = os.open(self._place.aside / file, os.O_RDWR)
+            try:
+                _put(descriptor, header, 0)
+            finally:
+                os.close(descriptor)
+        files = described(self._hf, self._cast, self._changes())
+        if len(self._headers) > 1:
+            index = {name: slot.file for name, slot in sorted(self._slots.items())}
+            size = sum(slot.info.size for slot in self._slots.values())
+            files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
+        files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()
+        for name, data in files.items():
+            (self._place.aside / name).write_bytes(data)
+
+    def _changes(self) -> dict[str, Any]:
+        family = family_of(self._config)
+        if self._head == family.head_of(self._config):
+            return {}
+        return {"architectures": [family.heads[self._head].architecture], **family.heads[self._head].labels}
+
+    def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """conversion.json: every tensor written, its bytes, and where they come from."""
+        found = {}
+        for item in self.items:
+            place = "".join([item.place.key, *(f"[{index}]" for index in item.place.index)])
+            for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
+                found[name] = {"dtype": item.target, "shape": list(shape), "sha256": hashes[name], "megatron": place}
+        optimizer = sorted(key for key in self._stored.shapes if key.startswith(_OPTIMIZER))
+        return {
+            "format": 1,
+            "to": "hf",
+            "source": str((self._step.path / self._model).resolve()),
+            "dtype": self._cast,
+            "read": totals([(item.place.shape, item.source) for item in self.items]),
+            "written": totals([(slot.info.shape, slot.info.dtype) for slot in self._slots.values()]),
+            "compared_with_the_original": len(self._expected.keys() & hashes.keys()) if self._cast is None else 0,
+            "left_out": dict.fromkeys(optimizer, "optimizer"),
+            "tensors": found,
+        }
+
+
+def _whole(path: Path, contents: bool) -> Verified:
+    entry = verify(path, contents)
+    if entry.verified is None:
+        raise ConfigError("\n".join(f"convert: {path}: {fault}" for fault in entry.faults))
+    return entry.verified
+
+
+def _model(step: Verified, name: str | None) -> str:
+    names = sorted(step.manifest.models)
+    if name is None:
+        name = names[0] if len(names) == 1 else "policy"
+    if name not in names:
+        raise ConfigError(f"convert: {step.path} has no model {name!r} (--model): it has {', '.join(names)}")
+    return name
+
+
+def _put(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count

@@ -1,0 +1,215 @@
+"""A Hugging Face directory into a step directory, which holds one model in Megatron's torch_dist format."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoints.aside import point
+from megarl.checkpoints.files import HashedFile, read_record, write_file
+from megarl.checkpoints.files import Record as File
+from megarl.checkpoints.steps import MANIFEST, PARTIAL, Manifest, encode, step_name
+from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
+from megarl.convert.engine import Control, Conversion
+from megarl.convert.plan import DTYPES, NAMES, Item, Unit, check_cut, cut_units, make_items, shards
+from megarl.convert.workplace import Record, Workplace
+from megarl.errors import ConfigError
+from megarl.models.families import family_of
+from megarl.models.hf import CONVERSION, described
+from megarl.models.rows import HeadKind, Weight
+from megarl.models.stored import Place
+from megarl.parallel.dcp import Shard, check_cover, write_metadata
+
+HF = "hf"  # folder of a model's config.json, generation defaults and tokenizer in a step directory
+MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
+STEP = 0
+_FRESH = 0  # seed of a head that the source lacks
+
+
+def workplace(root: Path) -> Workplace:
+    """Where the step directory of `root` is made."""
+    name = step_name(STEP)
+    return Workplace(root / name, root / (name + PARTIAL), root / f".{name}.journal")
+
+
+class ToMegatron(Conversion):
+    """The plan and the work. Raises ConfigError for a source that is not whole, or options that do not fit it."""
+
+    def __init__(
+        self, path: Path, root: Path, *, head: HeadKind | None, model: str | None, dtype: str | None, tp: int, etp: int, drop_mtp: bool
+    ) -> None:
+        self._place = workplace(root)
+        self._source = self._audited(path, head, drop_mtp)
+        self._head: HeadKind = head or family_of(dict(self._source.config)).head_of(dict(self._source.config))
+        self._model, self._cast, self._tp, self._etp = model or MODELS[self._head], dtype, tp, etp
+        self.items = make_items(self._source.config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
+        check_cut(self.items, tp, etp)
+        self.units = cut_units(self.items)
+
+    @staticmethod
+    def _audited(path: Path, head: HeadKind | None, drop_mtp: bool) -> Source:
+        if head is None:
+            from megarl.models.hf import read_config
+
+            config = read_config(path)
+            head = family_of(config).head_of(config)
+        return audit(path, head, drop_mtp=drop_mtp)
+
+    def _dtype(self, weight: Weight, place: Place) -> str:
+        found = {self._source.tensors[name].dtype for name in weight.hf if name in self._source.tensors}
+        if len(found) > 1:
+            raise ConfigError(f"convert: {self._source.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
+        return found.pop() if found else "F32"  # a fresh head
+
+    def plan(self) -> dict[str, Any]:
+        options = {"head": self._head, "model": self._model, "dtype": self._cast, "tp": self._tp, "etp": self._etp}
+        return {"to": "megatron", "source": str(self._source.path.resolve()), "files": self._source.files(), "options": options}
+
+    def check_source(self) -> None:
+        """The audit has read the headers, and every tensor is read once anyway."""
+
+    @property
+    def _folder(self) -> Path:
+        return self._place.aside / self._model
+
+    def _file(self, unit: Unit) -> Path:
+        return self._folder / f"__{unit.index}_0.distcp"
+
+    @torch.no_grad()
+    def convert(self, unit: Unit, control: Control) -> Record:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file(unit).unlink(missing_ok=True)
+        hashes: dict[str, str] = {}
+        places: list[list[int]] = []
+        with HashedFile(self._file(unit)) as file:
+            for item in unit.items:
+                with control.parameter(item):
+                    stored = self._stored(item, hashes)
+                    for shard in shards(item, self._tp, self._etp):
+                        start = file.size
+                        torch.save(_piece(stored, shard), file)  # type: ignore[arg-type]  # it asks for `write` and `flush`
+                        file.check()
+                        places.append([start, file.size - start])
+                    del stored
+            record = file.close()
+        return {"sha256": hashes, "places": places, "file": [record.size, record.sha256]}
+
+    def _stored(self, item: Item, hashes: dict[str, str]) -> Tensor:
+        """The parameter, whole, in the dtype to write."""
+        tensors = []
+        for name in item.weight.hf:
+            if name in self._source.tensors:
+                tensor, hashes[name] = read_tensor(self._source.tensors[name])
+            else:
+                tensor = _fresh(item)
+                hashes[name] = sha256(tensor)
+            tensors.append(tensor.to(DTYPES[item.target]))
+            del tensor
+        return item.weight.op.pack(tensors).reshape(item.place.shape)
+
+    def verify(self, unit: Unit, record: Record) -> bool:
+        try:
+            return read_record(self._file(unit)) == File(*record["file"])
+        except FileNotFoundError:
+            return False
+
+    def complete(self, records: Mapping[int, Record]) -> None:
+        stored = []
+        for unit in self.units:
+            pieces = [shard for item in unit.items for shard in shards(item, self._tp, self._etp)]
+            places = [(self._file(unit).name, *place) for place in records[unit.index]["places"]]
+            stored += list(zip(pieces, places, strict=True))
+        check_cover(shard for shard, _ in stored)
+        hashes = _merged(records)
+        files = {f"{self._model}/{self._file(unit).name}": File(*records[unit.index]["file"]) for unit in self.units}
+        files |= {f"{self._model}/{name}": record for name, record in self._metadata(stored).items()}
+        (self._folder / HF).mkdir(exist_ok=True)
+        for name, data in self._described().items():
+            files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
+        report = json.dumps(self._report(hashes), indent=1).encode()
+        files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
+        identity = {key: self._source.config[key] for key in ("model_type", "vocab_size")}
+        manifest = Manifest(STEP, 0, {}, _versions(), {self._model: {**identity, "optimizer": None}}, files)
+        _rewrite(self._place.aside / MANIFEST, encode(manifest))
+
+    def _metadata(self, stored: list[tuple[Shard, Any]]) -> dict[str, File]:
+        for name in (".metadata", "metadata.json", "common.pt"):
+            (self._folder / name).unlink(missing_ok=True)
+        return write_metadata(self._folder, stored)
+
+    def _described(self) -> dict[str, bytes]:
+        config = dict(self._source.config)
+        family = family_of(config)
+        changes: dict[str, Any] = {}
+        if self._head != family.head_of(config):
+            changes |= {"architectures": [family.heads[self._head].architecture], **family.heads[self._head].labels}
+        if "multi-token prediction" in self._source.left_out.values():
+            changes |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
+        return described(self._source.path, self._cast, changes)
+
+    def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """conversion.json: every tensor of the source, its bytes, and where they are now."""
+        tensors, written = {}, []
+        for item in self.items:
+            written.append((item.place.shape, item.target))
+            for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
+                to = "".join([item.place.key, *(f"[{index}]" for index in item.place.index)])
+                tensors[name] = {"dtype": item.source, "shape": list(shape), "sha256": hashes[name], "megatron": to}
+        assert tensors.keys() == hashes.keys(), "not every tensor was converted once"
+        read = [(info.shape, info.dtype) for info in self._source.tensors.values()]
+        return {
+            "format": 1,
+            "to": "megatron",
+            "source": str(self._source.path.resolve()),
+            "dtype": self._cast,
+            "read": totals(read),
+            "written": totals(written),
+            "fresh": sorted(tensors.keys() - self._source.tensors.keys()),
+            "left_out": dict(self._source.left_out),
+            "tensors": tensors,
+        }
+
+
+def point_latest(root: Path) -> None:
+    """`latest` names the step directory."""
+    point(root, step_name(STEP))
+
+
+def _piece(stored: Tensor, shard: Shard) -> Tensor:
+    own = slice(len(shard.size) - stored.ndim, None)
+    piece = stored
+    for axis, (start, size) in enumerate(zip(shard.offset[own], shard.size[own], strict=True)):
+        piece = piece.narrow(axis, start, size)
+    if piece.shape != stored.shape:
+        piece = piece.clone(memory_format=torch.contiguous_format)  # what is saved is a tensor's whole storage
+    return piece.view(shard.size)
+
+
+def _fresh(item: Item) -> Tensor:
+    """A scalar head that the source lacks, as models of megarl begin with: normal with std 1 / (hidden + 1)."""
+    [shape] = item.weight.op.shapes
+    return torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))
+
+
+def _merged(records: Mapping[int, Record]) -> dict[str, str]:
+    hashes: dict[str, str] = {}
+    for record in records.values():
+        assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
+        hashes |= record["sha256"]
+    return hashes
+
+
+def _rewrite(path: Path, data: bytes) -> File:
+    path.unlink(missing_ok=True)
+    return write_file(path, data)
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}

@@ -1,0 +1,135 @@
+"""Where a conversion is made: a directory aside that takes its name when it is whole, and a journal of the units that are done.
+
+Any number of processes may work on one conversion, on machines that share the file system: each takes units that nobody holds, and the
+last one completes it. Who dies lets go of its unit (the kernel's file locks); the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints.files import sync_directory
+from megarl.errors import ConfigError
+
+Record = dict[str, Any]  # what a unit that is done says of itself, as JSON has it
+_PLAN, _COMMIT, _CHECKED = "plan.json", "commit", "checked"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The directory `final` in the making, at `aside` with its journal at `journal`, all on one file system."""
+
+    final: Path
+    aside: Path
+    journal: Path
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Opens it, anew or where processes have worked on the same plan. ConfigError: `final` is there, or the plan was another."""
+        if self.final.is_dir() and not any(self.final.iterdir()):
+            self.final.rmdir()
+        if self.final.exists():
+            raise ConfigError(f"convert: {self.final} already exists: not overwritten")
+        self.journal.mkdir(parents=True, exist_ok=True)
+        self.aside.mkdir(parents=True, exist_ok=True)
+        file, mine = self.journal / _PLAN, self.journal / f"{_PLAN}.{os.getpid()}"
+        text = json.dumps(plan, indent=1, sort_keys=True)
+        mine.write_text(text)
+        try:
+            os.link(mine, file)  # of several processes one is first
+        except FileExistsError:
+            begun = file.read_text()
+            if begun != text:
+                differing = _difference(json.loads(begun), plan)
+                raise ConfigError(
+                    f"convert: {self.aside} was begun otherwise ({differing}): remove it and {self.journal}, or convert to another place"
+                ) from None
+        finally:
+            mine.unlink()
+
+    @property
+    def checked(self) -> bool:
+        """Whether the source, which the plan describes by sizes and times, was found whole."""
+        return (self.journal / _CHECKED).exists()
+
+    def check(self) -> None:
+        """Remembers that it was."""
+        (self.journal / _CHECKED).touch()
+
+    def record(self, unit: int) -> Record | None:
+        """What was said of a unit that is done."""
+        try:
+            return json.loads(self._record(unit).read_text())
+        except FileNotFoundError:
+            return None
+
+    def put(self, unit: int, record: Record | None) -> None:
+        """Says that a unit is done, whose bytes lie on the disk; None: that it is not."""
+        if record is None:
+            self._record(unit).unlink(missing_ok=True)
+            return
+        aside = self._record(unit).with_suffix(".new")
+        aside.write_text(json.dumps(record))
+        aside.replace(self._record(unit))
+
+    @contextmanager
+    def hold(self, unit: int) -> Iterator[bool]:
+        """Whether nobody else holds the unit; until the end of the block nobody else can."""
+        with self._lock(f"{unit:06d}.lock", wait=False) as held:
+            yield held
+
+    def finish(self, complete: Callable[[], None]) -> None:
+        """complete() writes what is still missing and then `final` appears; one of the processes does it."""
+        with self._lock(_COMMIT, wait=True):
+            if not self.aside.exists():
+                return
+            complete()
+            for folder, _, names in os.walk(self.aside):
+                for name in names:
+                    _sync(Path(folder, name))
+                sync_directory(Path(folder))
+            self.aside.rename(self.final)
+            sync_directory(self.final.parent)
+        shutil.rmtree(self.journal, ignore_errors=True)
+
+    def _record(self, unit: int) -> Path:
+        return self.journal / f"{unit:06d}.json"
+
+    @contextmanager
+    def _lock(self, name: str, *, wait: bool) -> Iterator[bool]:
+        try:
+            descriptor = os.open(self.journal / name, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # another process has completed everything
+            yield False
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(descriptor)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.close(descriptor)
+
+
+def _difference(one: dict[str, Any], two: dict[str, Any]) -> str:
+    keys = [key for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)]
+    key = keys[0]
+    return f"{key}: {json.dumps(one.get(key))[:120]} then, {json.dumps(two.get(key))[:120]} now"
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Converted checkpoints beside real Megatron ranks: what they save is converted, what is converted they load, and Megatron itself does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from megarl.cli import main
+from megarl.config import CheckpointSettings, Layout, ModelSettings
+from megarl.models.build import build_chunks, transformer_config
+from megarl.models.hf import Checkpoint, read_config
+from megarl.models.weights import load_hf, local_parameters
+from megarl.parallel.backend import choose
+from megarl.parallel.checkpoint import Part, Saver, load
+from megarl.parallel.grid import Grid
+from tests.distributed.saving import build_part, verified
+from tests.harness import Pool
+from tools.make_tiny_model import FAMILIES, build
+
+TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)
+DENSE = ("qwen3", "qwen2", "qwen2_tied", "llama")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of every family, whose vocabulary tensor parallelism must pad."""
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        build(root / family, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1, family=family, vocab_size=127)
+    return {family: root / family for family in FAMILIES}
+
+
+def stored(path: Path) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Every tensor of a Hugging Face directory: its dtype and bytes."""
+    with Checkpoint(path) as checkpoint:
+        found = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        return {name: (tensor.dtype, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for name, tensor in found.items()}
+
+
+def convert(*arguments: Any) -> None:
+    assert main(["convert", *map(str, arguments)]) == 0
+
+
+def chunks_of(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm") -> tuple[Any, dict[str, Any]]:
+    hf = read_config(path)
+    config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
+    return build_chunks(config, hf, choose(), grad=False, head=head), hf
+
+
+def save_steps(grid: Grid, paths: dict[str, Path], root: Path) -> None:
+    """Saves every model as Megatron ranks hold it."""
+    settings = CheckpointSettings.model_validate({"asynchronous": False})
+    for family, path in paths.items():
+        chunks, hf = chunks_of(grid, path)
+        load_hf(chunks, path, hf, grid)
+        Saver(root / family, grid, settings).save(1, {"policy": Part(chunks, hf)}, {})
+
+
+def differing(grid: Grid, paths: dict[str, Path], root: Path) -> list[str]:
+    """The parameters of this rank that a converted checkpoint fills otherwise than the Hugging Face directory does."""
+    found = []
+    for family, path in paths.items():
+        expected, hf = chunks_of(grid, path)
+        load_hf(expected, path, hf, grid)
+        part = build_part(grid, path, trained=False)
+        load(verified(root / family / "step_000000"), {"policy": part}, grid)
+        ours, theirs = (local_parameters(chunks, grid.ep_rank) for chunks in (part.chunks, expected))
+        found += [f"{family}: {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
+    return found
+
+
+def megatron_loads(grid: Grid, path: Path, step: Path) -> list[str]:
+    """The same by Megatron's own `dist_checkpointing.load`, strict, into the tensors that the model describes."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.parallel.sharded import model_state
+
+    expected, hf = chunks_of(grid, path)
+    load_hf(expected, path, hf, grid)
+    chunks = build_part(grid, path, trained=False).chunks
+    state = model_state(chunks, grid)
+    loaded = dist_checkpointing.load(state, str(step / "policy"), strict="raise_all")
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+    ours, theirs = (local_parameters(chunks, grid.ep_rank) for chunks in (chunks, expected))
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+def groups(models: dict[str, Path], layout: Layout) -> Iterator[tuple[Layout, dict[str, Path]]]:
+    """The models with experts on a layout, and the others on what is left of it."""
+    yield layout, {family: path for family, path in models.items() if family not in DENSE}
+    without = Layout(ranks=layout.tp * layout.pp, tp=layout.tp, pp=layout.pp, vpp=layout.vpp)
+    yield without, {family: path for family, path in models.items() if family in DENSE}
+
+
+@pytest.mark.parametrize("layout", [TP_EP, PP_VPP], ids=["tp2 ep2", "pp2 vpp2"])
+def test_a_model_saved_by_ranks_becomes_the_directory_it_was_loaded_from(
+    pool: Pool, models: dict[str, Path], layout: Layout, tmp_path: Path
+) -> None:
+    for fitting, paths in groups(models, layout):
+        pool.run(save_steps, fitting, paths, tmp_path)
+    for family, path in models.items():
+        convert("megatron-to-hf", tmp_path / family, tmp_path / f"{family}.hf", "--like", path)
+        assert stored(tmp_path / f"{family}.hf") == stored(path), family
+
+
+def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[str, Path], tmp_path: Path) -> None:
+    for family, path in models.items():
+        convert("hf-to-megatron", path, tmp_path / family, "--tp", 2, *([] if family in DENSE else ["--etp", 2]))
+    for layout in (TP_EP, PP_VPP, ETP):
+        for fitting, paths in groups(models, layout):
+            assert pool.run(differing, fitting, paths, tmp_path) == [[]] * fitting.ranks, layout
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_tied"])
+def test_megatron_itself_loads_what_was_converted(pool: Pool, models: dict[str, Path], family: str, tmp_path: Path) -> None:
+    convert("hf-to-megatron", models[family], tmp_path / "out")
+    for layout in (TP_EP, PP_VPP):
+        [fitting] = [fitting for fitting, paths in groups(models, layout) if family in paths]
+        assert pool.run(megatron_loads, fitting, models[family], tmp_path / "out" / "step_000000") == [[]] * fitting.ranks
