@@ -22,7 +22,8 @@ def train(config: TrainConfig) -> None:
 
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
-    data, found = check_train(config), find(config)
+    data = check_train(config)
+    found = find(config, len(data.train))
     with (
         Run(config, None if found is None else found.run) as run,
         ray_session(config.cluster, processes(config)),

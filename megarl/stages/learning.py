@@ -50,7 +50,7 @@ def learn(
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     settings = config.learn
-    found = find(config) if settings.steps else None
+    found = find(config, items) if settings.steps else None
     with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))

@@ -85,10 +85,10 @@ class Found:
     run: Mapping[str, Any]
 
 
-def find(config: TrainingSettings) -> Found | None:
+def find(config: TrainingSettings, items: int) -> Found | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    ConfigError where the configuration differs from the checkpoint's in what must not differ.
+    ConfigError where the configuration differs from the checkpoint's in what must not differ, or `data.train` has not its `items`.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -99,6 +99,9 @@ def find(config: TrainingSettings) -> Found | None:
         if any(found is None for found in steps.values()):
             continue
         differing = compare(yaml.safe_load(saved["config"]), config.model_dump(mode="json"))
+        before = saved["progress"]["sampler"]["count"]
+        if before != items:
+            differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
         if differing:
             raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
         return Found({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])

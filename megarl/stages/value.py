@@ -25,7 +25,8 @@ def pretrain_value(config: TrainConfig) -> None:
     Beside the metrics of each step's own rollouts, which the critic has not seen when they are taken, `heldout/...` are those of one set of
     rollouts for prompts of `data.eval`, before, every `train.eval_every` steps and after.
     """
-    data, found = check_value(config), find(config)
+    data = check_value(config)
+    found = find(config, len(data.train))
     with (
         Run(config, None if found is None else found.run) as run,
         ray_session(config.cluster, processes(config)),
