@@ -1,0 +1,61 @@
+"""Tiny models of every family, by transformers, and what the ranks of the pool do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config import Layout, ModelSettings
+from megarl.models.build import build_chunks, transformer_config
+from megarl.models.hf import read_config
+from megarl.models.rows import HeadKind
+from megarl.models.weights import load_hf, local_parameters
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.sync.export import export, save_hf
+from tools.make_tiny_model import FAMILIES
+
+VOCABULARY = 129  # two ranks do not divide it
+# Name -> family of tools/make_tiny_model.py, and what its config.json has otherwise.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "qwen3_moe_unnormalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "deepseek_v3_ungrouped": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
+    "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
+}
+_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "glm4_moe")
+
+Make = Callable[..., Path]  # (variant, layers=4, **changes of config.json) -> directory
+
+
+def layouts(variant: str) -> dict[str, Layout]:
+    """One rank, tensor (and expert) parallel, pipeline."""
+    ep = 2 if VARIANTS[variant][0] in _MIXTURES else 1
+    return {"one": Layout(), "tp2": Layout(ranks=2, tp=2, ep=ep), "pp2": Layout(ranks=2, pp=2)}
+
+
+def load(grid: Grid, path: Path, dtype: str, head: HeadKind = "lm") -> tuple[list[Any], dict[str, Any]]:
+    """This rank's chunks; every weight (but a fresh head's) was NaN before it was loaded."""
+    hf, settings = read_config(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True, head=head)
+    for name, tensor in local_parameters(chunks, grid.ep_rank).items():
+        if head == "lm" or not name.startswith("output_layer."):
+            tensor.data.fill_(torch.nan)
+    load_hf(chunks, path, hf, grid)
+    return chunks, hf
+
+
+def exported(grid: Grid, path: Path, dtype: str) -> dict[str, Tensor]:
+    """What rank 0 is given of the loaded model."""
+    chunks, hf = load(grid, path, dtype)
+    return {name: tensor.clone() for name, tensor in export(chunks, hf, grid, getattr(torch, dtype))}
+
+
+def saved(grid: Grid, path: Path, dtype: str, head: HeadKind, target: Path) -> None:
+    """The loaded model as a directory."""
+    chunks, hf = load(grid, path, dtype, head)
+    save_hf(chunks, hf, grid, source=path, target=target)

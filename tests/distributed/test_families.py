@@ -1,0 +1,130 @@
+"""Every family is transformers' model on every layout, and each of its tensors has its place in that.
+
+Axes: T tokens fed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout, ModelSettings
+from megarl.models import families
+from megarl.models.families import check_checkpoint, check_layout, family_of
+from megarl.models.hf import read_config
+from tests.distributed.families import VARIANTS, Make, layouts
+from tests.harness import Pool
+from tools import check_logits
+from tools.check_logits import joined, megatron_part, sequences, transformers_logits
+from tools.make_tiny_model import FAMILIES
+
+BOUND = 2e-5  # of a logit
+
+
+def megatron_logits(pool: Pool, path: Path, layout: Layout, batch: Any) -> Tensor:
+    """Of sequences of different lengths, packed into one micro-batch: [T, V]."""
+    hf = check_checkpoint(path)
+    check_layout(hf, layout)
+    return joined(pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32"), batch), batch, hf["vocab_size"])
+
+
+def assert_transformers(pool: Pool, path: Path, *several: Layout) -> None:
+    batch = sequences(4, 40, read_config(path)["vocab_size"], seed=3)
+    theirs_TV = transformers_logits(path, batch, "float32")
+    assert 0.3 < theirs_TV.std() < 5
+    for layout in several:
+        torch.testing.assert_close(megatron_logits(pool, path, layout, batch), theirs_TV, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Make, variant: str) -> None:
+    assert_transformers(pool, make(variant), *layouts(variant).values())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
+    assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tensor_is_ignored_or_misplaced(pool: Pool, make: Make, variant: str) -> None:
+    """Logits of transformers' model with one tensor shifted by an element, of each kind in turn, are far from Megatron's: so with equal
+    logits every kind of tensor, biases, norms and the experts' bias too, is used, and in its order."""
+    from transformers import AutoModelForCausalLM
+
+    path = make(variant)
+    batch = sequences(2, 40, read_config(path)["vocab_size"], seed=3)
+    ours_TV = megatron_logits(pool, path, Layout(), batch)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tensors = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if "inv_freq" not in name}}
+    kinds = {re.sub(r"\d+", "#", name): tensor for name, tensor in tensors.items()}  # the last of each kind
+    close = {}
+    with torch.no_grad():
+        for kind, tensor in kinds.items():
+            kept = tensor.clone()
+            tensor.copy_(tensor.flatten().roll(1).view_as(tensor))
+            theirs_TV = torch.cat([model(batch.input_T[None, batch.seq_T == n]).logits[0] for n in range(len(batch.length_N))])
+            tensor.copy_(kept)
+            close[kind] = float((ours_TV - theirs_TV).abs().max())
+    assert {kind: gap for kind, gap in close.items() if gap < 100 * BOUND} == {}
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    "yarn": ("qwen2", YARN),
+    "yarn_with_attention_factor": ("qwen3", {**YARN, "attention_factor": 1.5, "truncate": False}),
+    "yarn_with_mscale": ("qwen3_moe", {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 2.0}),
+    "latent_yarn_with_mscale": ("deepseek_v3", {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}),
+    "latent_yarn": ("deepseek_v3", YARN),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_rope_is_that_of_transformers(pool: Pool, make: Make, name: str) -> None:
+    family, parameters = ROPES[name]
+    path = make(family, layers=2, rope_parameters=parameters)
+    if family != "deepseek_v3":
+        assert_frequencies(path)
+    assert_transformers(pool, path, Layout())
+
+
+def assert_frequencies(path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.from_pretrained(path)
+    theirs, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    hf = read_config(path)
+    ours = family_of(hf).rope(hf)
+    assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(ours.frequencies(config.head_dim), theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dense", [0, 2, 3])
+def test_dense_layers_may_fill_whole_pipeline_stages(pool: Pool, make: Make, dense: int) -> None:
+    path = make("glm4_moe", first_k_dense_replace=dense)
+    assert_transformers(pool, path, Layout(ranks=2, pp=2), Layout(ranks=4, pp=2, ep=2))
+
+
+def test_the_tool_says_whether_it_is_the_same_model(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("mixtral", layers=2)
+    few = ["--sequences", "2", "--tokens", "12"]
+    assert check_logits.main([str(path), "--tp", "2", "--ep", "2", *few]) == 0
+    assert "the same model: max |difference|" in capsys.readouterr().out
+    assert check_logits.main([str(path), "--bound", "1e-12", *few]) == 1
+    assert "NOT the same model" in capsys.readouterr().out
+    assert check_logits.main([str(path), "--tp", "3"]) == 2
+    assert capsys.readouterr().err == "check_logits: layout.tp=3: model has 4 attention heads, not divisible by 3\n"
+
+
+def test_every_family_of_the_product_is_tested() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    built = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in FAMILIES.values()}
+    assert built == {name for name in families.FAMILIES if name.endswith("ForCausalLM")}

@@ -1,0 +1,89 @@
+"""A step of training is the same on every layout for every kind of family; a router's expert bias is no parameter of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout
+from megarl.models.hf import read_config
+from megarl.parallel.grid import Grid
+from megarl.sync.export import export
+from tests.distributed.families import Make
+from tests.distributed.test_export import stored
+from tests.distributed.work import Job, Report, build, learn, train
+from tests.harness import Pool
+
+EVERY_EXPERT = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # no near-ties for a layout to break differently
+TP2_EP2, PP2, CP2 = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2), Layout(ranks=2, cp=2)
+TP2_PP2 = Layout(ranks=4, tp=2, pp=2)
+CASES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
+    "qwen2_tied": ("qwen2_tied", {}, [Layout(ranks=2, tp=2), PP2, TP2_PP2, CP2, Layout(ranks=2)]),
+    "deepseek_v3": (
+        "deepseek_v3",
+        EVERY_EXPERT,
+        [TP2_EP2, PP2, CP2, TP2_PP2, Layout(ranks=4, ep=4), Layout(ranks=4, tp=2, etp=2, ep=2)],
+    ),
+    "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT, [TP2_EP2]),
+    "glm4_moe": ("glm4_moe", EVERY_EXPERT, [TP2_EP2, CP2]),
+    "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}, [PP2]),
+}
+
+
+def trained(pool: Pool, layout: Layout, job: Job) -> tuple[list[float], list[float], dict[tuple[int, int], float]]:
+    reports: list[Report] = pool.run(train, layout, job)
+    logp = {token: value for report in reports for token, value in report.logp.items()}
+    norms = [report.grad_norm for report in reports]
+    assert all(norm == pytest.approx(norms[0], rel=1e-6) for norm in norms), "ranks disagree about the norm"
+    return [sum(step) for step in zip(*(report.loss for report in reports), strict=True)], norms[0], logp
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_independent_of_the_layout(pool: Pool, make: Make, name: str) -> None:
+    variant, changes, several = CASES[name]
+    job = Job(make(variant, vocab_size=128, **changes), steps=2)
+    loss, norm, logp = trained(pool, Layout(), job)
+    for layout in several:
+        others = trained(pool, layout, job)
+        assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
+        assert others[2].keys() == logp.keys() and max(abs(others[2][token] - logp[token]) for token in logp) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_chosen_groups_and_experts_give_the_same_gradient_on_every_layout(pool: Pool, make: Make, family: str) -> None:
+    """One step of the real routing, from weights without near-ties."""
+    job = Job(make(family, vocab_size=128))
+    loss, norm, _ = trained(pool, Layout(), job)
+    for layout in (TP2_EP2, PP2, CP2):
+        others = trained(pool, layout, job)
+        assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
+
+
+def stepped(grid: Grid, job: Job) -> dict[str, Tensor]:
+    """The exported tensors after the job's steps."""
+    policy = build(grid, job)
+    learn(grid, policy, job)
+    return {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_expert_bias_is_the_one_tensor_that_a_step_leaves_alone(pool: Pool, make: Make, family: str) -> None:
+    job = Job(make(family, vocab_size=128, **EVERY_EXPERT))
+    before = stored(job.path)
+    for layout in (TP2_EP2, PP2):
+        after = pool.run(stepped, layout, job)[0]
+        assert after.keys() == before.keys()
+        kept = {name.split("mlp.")[-1] for name, tensor in before.items() if torch.equal(after[name], tensor)}
+        assert kept == {"gate.e_score_correction_bias"}
+
+
+def test_expert_bias_moves_where_it_is_asked_to(pool: Pool, make: Make) -> None:
+    job = Job(make("deepseek_v3", vocab_size=128), megatron={"moe_router_bias_update_rate": 0.5})
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    before = stored(job.path)[name]
+    one, two = (pool.run(stepped, layout, job)[0][name] for layout in (Layout(), Layout(ranks=4, tp=2, ep=2)))
+    assert torch.equal(one, two) and not torch.equal(one, before)
+    assert set(((one - before) / 0.5).round().tolist()) <= {-1.0, 0.0, 1.0}
