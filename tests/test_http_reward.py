@@ -40,9 +40,9 @@ def length_of(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
 
 
 class Server:
-    """A server on a port of its own; `bodies` and `headers` are what it was sent."""
+    """A server on a port of its own (0) or a given one; `bodies` and `headers` are what it was sent."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         server = self
@@ -61,7 +61,7 @@ class Server:
             def handle_error(self, *_: Any) -> None:
                 """A client that has hung up is what these tests are about."""
 
-        self.http = Quiet(("127.0.0.1", 0), Handler)
+        self.http = Quiet(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/score?set=1"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -71,8 +71,8 @@ class Server:
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[Server]:
-    server = Server(answer)
+def serving(answer: Answer, port: int = 0) -> Iterator[Server]:
+    server = Server(answer, port)
     try:
         yield server
     finally:
