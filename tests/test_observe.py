@@ -204,7 +204,8 @@ def run_steps(config: TrainConfig) -> Path:
         for step in (1, 2, 3):
             with run.phase("rollout"):
                 gap = Mean(1e-6, 1.0)
-            run.log(step, {"reward/mean": Mean(step, 4.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap})
+            learned = {"actor/grad_norm": Mean(1.0, 1.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap}
+            run.log(step, {"reward/mean": Mean(step, 4.0), **learned})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
         run.held_out("held-out after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
     return run.directory
