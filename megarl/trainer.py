@@ -73,9 +73,9 @@ def due(config: TrainConfig, progress: Progress) -> bool:
 def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> None:
     """One step: of critic and policy, or of the critic alone while it is pretrained."""
     config, run, team = place.config, place.run, place.team
-    experience = gather(place, progress.step + 1, partial(progress.draw, prompts), progress.kl_coef)
-    progress.step += 1
     frozen = progress.pretraining.active
+    experience = gather(place, progress.step + 1, partial(progress.draw, prompts), progress.kl_coef, monte_carlo=frozen)
+    progress.step += 1
     with run.phase("update"):
         metrics = experience.metrics | team.learn(experience.plan, policy=not frozen)
     if frozen:

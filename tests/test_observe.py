@@ -21,7 +21,7 @@ from megarl.config import ConfigError, LogSettings, TrainConfig, load
 from megarl.observe import summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
-from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
+from megarl.observe.metrics import Last, Max, Mean, Metric, Metric, Min, Std, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
@@ -204,7 +204,7 @@ def run_steps(config: TrainConfig) -> Path:
         for step in (1, 2, 3):
             with run.phase("rollout"):
                 gap = Mean(1e-6, 1.0)
-            learned = {"actor/grad_norm": Mean(1.0, 1.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap}
+            learned: dict[str, Metric] = {"actor/grad_norm": Mean(1.0, 1.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap}
             run.log(step, {"reward/mean": Mean(step, 4.0), **learned})
         run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
         run.held_out("held-out after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)

@@ -38,10 +38,11 @@ class Experience:
     metrics: dict[str, Metric]
 
 
-def gather(place: Workplace, step: int, draw: Draw, kl_coef: float) -> Experience:
+def gather(place: Workplace, step: int, draw: Draw, kl_coef: float, *, monte_carlo: bool = False) -> Experience:
     """Samples and scores responses to the prompts that `draw` gives, and leaves them on the ranks with advantages.
 
-    RuntimeError where, in the first step, engines and trainer disagree about the log-probs.
+    monte_carlo: for the critic alone, which is to learn what came of each token (value pretraining). RuntimeError where, in the first
+    step, engines and trainer disagree about the log-probs.
     """
     config, run, team = place.config, place.run, place.team
     collected = collect(config, step, draw, place.engines, place.judge, run)
@@ -51,5 +52,5 @@ def gather(place: Workplace, step: int, draw: Draw, kl_coef: float) -> Experienc
     if step == 1:
         check_gap(config, scored)
     with run.phase("advantage"):
-        kl_N, explained = team.advantages(plan, collected.greedy, kl_coef)
+        kl_N, explained = team.advantages(plan, collected.greedy, kl_coef, monte_carlo=monte_carlo)
     return Experience(plan, kl_N, metrics | scored | explained)

@@ -45,7 +45,7 @@ def pretrain_value(config: TrainConfig) -> None:
             run.log(0, synced | measure(place, held_out, progress.kl_coef))
         while progress.pretraining.active:
             with checkpoints.kept(progress):
-                experience = gather(place, progress.step + 1, partial(progress.draw, data.train), progress.kl_coef)
+                experience = gather(place, progress.step + 1, partial(progress.draw, data.train), progress.kl_coef, monte_carlo=True)
             progress.step += 1
             with run.phase("update"):
                 metrics = experience.metrics | team.learn(experience.plan, policy=False)
@@ -64,5 +64,5 @@ def measure(place: Workplace, held_out: Collected, kl_coef: float) -> dict[str, 
     """What the critic explains of rollouts that it is not trained on, as heldout/..."""
     with place.run.phase("heldout"):
         plan, _ = place.team.score(held_out)
-        _, metrics = place.team.advantages(plan, held_out.greedy, kl_coef)
+        _, metrics = place.team.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)
     return {f"heldout/{name.removeprefix(SHOWN)}": metric for name, metric in metrics.items()}

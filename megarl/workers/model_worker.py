@@ -130,10 +130,11 @@ class ModelWorker(Keeper):
                 found |= dict(zip(members, sequence_kl(known(batch)).tolist(), strict=True))
         return found
 
-    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> dict[str, Metric]:
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
         """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks.
 
-        Returns how well the critic's values explain the returns, where there is a critic.
+        monte_carlo: the critic's targets are what came of each token, whatever its lambda. Returns how well the critic's values explain the
+        returns, where there is a critic.
         """
         algorithm = self._objective.algorithm
         self._kl_coef = kl_coef
@@ -143,8 +144,8 @@ class ModelWorker(Keeper):
         whole = concat([self._completed(batch) for batch in batches])
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
-            extra["return"] = algorithm.returns(whole, kl_coef)
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
+            extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]

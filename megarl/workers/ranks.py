@@ -58,9 +58,9 @@ class Ranks:
                 kl_N[n] += value
         return kl_N
 
-    def advantages(self, advantage_N: np.ndarray, kl_coef: float) -> dict[str, Metric]:
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
         """Gives every token of the scored plan its advantage, from one number a response; what a critic explained of the returns."""
-        return merge(self.group.call("advantages", advantage_N, kl_coef, timeout_s=self.timeout_s))
+        return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
 
     def update(self, mini_batch: int) -> Running:
         """One optimizer step of the policy on a mini-batch of the scored plan."""

@@ -57,10 +57,15 @@ class Team:
             self.policy.take(group.columns(*names), *names)
         return plans[0], metrics[0]
 
-    def advantages(self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float) -> tuple[np.ndarray, dict[str, Metric]]:
-        """Gives every token its advantage. The KL of each response to the reference [N], and what a critic explained of the returns."""
+    def advantages(
+        self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False
+    ) -> tuple[np.ndarray, dict[str, Metric]]:
+        """Gives every token its advantage. The KL of each response to the reference [N], and what a critic explained of the returns.
+
+        monte_carlo: the critic is to learn what came of each token (value pretraining), whatever lambda it has otherwise.
+        """
         kl_N = self.policy.sequence_kl(len(plan.place_N))
-        metrics = self.policy.advantages(response_advantages(self.config, plan, greedy, kl_N, kl_coef), kl_coef)
+        metrics = self.policy.advantages(response_advantages(self.config, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
         critic = self.of("critic")
         if critic is not None and critic is not self.policy:
             critic.take(self.policy.columns("return"), "return")
