@@ -39,6 +39,7 @@ class ModelSettings(Section):
     recompute: Literal["none", "selective", "full"] = "none"  # activation recomputation
     trust_remote_code: Literal[False] = False  # not offered: a model directory never runs code here
     megatron: dict[str, Any] = {}  # any field of megatron.core's TransformerConfig, checked against its fields
+    drop_mtp: bool = False  # leave out a checkpoint's layers of multi-token prediction, which are not trained; else they are refused
 
 
 class Layout(Section):

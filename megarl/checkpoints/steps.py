@@ -20,6 +20,7 @@ from megarl.checkpoints.files import Record, read_record
 from megarl.errors import ConfigError
 
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
+HF = "hf"  # folder of each model: config.json, generation defaults and tokenizer, as a Hugging Face directory has them
 COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{6,})")

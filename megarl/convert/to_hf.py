@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.steps import Verified, is_step, listing, verify
+from megarl.checkpoints.steps import HF, Verified, is_step, listing, verify
 from megarl.convert.audit import digest_of, raw, sha256, totals
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, Item, Unit, cut_shards, cut_units, make_items
-from megarl.convert.to_megatron import HF
 from megarl.convert.workplace import Record, Workplace
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
@@ -216,9 +215,7 @@ class ToHF(Conversion):
 
     def _changes(self) -> dict[str, Any]:
         family = family_of(self._config)
-        if self._head == family.head_of(self._config):
-            return {}
-        return {"architectures": [family.heads[self._head].architecture], **family.heads[self._head].labels}
+        return {} if self._head == family.head_of(self._config) else family.labels(self._config, self._head)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """conversion.json: every tensor written, its bytes, and where they come from."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.checkpoints.aside import point
 from megarl.checkpoints.files import HashedFile, read_record, write_file
 from megarl.checkpoints.files import Record as File
-from megarl.checkpoints.steps import MANIFEST, PARTIAL, Manifest, encode, step_name
+from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name
 from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, Item, Unit, check_cut, cut_units, make_items, shards
@@ -27,7 +27,6 @@ from megarl.models.rows import HeadKind, Weight
 from megarl.models.stored import Place
 from megarl.parallel.dcp import Shard, check_cover, write_metadata
 
-HF = "hf"  # folder of a model's config.json, generation defaults and tokenizer in a step directory
 MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
 STEP = 0
 _FRESH = 0  # seed of a head that the source lacks
@@ -147,11 +146,8 @@ class ToMegatron(Conversion):
     def _described(self) -> dict[str, bytes]:
         config = dict(self._source.config)
         family = family_of(config)
-        changes: dict[str, Any] = {}
-        if self._head != family.head_of(config):
-            changes |= {"architectures": [family.heads[self._head].architecture], **family.heads[self._head].labels}
-        if "multi-token prediction" in self._source.left_out.values():
-            changes |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
+        same = self._head == family.head_of(config) and "multi-token prediction" not in self._source.left_out.values()
+        changes = {} if same else family.labels(config, self._head)
         return described(self._source.path, self._cast, changes)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:

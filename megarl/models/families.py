@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megarl.config import ConfigError, Layout
@@ -12,6 +14,7 @@ from megarl.models.rows import Family, HeadKind
 
 _MODULES = (qwen3_moe, qwen3, qwen2, llama, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}
 
 
@@ -57,7 +60,7 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
     if further and not drop_mtp:
         raise ConfigError(
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more tensors of multi-token prediction, which megarl does not "
-            "train (model.drop_mtp=true leaves them out, of what is saved, too)"
+            "train (model.drop_mtp=true leaves them out of it and of what is saved)"
         )
     unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)) - set(further))
     if unknown:
@@ -79,9 +82,17 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
             raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model has 1")
 
 
-def check_layout(hf: dict[str, Any], layout: Layout) -> None:
-    """Raises ConfigError with the dotted key and both numbers where the layout does not divide the model."""
+def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raises ConfigError with the dotted key and both numbers where the layout does not divide the model.
+
+    megatron: `model.megatron`, which may give the first and the last pipeline stage layers of their own number
+    (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): 94 or 61 layers divide by no usual number of stages.
+    """
     sizes = family_of(hf).sizes(hf)
+    uneven = {key: megatron[key] for key in _UNEVEN if megatron.get(key) is not None}
+    if uneven:
+        _check_stages(sizes.layers, layout, uneven)
+    even = 0 if uneven else sizes.layers
     chunks = layout.pp * (layout.vpp or 1)
     divisions = [
         (f"layout.tp={layout.tp}", layout.tp, sizes.heads, "attention heads", "tp"),
@@ -90,11 +101,26 @@ def check_layout(hf: dict[str, Any], layout: Layout) -> None:
         (f"layout.tp={layout.tp}", layout.tp, sizes.shared_ffn, "units in its shared experts", "tp"),
         (f"layout.ep={layout.ep}", layout.ep, sizes.experts, "experts", "ep"),
         (f"layout.etp={layout.etp}", layout.etp, sizes.expert_ffn, "units in an expert", "etp"),
-        (f"layout.pp={layout.pp}", layout.pp, sizes.layers, "layers", "pp"),
-        (f"layout.vpp={layout.vpp}", chunks, sizes.layers, "layers", f"pp*vpp={layout.pp}*{layout.vpp}={chunks}"),
+        (f"layout.pp={layout.pp}", layout.pp, even, "layers", "pp"),
+        (f"layout.vpp={layout.vpp}", chunks, even, "layers", f"pp*vpp={layout.pp}*{layout.vpp}={chunks}"),
     ]
     for key, parts, count, what, by in divisions:
         if count % parts:
             raise ConfigError(f"{key}: model has {count} {what}, not divisible by {by if '=' in by else parts}")
     if not sizes.experts and (layout.ep > 1 or layout.etp > 1):
         raise ConfigError(f"layout.ep={layout.ep}, layout.etp={layout.etp}: model has 0 experts")
+
+
+def _check_stages(layers: int, layout: Layout, uneven: dict[str, Any]) -> None:
+    """ConfigError where the pipeline's ends, or what they leave to the stages between them, cannot be."""
+    given = ", ".join(f"model.megatron.{key}={value}" for key, value in uneven.items())
+    if any(type(value) is not int or value < 1 for value in uneven.values()):
+        raise ConfigError(f"{given}: expected positive integers")
+    between, rest, each = layout.pp - len(uneven), layers - sum(uneven.values()), layout.vpp or 1
+    if any(value % each for value in uneven.values()):
+        raise ConfigError(f"{given}: not divisible by layout.vpp={each}")
+    if between < 0:
+        raise ConfigError(f"{given}: layout.pp={layout.pp} has fewer stages")
+    if rest < 0 or (rest % (between * each) if between else rest):
+        what = f"{between} other stages" + (f" of {each} chunks" if each > 1 else "")
+        raise ConfigError(f"{given}: of {layers} layers {rest} are left for the {what} of layout.pp={layout.pp}")

@@ -259,6 +259,11 @@ class Family:
         [kind] = [kind for kind, head in self.heads.items() if head.architecture == hf["architectures"][0]]
         return kind
 
+    def labels(self, hf: dict[str, Any], head: HeadKind) -> dict[str, Any]:
+        """What config.json says where `head` stands on the backbone of `hf`, without layers that predict further tokens."""
+        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)}
+        return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
+
     def weights(self, hf: dict[str, Any], head: HeadKind = "lm") -> list[Weight]:
         """Every Megatron parameter of the backbone of `hf` under `head`, whichever head `hf` names, in the order of the model: outer
         rows, then layer by layer."""

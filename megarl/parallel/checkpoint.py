@@ -6,8 +6,8 @@
     load(verified, {"policy": Part(...)}, grid)              # any layout; a Part without its optimizer loads the weights alone
     load_random(verified, grid)                              # the same layout: from here on, bit for bit
 
-A step directory (`megarl.checkpoints.steps`): `<name>/` in Megatron's torch_dist format for each model, `random/<rank>.safetensors`, the
-caller's own files (rank 0's), and the manifest.
+A step directory (`megarl.checkpoints.steps`): `<name>/` in Megatron's torch_dist format for each model, with `hf/` inside that says what it
+is (config.json, tokenizer), `random/<rank>.safetensors`, the caller's own files (rank 0's), and the manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megarl.checkpoints.aside import Aside
 from megarl.checkpoints.files import Record, write_file
-from megarl.checkpoints.steps import Manifest, Verified
+from megarl.checkpoints.steps import HF, Manifest, Verified
 from megarl.config import CheckpointSettings
 from megarl.errors import ConfigError, SaveError
 from megarl.parallel import sharded, torch_dist
@@ -51,6 +51,7 @@ class Part:
     chunks: Sequence[Any]  # of models/build.py, in data-parallel wrappers or not
     hf: Mapping[str, Any]  # config.json
     trainable: Trainable | None = None
+    described: Mapping[str, bytes] = field(default_factory=dict)  # what is saved beside the weights (rank 0's): see `hf.described`
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,15 @@ class Saver:
         planned = {name: self._plan(name, part) for name, part in parts.items()}
         size = sum(tensor.nbytes for tensors in planned.values() for tensor in tensors)
         aside = Aside(self._root, step)
-        self._begin(aside, [*parts, RANDOM], size)
+        files = {f"{name}/{HF}/{file}": data for name, part in parts.items() for file, data in part.described.items()}
+        self._begin(aside, [*parts, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
         writer = StagedWriter(aside.path, self._grid.rank, self._settings.staging_mb << 20)
         for name, tensors in planned.items():
             for tensor in tensors:
                 writer.put(name, tensor)
         writer.close()
         models = {name: _description(part) for name, part in parts.items()}
-        work = (aside, writer, random_states(), models, dict(extra), Meeting(self._grid, self._root, self._saves))
+        work = (aside, writer, random_states(), models, {**files, **extra}, Meeting(self._grid, self._root, self._saves))
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
         self._pending, self._saves = (thread, work[-1], step), self._saves + 1

@@ -17,6 +17,7 @@ from torch import Tensor
 _NOISE = (
     ".*Apex (is|are) not installed",  # known: see `cpu/`
     "full scope is deprecated",  # transformer_config.py:1705 complains of its own default
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts where etp is 1 and tp is not
     "The .grad attribute of a Tensor that is not a leaf",  # optimizer.py:66 probes every parameter
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )

@@ -75,8 +75,8 @@ class Pairs:
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
-    hf = check_checkpoint(config.model.path, head)
-    check_layout(hf, config.layout)
+    hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
+    check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
     writers.check(config.log)
     check_cluster(config.cluster)
@@ -114,9 +114,9 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
 def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
     """ConfigError, starting with `key`, where a critic or reward model at `path` is not whole, cannot be laid out, or reads other tokens
     than the policy writes, or fewer. It may be of another size than the policy."""
-    hf = check_checkpoint(path, head="value", key=key)
+    hf = check_checkpoint(path, head="value", key=key, drop_mtp=config.model.drop_mtp)
     try:
-        check_layout(hf, layout)
+        check_layout(hf, layout, config.model.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     check_same_tokenizer(path, key, config.model.path, "model.path")
@@ -135,8 +135,10 @@ def check_trained_head(path: Path, key: str) -> None:
 def check_train(config: TrainConfig) -> Data:
     """All checks of `megarl train`."""
     hf = check_model(config)
-    if config.model.base is not None and check_checkpoint(config.model.base, key="model.base")["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+    if config.model.base is not None:
+        base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
+        if base["architectures"] != hf["architectures"]:
+            raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
@@ -144,11 +146,11 @@ def check_train(config: TrainConfig) -> Data:
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
-            check_layout(hf, layout)
+            check_layout(hf, layout, config.model.megatron)
         else:
             check_value_model(config, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
-        check_layout(hf, config.placement.reference)
+        check_layout(hf, config.placement.reference, config.model.megatron)
     if isinstance(config.reward.source, ModelReward):
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
         check_trained_head(config.reward.source.path, "reward.source.path")

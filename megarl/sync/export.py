@@ -70,15 +70,9 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
     head = family_of(hf).heads[head_of(chunks)]
     if not head.known:
         log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
-    changes = {"architectures": [head.architecture], **head.labels, **_without_predictors(hf)}
-    with Writer(target, source, str(dtype).removeprefix("torch."), changes) as writer:
+    with Writer(target, source, str(dtype).removeprefix("torch."), family_of(hf).labels(hf, head_of(chunks))) as writer:
         for name, tensor in stream:
             writer.add(name, tensor)
-
-
-def _without_predictors(hf: dict[str, Any]) -> dict[str, int]:
-    """What config.json says of multi-token prediction once its layers are left out."""
-    return {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)}
 
 
 def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:

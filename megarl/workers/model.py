@@ -13,6 +13,7 @@ from megarl.batch import Batch
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.build import build_chunks, transformer_config
+from megarl.models.families import family_of
 from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
@@ -49,6 +50,8 @@ class Model:
         load_hf(self._modules, path, self.hf, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
+        dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
+        self._described = directory.described(path, dtype, labels) if optimizer is not None and grid.rank == 0 else {}
 
     def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
         """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere."""
@@ -100,7 +103,7 @@ class Model:
     @property
     def part(self) -> Part:
         """The model and its optimizer as a part of a checkpoint."""
-        return Part(self.chunks, self.hf, self._trainable)
+        return Part(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""

@@ -12,7 +12,8 @@ import torch
 from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
 from megarl.models.build import build_chunks, transformer_config
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.families import family_of
+from megarl.models.hf import Checkpoint, described, read_config
 from megarl.models.weights import load_hf, local_parameters
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint import Part, Saver, load
@@ -57,7 +58,8 @@ def save_steps(grid: Grid, paths: dict[str, Path], root: Path) -> None:
     for family, path in paths.items():
         chunks, hf = chunks_of(grid, path)
         load_hf(chunks, path, hf, grid)
-        Saver(root / family, grid, settings).save(1, {"policy": Part(chunks, hf)}, {})
+        files = described(path, "float32", family_of(hf).labels(hf, "lm")) if grid.rank == 0 else {}
+        Saver(root / family, grid, settings).save(1, {"policy": Part(chunks, hf, None, files)}, {})
 
 
 def differing(grid: Grid, paths: dict[str, Path], root: Path) -> list[str]:
@@ -104,8 +106,9 @@ def test_a_model_saved_by_ranks_becomes_the_directory_it_was_loaded_from(
     for fitting, paths in groups(models, layout):
         pool.run(save_steps, fitting, paths, tmp_path)
     for family, path in models.items():
-        convert("megatron-to-hf", tmp_path / family, tmp_path / f"{family}.hf", "--like", path)
+        convert("megatron-to-hf", tmp_path / family, tmp_path / f"{family}.hf")
         assert stored(tmp_path / f"{family}.hf") == stored(path), family
+        assert read_config(tmp_path / f"{family}.hf") == read_config(path)
 
 
 def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[str, Path], tmp_path: Path) -> None:
@@ -114,6 +117,22 @@ def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[st
     for layout in (TP_EP, PP_VPP, ETP):
         for fitting, paths in groups(models, layout):
             assert pool.run(differing, fitting, paths, tmp_path) == [[]] * fitting.ranks, layout
+
+
+def critic_from(grid: Grid, path: Path, step: Path) -> list[str]:
+    """The parameters that a critic takes from a converted language model otherwise than from its Hugging Face directory."""
+    expected, hf = chunks_of(grid, path, "value")
+    load_hf(expected, path, hf, grid)
+    part = build_part(grid, path, "value", trained=False)
+    load(verified(step), {"critic": part}, grid)
+    ours, theirs = (local_parameters(chunks, grid.ep_rank) for chunks in (part.chunks, expected))
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+def test_a_critic_takes_the_backbone_that_was_converted(pool: Pool, models: dict[str, Path], tmp_path: Path) -> None:
+    convert("hf-to-megatron", models["qwen3_moe"], tmp_path / "out", "--head", "value")
+    first, last = pool.run(critic_from, Layout(ranks=2, pp=2), models["qwen3_moe"], tmp_path / "out" / "step_000000")
+    assert (first, last) == ([], ["output_layer.weight"]), "the head alone is drawn anew"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_tied"])

@@ -1,0 +1,64 @@
+"""Pipeline stages of different size and kind: layers of their own number, none with experts; saved and continued on other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config import Layout, ModelSettings
+from megarl.models.families import check_checkpoint, check_layout
+from megarl.models.hf import read_config
+from tests.distributed.families import Make, saved
+from tests.distributed.saving import plain_tensors, train_and_save
+from tests.distributed.test_checkpoint import STEPS, Saved, assert_continues
+from tests.distributed.work import Job
+from tests.harness import Pool
+from tools.check_logits import joined, megatron_part, sequences, transformers_logits
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "layout", "megatron"),
+    [
+        ("deepseek_v3", 5, Layout(ranks=2, pp=2), {LAST: 2}),
+        ("deepseek_v3", 5, Layout(ranks=3, pp=3), {FIRST: 1}),
+        ("llama", 7, Layout(ranks=4, pp=4), {FIRST: 2, LAST: 1}),
+        ("llama", 6, Layout(ranks=2, pp=2, vpp=2), {FIRST: 2}),
+    ],
+)
+def test_stages_may_have_different_numbers_of_layers(
+    pool: Pool, make: Make, family: str, layers: int, layout: Layout, megatron: dict[str, int]
+) -> None:
+    path = make(family, layers=layers)
+    hf = check_checkpoint(path)
+    check_layout(hf, layout, megatron)
+    batch = sequences(4, 40, hf["vocab_size"], seed=3)
+    parts = pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32", megatron=megatron), batch)
+    theirs_TV = transformers_logits(path, batch, "float32")
+    torch.testing.assert_close(joined(parts, batch, hf["vocab_size"]), theirs_TV, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("deepseek_v3", {}), ("glm4_moe", {"first_k_dense_replace": 2})])
+def test_checkpoint_of_mixed_layers_continues_on_another_layout(
+    pool: Pool, make: Make, tmp_path: Path, family: str, changes: dict[str, int]
+) -> None:
+    """Dense layers, latents and expert biases are in it, whatever stages without experts lack. Every expert takes every token, so that no
+    near-tie goes another way."""
+    path = make(family, vocab_size=128, num_experts_per_tok=8, n_group=1, topk_group=1, **changes)
+    job = Job(path, steps=STEPS, megatron={"moe_router_bias_update_rate": 0.01})
+    then = pool.run(train_and_save, Layout(ranks=4, tp=2, pp=2), job, tmp_path)
+    step = tmp_path / f"step_{STEPS:06d}"
+    run = Saved(job, step, pool.run(plain_tensors, Layout(), step / "policy")[0], then)
+    assert sum(key.endswith("mlp.router.expert_bias") for key in run.tensors) == 4 - read_config(path)["first_k_dense_replace"]
+    assert_continues(pool, run, Layout(ranks=2, ep=2), tmp_path / "ep2", rel=1e-5)
+    assert_continues(pool, run, Layout(ranks=2, pp=2), tmp_path / "pp2", rel=1e-5)
+
+
+def test_saved_directory_says_that_multi_token_prediction_was_left_out(pool: Pool, make: Make, tmp_path: Path) -> None:
+    path = make("glm4_moe", layers=2, num_mtp_layers=1)
+    assert read_config(path)["num_nextn_predict_layers"] == 1
+    pool.run(saved, Layout(), path, "float32", "lm", tmp_path / "out")
+    assert check_checkpoint(tmp_path / "out") == {**read_config(path), "num_nextn_predict_layers": 0}

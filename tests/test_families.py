@@ -1,0 +1,275 @@
+"""What a checkpoint of each family must hold, under every spelling of its config.json, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.config import ConfigError, Layout
+from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
+from megarl.models.hf import read_config
+from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
+from megarl.models.weights import canonical
+from tools.make_tiny_model import FAMILIES as TINY
+from tools.make_tiny_model import build
+
+# The published config.json, as far as it says anything of shapes.
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+LAST = {"num_layers_in_last_pipeline_stage": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    for family in TINY:
+        build(folder / family, layers=2, hidden=128, experts=8, expert_hidden=32, seed=1, family=family)
+    return {family: folder / family for family in TINY}
+
+
+def copied(path: Path, target: Path, tensors: dict[str, Tensor | None] | None = None, **config: Any) -> Path:
+    """The checkpoint with other fields in config.json (None removes one) and other tensors."""
+    target.mkdir()
+    changed = {**json.loads((path / "config.json").read_text()), **config}
+    (target / "config.json").write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+    kept = {**load_file(path / "model.safetensors"), **(tensors or {})}
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
+    path = tiny[family]
+    hf = check_checkpoint(path)
+    names = [name for name in family_of(hf).expected(hf) if ".layers.1." in name]
+    tensors = load_file(path / "model.safetensors")
+    for place in (0, len(names) // 2, len(names) - 1):
+        name = names[place]
+        with pytest.raises(ConfigError, match=f"lacks the tensor {name} "):
+            check_checkpoint(copied(path, tmp_path / f"missing{place}", {name: None}))
+        with pytest.raises(ConfigError, match=rf": {name} has shape \[3\], expected \[{tensors[name].shape[0]}"):
+            check_checkpoint(copied(path, tmp_path / f"shape{place}", {name: torch.zeros(3)}))
+    with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.2\.self_attn\.q_proj\.bias, which"):
+        check_checkpoint(copied(path, tmp_path / "unknown", {"model.layers.2.self_attn.q_proj.bias": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_is_refused_by_name_or_left_out_by_choice(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
+    further: dict[str, Tensor | None] = {f"model.layers.2.{name}": torch.zeros(2) for name in ("eh_proj.weight", "shared_head.head.weight")}
+    path = copied(tiny[family], tmp_path / "mtp", further, num_nextn_predict_layers=1)
+    expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more tensors of multi-token prediction, which megarl does not train"
+    with pytest.raises(ConfigError, match=expected):
+        check_checkpoint(path)
+    assert check_checkpoint(path, drop_mtp=True)["num_nextn_predict_layers"] == 1
+    later = copied(tiny[family], tmp_path / "later", {"model.layers.3.eh_proj.weight": torch.zeros(2)}, num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.3\.eh_proj\.weight"):
+        check_checkpoint(later, drop_mtp=True)
+
+
+def test_a_tied_output_layer_may_be_stored_all_the_same(tiny: dict[str, Path], tmp_path: Path) -> None:
+    embedding = load_file(tiny["qwen2_tied"] / "model.safetensors")["model.embed_tokens.weight"]
+    check_checkpoint(copied(tiny["qwen2_tied"], tmp_path / "stored", {"lm_head.weight": embedding.clone()}))
+
+
+OLD: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {"rope_theta": 10000.0, "rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
+    "mixtral": {"rope_theta": 1000000.0, "sliding_window": None},
+    "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "deepseek_v3": {
+        "rope_theta": 10000,
+        "rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+
+
+@pytest.mark.parametrize("family", OLD)
+def test_older_spelling_means_the_same(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
+    new = check_checkpoint(tiny[family])
+    old = check_checkpoint(copied(tiny[family], tmp_path / "old", rope_parameters=None, **OLD[family]))
+    assert fixed_fields(old, "float32", Layout()) == fixed_fields(new, "float32", Layout())
+    one, two = (family_of(hf).rope(hf) for hf in (old, new))
+    assert torch.equal(one.frequencies(32), two.frequencies(32)) and one.fraction == two.fraction
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "RoPE of type 'dynamic'; supported: 'default'",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+        "has low_freq_factor=None, expected a positive",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "default"}}, "config.json has no rope_theta"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "a RoPE for each kind of layer"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported for Llama"),
+    ("llama", {"rms_norm_eps": None}, "config.json lacks rms_norm_eps"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not all 'full_attention'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported for Qwen2"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for Mixtral"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob=None is neither true nor false"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported for DeepSeek-V3, which has 1e-06"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not num_attention_heads=4"),
+    ("deepseek_v3", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 must be twice topk_group=2"),
+    ("deepseek_v3", {"n_group": 3}, "n_group=3 and topk_group=2 do not divide 8 experts"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=false or num_experts_per_tok=1 is not supported"),
+    ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not between 0 and 1"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'default' and plain 'yarn' are"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_what_no_rank_could_build_is_refused_in_one_line(
+    tiny: dict[str, Path], tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    if family == "glm4_moe":
+        changes = {**changes, "partial_rotary_factor": 0.5}
+    with pytest.raises(ConfigError) as refused:
+        check_checkpoint(copied(tiny[family], tmp_path / "changed", **changes))
+    said = str(refused.value)
+    assert said.startswith("model.path: ") and message in said and "\n" not in said
+
+
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+@pytest.mark.parametrize(
+    ("layout", "megatron", "message"),
+    [
+        (Layout(ranks=16, pp=16), {}, "layout.pp=16: model has 61 layers, not divisible by 16"),
+        (
+            Layout(ranks=16, pp=16),
+            {UNEVEN[1]: 2},
+            "model.megatron.num_layers_in_last_pipeline_stage=2: of 61 layers 59 are left for the 15 oth",
+        ),
+        (Layout(ranks=16, pp=16), {UNEVEN[1]: 0}, "num_layers_in_last_pipeline_stage=0: expected positive integers"),
+        (Layout(ranks=2, pp=2), {UNEVEN[0]: 30, UNEVEN[1]: 30}, "of 61 layers 1 are left for the 0 other stages of layout.pp=2"),
+        (Layout(), {UNEVEN[0]: 30, UNEVEN[1]: 31}, "layout.pp=1 has fewer stages"),
+        (Layout(ranks=16, pp=16, vpp=2), {UNEVEN[1]: 1}, "num_layers_in_last_pipeline_stage=1: not divisible by layout.vpp=2"),
+        (Layout(ranks=16, pp=16), LAST, ""),
+        (Layout(ranks=2, pp=2, vpp=2), {UNEVEN[0]: 31}, "not divisible by layout.vpp=2"),
+        (Layout(ranks=2, pp=2), {UNEVEN[0]: 31}, ""),
+    ],
+)
+def test_stages_of_different_size_are_checked(layout: Layout, megatron: dict[str, int], message: str) -> None:
+    if not message:
+        check_layout(DEEPSEEK_V3, layout, megatron)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_layout(DEEPSEEK_V3, layout, megatron)
+    assert message in str(refused.value)
+
+
+def test_shared_experts_must_divide() -> None:
+    hf = {**DEEPSEEK_V3, "num_attention_heads": 96, "num_key_value_heads": 96}
+    with pytest.raises(ConfigError, match="layout.tp=3: model has 2048 units in its shared experts, not divisible by 3"):
+        check_layout({**hf, "first_k_dense_replace": 0}, Layout(ranks=3, tp=3))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: dict[str, Path], family: str) -> None:
+    fixed = fixed_fields(read_config(tiny[family]), "bfloat16", Layout(ranks=2, tp=2))
+    latent = {
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rope_type",
+        "rotary_base",
+        "rotary_percent",
+    }
+    latent |= {"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    assert fixed.keys() - megatron_fields() <= (latent if family.startswith("deepseek") else set())
+    with pytest.raises(ConfigError, match=r"^model\.megatron\.hidden_size: set by model\.path, .* \(to 128\)$"):
+        check_fields({"hidden_size": 64}, fixed)
+    check_fields({"moe_aux_loss_coeff": 0.1}, fixed)
+
+
+@pytest.mark.parametrize(
+    ("built", "name"),
+    [
+        ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight", "decoder.layers.4.self_attention.q_layernorm.weight"),
+        ("decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight", "decoder.layers.4.self_attention.kv_layernorm.weight"),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.4.mlp.shared_experts.linear_fc1.weight"),
+        ("decoder.layers.0.mlp.router.expert_bias", "decoder.layers.4.mlp.router.expert_bias"),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", "decoder.layers.4.self_attention.linear_qkv.bias"),
+    ],
+)
+def test_names_of_transformer_engine_s_layers_become_canonical(built: str, name: str) -> None:
+    assert canonical(built, layers=[4], first_expert=8) == name
+
+
+def test_architectures_are_transformers_names_where_it_has_them() -> None:
+    import transformers
+
+    unknown = {name for name in FAMILIES if not hasattr(transformers, name)}
+    assert unknown == {head.architecture for family in FAMILIES.values() for head in family.heads.values() if not head.known}
+    assert unknown == {"Glm4MoeForSequenceClassification"}
