@@ -21,7 +21,7 @@ from megarl.config import ConfigError, LogSettings, TrainConfig, load
 from megarl.observe import summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
-from megarl.observe.metrics import Last, Max, Mean, Metric, Metric, Min, Std, Sum, merge, scalars
+from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
