@@ -235,7 +235,7 @@ def assert_covered(weight: Weight, layout: Layout) -> None:
 
 def stages(config: TransformerConfig, layout: Layout) -> list[int]:
     """The layers that Megatron builds, stage by stage and chunk by chunk, counted from 0."""
-    found = []
+    found: list[int] = []
     for stage in range(layout.pp):
         for chunk in range(layout.vpp) if layout.vpp else [None]:
             start = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
