@@ -23,7 +23,7 @@ def train(config: TrainConfig) -> None:
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     data = check_train(config)
-    found = find(config, len(data.train))
+    found = find(config, "train", len(data.train))
     with (
         Run(config, None if found is None else found.run) as run,
         ray_session(config.cluster, processes(config)),
@@ -33,7 +33,7 @@ def train(config: TrainConfig) -> None:
             team, engines = start(config)
         judge, examiner = scorers.judges(team)
         place = Workplace(config, run, team, engines, judge)
-        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, run, team)
+        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "train", run, team)
         if found is not None:
             checkpoints.load(found, progress)
         elif config.model.base is not None:

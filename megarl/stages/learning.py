@@ -50,11 +50,12 @@ def learn(
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     settings = config.learn
-    found = find(config, items) if settings.steps else None
+    found = find(config, config.section, items) if settings.steps else None
     with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))
-        course, checkpoints = Course(Sampler(max(1, items), config.seed, shuffle=True)), Checkpoints(config, run, learners)
+        course = Course(Sampler(max(1, items), config.seed, shuffle=True))
+        checkpoints = Checkpoints(config, config.section, run, learners)
         if found is not None:
             checkpoints.load(found, course)
         else:

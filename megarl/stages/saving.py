@@ -85,10 +85,11 @@ class Found:
     run: Mapping[str, Any]
 
 
-def find(config: TrainingSettings, items: int) -> Found | None:
+def find(config: TrainingSettings, verb: str, items: int) -> Found | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    ConfigError where the configuration differs from the checkpoint's in what must not differ, or `data.train` has not its `items`.
+    ConfigError where it is of another verb, the configuration differs from its own in what must not differ, or `data.train` has not its
+    `items`.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -100,6 +101,8 @@ def find(config: TrainingSettings, items: int) -> Found | None:
             continue
         differing = compare(yaml.safe_load(saved["config"]), config.model_dump(mode="json"))
         before = saved["progress"]["sampler"]["count"]
+        if saved["verb"] != verb:
+            differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
         if before != items:
             differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
         if differing:
@@ -111,8 +114,8 @@ def find(config: TrainingSettings, items: int) -> Found | None:
 class Checkpoints:
     """The saves of one run. On leaving, it waits for the last one."""
 
-    def __init__(self, config: TrainingSettings, run: Run, team: Savable) -> None:
-        self._settings, self._config, self._run, self._team = config.save, config, run, team
+    def __init__(self, config: TrainingSettings, verb: str, run: Run, team: Savable) -> None:
+        self._settings, self._config, self._verb, self._run, self._team = config.save, config, verb, run, team
         self._saved: int | None = None  # the last step that was saved
 
     def load(self, found: Found, progress: Standing) -> None:
@@ -131,7 +134,8 @@ class Checkpoints:
         if step == self._saved:
             return
         self._saved = step
-        state = {"progress": progress, "run": self._run.state(), "where": self._team.folders, "config": dump(self._config)}
+        where, config = self._team.folders, dump(self._config)
+        state = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
         with self._run.phase("save"):
             with self._failures():
                 self._team.settle()  # whatever became of the one before, this one is another

@@ -26,7 +26,7 @@ def pretrain_value(config: TrainConfig) -> None:
     rollouts for prompts of `data.eval`, before, every `train.eval_every` steps and after.
     """
     data = check_value(config)
-    found = find(config, len(data.train))
+    found = find(config, "value", len(data.train))
     with (
         Run(config, None if found is None else found.run) as run,
         ray_session(config.cluster, processes(config)),
@@ -35,7 +35,7 @@ def pretrain_value(config: TrainConfig) -> None:
         with run.phase("start"):
             team, engines = start(config)
         place = Workplace(config, run, team, engines, scorers.judges(team)[0])
-        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, run, team)
+        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "value", run, team)
         if found is not None:
             checkpoints.load(found, progress)
         with run.phase("sync"):
