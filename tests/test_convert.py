@@ -387,14 +387,15 @@ def test_memory_is_twice_the_largest_layer_whatever_the_model(tmp_path: Path) ->
     assert size > 15 * layer > 300 << 20
     del tensors
     measure = (
-        "import sys, resource, megarl.convert.to_hf, megarl.convert.to_megatron; from megarl.cli import main\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10\n"
-        "before = peak(); assert main() == 0; print(peak() - before)"
+        "from pathlib import Path; import megarl.convert.to_hf, megarl.convert.to_megatron; from megarl.cli import main\n"
+        "held = lambda: [int(line.split()[1]) << 10 for line in Path('/proc/self/status').open() if line.startswith('VmHWM:')][0]\n"
+        "Path('/proc/self/clear_refs').write_text('5'); before = held(); assert main() == 0; print(held() - before)"
     )
     for direction, one, two in (("hf-to-megatron", "source", "steps"), ("megatron-to-hf", "steps", "back")):
         arguments = [sys.executable, "-c", measure, "convert", direction, str(tmp_path / one), str(tmp_path / two), "--workers", "4"]
         ran = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert int(ran.stdout.splitlines()[-1]) < 2 * layer + (24 << 20), direction  # and what Python and torch take on first use
+        peak = int(ran.stdout.splitlines()[-1])
+        assert layer // 4 < peak < 2 * layer + (32 << 20), (direction, peak, layer)  # and what Python and torch take on first use
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"])

@@ -196,6 +196,8 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {
             **sigmoid,
             "num_mtp_layers": 0,
+            "scoring_func": "sigmoid",  # as the published config.json says, which vLLM asks for and transformers takes for granted
+            "topk_method": "noaux_tc",
             "num_key_value_heads": hidden // 32,
             "head_dim": 16,  # of what is rotated
             "num_experts_per_tok": 4,

@@ -79,7 +79,7 @@ def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """ConfigError, before any process starts, where an engine could not run the model of this config.json.
 
-    A CPU engine needs `kv_cache_mb`, with room for one longest sequence.
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention.
     """
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
@@ -89,6 +89,11 @@ def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *
             raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
     if gpu:
         return
+    if hf.get("kv_lora_rank"):
+        # vLLM 0.30.0's CPU_MLA decodes latents of 512+64 alone (v1/attention/backends/mla/cpu_mla.py:26), its AMX_MLA takes no float32.
+        raise ConfigError(
+            f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
+        )
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
     head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)

@@ -67,8 +67,8 @@ class WorkerExtension:
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
         return self._megarl_try(lambda: self._megarl_receiver().connect(Rendezvous(**rendezvous), first_rank + self.rank))
 
-    def megarl_start(self, shapes: Mapping[str, Sequence[int]], dtype: str) -> str | None:
-        return self._megarl_try(lambda: self._megarl_receiver().start(shapes, dtype))
+    def megarl_start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
+        return self._megarl_try(lambda: self._megarl_receiver().start(expected))
 
     def megarl_receive(self, header: dict[str, Any]) -> str | None:
         return self._megarl_try(lambda: self._megarl_receiver().receive(Header.parse(header)))
@@ -77,7 +77,7 @@ class WorkerExtension:
         return self._megarl_try(lambda: self._megarl_receiver().finish())
 
     def megarl_held(self, tied: bool) -> dict[str, list[tuple[int, ...]]]:
-        pieces = held_pieces(self.get_model(), tied)
+        pieces = held_pieces(self.get_model(), tied, self.vllm_config.model_config.dtype)
         return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
 
     def megarl_pid(self) -> int:

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from megarl.sync.fingerprint import Piece, fingerprints
 
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
+_BIAS = "e_score_correction_bias"  # of a router: added to the scores by which experts are chosen
 _DIGIT = 256  # index tensors carry base-256 digits: whole numbers that every float dtype holds exactly
 
 
@@ -46,12 +47,13 @@ class _Shards:
 
 
 @torch.no_grad()
-def held_pieces(model: nn.Module, tied: bool) -> dict[str, list[Piece]]:
+def held_pieces(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
     """Fingerprints of everything that `model` holds, by Hugging Face name; one list entry for each place that holds the tensor.
 
-    `tied`: the output layer shares the embedding table. Raises NotImplementedError where a layer's form cannot be read.
+    `tied`: the output layer shares the embedding table. `dtype`: the model's, in which weights are sent. Raises
+    NotImplementedError where a layer's form cannot be read.
     """
-    hashed = [(shards, fingerprints(shards.stack_BRC, shards.row, shards.column)) for shards in _walk(model, tied)]
+    hashed = [(shards, fingerprints(_as_sent(shards, dtype), shards.row, shards.column)) for shards in _walk(model, tied)]
     values = iter(torch.cat([value_B for _, value_B in hashed]).tolist())
     pieces: dict[str, list[Piece]] = {}
     for shards, _ in hashed:
@@ -59,6 +61,15 @@ def held_pieces(model: nn.Module, tied: bool) -> dict[str, list[Piece]]:
         for name in shards.names:
             pieces.setdefault(name, []).append(Piece(shards.row, shards.column, rows, columns, next(values)))
     return pieces
+
+
+def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
+    """The shards in the dtype of the stream. vLLM keeps some routers in float32; one that bits of `dtype` do not give stays what it is,
+    and differs. A router's expert bias is float32 in the stream, too."""
+    if shards.names[0].endswith(_BIAS):
+        return shards.stack_BRC
+    narrow = shards.stack_BRC.to(dtype)
+    return narrow if torch.equal(narrow.to(shards.stack_BRC.dtype), shards.stack_BRC) else shards.stack_BRC
 
 
 def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards]:
@@ -146,16 +157,18 @@ def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
 
 def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
     """The experts of one layer: gate, up and down projection of each, unpacked from the kernel's layout."""
-    for name, _ in layer.named_parameters(recurse=False):
-        if name not in ("w13_weight", "w2_weight"):
-            raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights are not known here")
+    prefix = path.removesuffix(".routed_experts")
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name == _BIAS:  # the router's, which vLLM's routing reads here
+            yield _plain([f"{prefix.removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
+        elif name not in ("w13_weight", "w2_weight"):
+            raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
     if layer.expert_map is not None:
         raise NotImplementedError(f"{path}: expert parallel engines are not supported")
     count, inner, hidden = layer.local_num_experts, layer.intermediate_size_per_partition, layer.hidden_size
     order13, order2 = _layout(layer, 2 * inner, hidden, inner)
     both = _unpack(path, layer.w13_weight, order13, count).view(count, 2, inner, hidden)
     down = _unpack(path, layer.w2_weight, order2, count).view(count, hidden, inner)
-    prefix = path.removesuffix(".routed_experts")
     rank = layer.moe_config.tp_rank
     gate_name, up_name, down_name = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     yield _Shards([f"{prefix}.{e}.{gate_name}.weight" for e in range(count)], rank * inner, 0, both[:, 0])

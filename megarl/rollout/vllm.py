@@ -22,7 +22,8 @@ import numpy as np
 
 from megarl.batch import Sample
 from megarl.config import ConfigError, RolloutSettings
-from megarl.models.hf import inventory, read_config
+from megarl.models.families import family_of
+from megarl.models.hf import read_config
 from megarl.rollout.engine import (
     EngineDead,
     EngineInfo,
@@ -96,7 +97,7 @@ class RolloutEngine:
         hf = read_config(model)
         check_engine(hf, dtype, settings, gpu=gpu)
         self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._shapes = {name: list(info.shape) for name, info in inventory(model).items() if not (self._tied and name == "lm_head.weight")}
+        self._expected = _expected(hf, dtype)
         self._lock, self._dead = asyncio.Lock(), asyncio.Event()
         for name, value in environment(gpu).items():
             os.environ.setdefault(name, value)
@@ -268,7 +269,7 @@ class RolloutEngine:
             self._check_alive()
             self._updating = True
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
-            await self._weights("megarl_start", self._shapes, self._dtype, timeout_s=timeout_s)
+            await self._weights("megarl_start", self._expected, timeout_s=timeout_s)
 
     async def receive(self, header: dict[str, Any], timeout_s: float) -> None:
         """Takes one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""
@@ -341,6 +342,15 @@ class RolloutEngine:
                 process.join(0.5)  # gone already, but perhaps not yet reaped
             exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
             raise EngineDead(f"{self._label}: its process has ended ({exits})")
+
+
+def _expected(config: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
+    """The shape and dtype of every tensor that an update brings, by Hugging Face name."""
+    return {
+        name: (list(shape), "float32" if weight.float32 else dtype)
+        for weight in family_of(config).weights(config)
+        for name, shape in zip(weight.hf, weight.op.shapes, strict=True)
+    }
 
 
 def _has_experts(config: dict[str, Any]) -> bool:

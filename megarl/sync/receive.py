@@ -24,28 +24,28 @@ class WeightError(ValueError):
 class Inventory:
     """What must come in one update: every tensor once, in its shape and dtype. Knows nothing of vLLM."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: str) -> None:
-        self._shapes = {name: list(shape) for name, shape in shapes.items()}
-        self._dtype = dtype
+    def __init__(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        self._expected = {name: (list(shape), dtype) for name, (shape, dtype) in expected.items()}
         self._seen: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], dtype: str) -> None:
         """Ticks one tensor off. Raises WeightError where it is unknown, came before, or has another shape or dtype."""
-        if name not in self._shapes:
+        if name not in self._expected:
             raise WeightError(f"{name}: the engine's model has no such tensor")
         if name in self._seen:
             raise WeightError(f"{name}: came twice in one update")
-        if list(shape) != self._shapes[name]:
-            raise WeightError(f"{name}: came with shape {list(shape)}, and the engine's model has {self._shapes[name]}")
-        if dtype != self._dtype:
-            raise WeightError(f"{name}: came as {dtype}, and the engine runs in {self._dtype}")
+        known_shape, known_dtype = self._expected[name]
+        if list(shape) != known_shape:
+            raise WeightError(f"{name}: came with shape {list(shape)}, and the engine's model has {known_shape}")
+        if dtype != known_dtype:
+            raise WeightError(f"{name}: came as {dtype}, and the engine's model has {known_dtype}")
         self._seen.add(name)
 
     def complete(self) -> None:
         """Raises WeightError naming what has not come."""
-        missing = [name for name in self._shapes if name not in self._seen]
+        missing = [name for name in self._expected if name not in self._seen]
         if missing:
-            raise WeightError(f"{missing[0]}: did not come ({len(missing)} of {len(self._shapes)} tensors missing)")
+            raise WeightError(f"{missing[0]}: did not come ({len(missing)} of {len(self._expected)} tensors missing)")
 
 
 class Receiver:
@@ -63,8 +63,8 @@ class Receiver:
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
 
-    def start(self, shapes: Mapping[str, Sequence[int]], dtype: str) -> None:
-        """Begins an update that must bring exactly the tensors of `shapes`."""
+    def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Begins an update that must bring exactly these tensors: (shape, dtype) by name."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with self._context():
@@ -73,7 +73,7 @@ class Receiver:
             if self._device.type == "cpu":
                 reset_moe_kernels(self._model)
             initialize_layerwise_reload(self._model)
-        self._inventory = Inventory(shapes, dtype)
+        self._inventory = Inventory(expected)
 
     def receive(self, header: Header) -> None:
         """Takes one bucket. Raises WeightError naming a tensor that does not fit."""

@@ -22,6 +22,8 @@ class CorruptingExtension(WorkerExtension):
             self.get_model().model.embed_tokens.weight[33, 5] += 1e-2
         elif what == "down":  # one block of the packed memory of expert 5: whatever its layout, that is expert 5's down projection
             experts.w2_weight[5].view(-1)[64:80] += 0.5
+        elif what == "expert_bias":  # of the router, after the layers were loaded
+            layer.mlp.gate.e_score_correction_bias[3] += 1e-3
         elif what == "swap":  # two experts change places
             experts.w13_weight[[2, 3]] = experts.w13_weight[[3, 2]]
             experts.w2_weight[[2, 3]] = experts.w2_weight[[3, 2]]

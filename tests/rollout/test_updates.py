@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.config import RolloutSettings
 from megarl.rollout.engine import Sampling, WeightSyncError
@@ -31,9 +32,10 @@ async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible
     return engine
 
 
-async def _check_update(engine: RolloutEngine, trainer: Trainer, model: Any) -> None:
-    """After an update with the weights of `model`: every fingerprint, every greedy token and every log-prob agrees."""
-    digest = await trainer.update(checkpoint(model))
+async def _check_update(engine: RolloutEngine, trainer: Trainer, model: Any, tensors: list[tuple[str, Tensor]] | None = None) -> None:
+    """After an update with the weights of `model` (`tensors`: as a checkpoint names them) every fingerprint, every greedy token and every
+    log-prob agrees."""
+    digest = await trainer.update(tensors or checkpoint(model))
     assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
     generated = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
     samples = [answer.samples[0] for answer in generated]
@@ -193,13 +195,13 @@ def test_faulty_updates_are_refused_by_name_and_mended_by_a_good_one(host: Host,
 
 
 def test_an_update_brings_every_tensor_exactly_once() -> None:
-    inventory = Inventory({"a": [2, 3], "b": [4]}, "float32")
-    inventory.take("a", torch.Size([2, 3]), "float32")
+    inventory = Inventory({"a": ([2, 3], "bfloat16"), "b": ([4], "float32")})
+    inventory.take("a", torch.Size([2, 3]), "bfloat16")
     for arguments, message in [
-        (("a", [2, 3], "float32"), "a: came twice in one update"),
+        (("a", [2, 3], "bfloat16"), "a: came twice in one update"),
         (("c", [1], "float32"), "c: the engine's model has no such tensor"),
         (("b", [5], "float32"), r"b: came with shape \[5\], and the engine's model has \[4\]"),
-        (("b", [4], "bfloat16"), "b: came as bfloat16, and the engine runs in float32"),
+        (("b", [4], "bfloat16"), "b: came as bfloat16, and the engine's model has float32"),
     ]:
         with pytest.raises(WeightError, match=message):
             inventory.take(*arguments)
