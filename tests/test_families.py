@@ -211,6 +211,7 @@ UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_sta
         ),
         (Layout(ranks=16, pp=16), {UNEVEN[1]: 0}, "num_layers_in_last_pipeline_stage=0: expected positive integers"),
         (Layout(ranks=2, pp=2), {UNEVEN[0]: 30, UNEVEN[1]: 30}, "of 61 layers 1 are left for the 0 other stages of layout.pp=2"),
+        (Layout(ranks=2, pp=2), {UNEVEN[0]: 61}, "of 61 layers 0 are left for the 1 other stages of layout.pp=2"),
         (Layout(), {UNEVEN[0]: 30, UNEVEN[1]: 31}, "layout.pp=1 has fewer stages"),
         (Layout(ranks=16, pp=16, vpp=2), {UNEVEN[1]: 1}, "num_layers_in_last_pipeline_stage=1: not divisible by layout.vpp=2"),
         (Layout(ranks=16, pp=16), LAST, ""),
@@ -250,6 +251,9 @@ def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: d
     assert fixed.keys() - megatron_fields() <= (latent if family.startswith("deepseek") else set())
     with pytest.raises(ConfigError, match=r"^model\.megatron\.hidden_size: set by model\.path, .* \(to 128\)$"):
         check_fields({"hidden_size": 64}, fixed)
+    for name, value in {"window_size": [4, 0], "mtp_num_layers": 1, "moe_router_topk_scaling_factor": 3.0, "num_moe_experts": 4}.items():
+        with pytest.raises(ConfigError, match=rf"^model\.megatron\.{name}: set by model\.path"):  # another model of the same weights
+            check_fields({name: value}, fixed)
     check_fields({"moe_aux_loss_coeff": 0.1}, fixed)
 
 

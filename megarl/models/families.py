@@ -121,6 +121,6 @@ def _check_stages(layers: int, layout: Layout, uneven: dict[str, Any]) -> None:
         raise ConfigError(f"{given}: not divisible by layout.vpp={each}")
     if between < 0:
         raise ConfigError(f"{given}: layout.pp={layout.pp} has fewer stages")
-    if rest < 0 or (rest % (between * each) if between else rest):
+    if rest < between * each or (rest % (between * each) if between else rest):
         what = f"{between} other stages" + (f" of {each} chunks" if each > 1 else "")
         raise ConfigError(f"{given}: of {layers} layers {rest} are left for the {what} of layout.pp={layout.pp}")

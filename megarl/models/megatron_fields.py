@@ -15,6 +15,44 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import family_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What makes another model of the same weights, or one that has further weights; a family that has it says so in its fields.
+_ABSENT: dict[str, Any] = {
+    "num_moe_experts": None,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_limited_devices": None,
+    "moe_router_force_load_balancing": False,
+    "multi_latent_attention": False,
+    "experimental_attention_variant": None,
+    "attention_output_gate": False,
+    "linear_attention_freq": None,
+    "no_rope_freq": None,
+    "rotary_interleaved": False,
+    "mrope_section": None,
+    "qk_l2_norm": False,
+    "qk_clip": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "mtp_num_layers": None,
+    "is_hybrid_model": False,
+    "heterogeneous_block_specs": False,
+    # Where the stages' layers lie is said by layout.pp, vpp and num_layers_in_first/last_pipeline_stage, which `check_layout` knows.
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
 _SOURCES = ("transformer/transformer_config.py", "model_parallel_config.py")
 
 
@@ -47,7 +85,7 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
 
 def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
     """The fields that the weights, their dtype, the layout and the gradient's scaling fix. Raises ConfigError as the family does."""
-    return {**family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
+    return {**_ABSENT, **family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
