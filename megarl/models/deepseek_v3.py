@@ -1,7 +1,9 @@
-"""DeepSeek-V3 and R1: attention through low-rank latents (MLA), dense first layers, then shared and routed experts that a sigmoid router
-chooses by score plus bias, within groups.
+"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): attention through low-rank latents (MLA), dense first layers, then
+shared and routed experts that a sigmoid router chooses by score plus bias, within groups.
 
-What they predict beyond the next token (multi-token prediction, one further layer) is not trained here.
+What they predict beyond the next token (multi-token prediction, one further layer) is not trained here. Refused: FP8 weights, as
+published (convert them to bfloat16 first), other routers than the sigmoid one (DeepSeek-V2), groups that Megatron would rate otherwise,
+and what every family refuses (`parts.refuse`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""GLM-4.5 (glm4_moe): grouped-query attention that turns half of each head, and DeepSeek-V3's experts and router.
+"""GLM-4.5 (glm4_moe, https://arxiv.org/abs/2508.06471): grouped-query attention that turns half of each head, and DeepSeek-V3's experts
+and router.
 
 Chosen over gpt-oss, because Megatron-core 0.16.1 holds all of it as it is: gpt-oss needs attention sinks, a sliding window in every other
 layer and biased experts with an activation of their own, and its checkpoints are quantized (MXFP4).
 What it predicts beyond the next token (multi-token prediction, one further layer) is not trained here. transformers has no class for its
-classifiers: a critic or reward model that is saved can be loaded by megarl alone.
+classifiers: a critic or reward model that is saved can be loaded by megarl alone. Refused: YaRN, whose scale would fall on the part of the
+head that is not turned, too, and what every family refuses (`parts.refuse`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Llama 2 and 3: grouped-query attention, a gated MLP, from 3.1 on RoPE that is slowed by wavelength; the 3.2 models tie the embeddings."""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783): grouped-query attention, a gated MLP, from 3.1 on RoPE that is slowed by wavelength;
+the 3.2 models tie the embeddings.
+
+Refused: biases of attention or MLP, and what every family refuses (`parts.refuse`).
+"""
 
 from __future__ import annotations
 

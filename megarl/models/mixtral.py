@@ -1,4 +1,8 @@
-"""Mixtral: grouped-query attention, a mixture of gated experts in every layer, whose chosen probabilities are scaled to a sum of 1."""
+"""Mixtral (https://arxiv.org/abs/2401.04088): grouped-query attention, a mixture of gated experts in every layer, whose chosen
+probabilities are scaled to a sum of 1.
+
+Refused: sliding windows, and what every family refuses (`parts.refuse`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5, dense: grouped-query attention with biased queries, keys and values, a gated MLP; small ones tie the embeddings."""
+"""Qwen2 and Qwen2.5, dense (https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115): grouped-query attention with biased
+queries, keys and values, a gated MLP; small ones tie the embeddings.
+
+Refused: sliding windows in use, and what every family refuses (`parts.refuse`). YaRN, which 2.5 documents for long texts, is served.
+"""
 
 from __future__ import annotations
 

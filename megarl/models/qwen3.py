@@ -1,4 +1,7 @@
-"""Qwen3, dense: grouped-query attention with normalized queries and keys, a gated MLP."""
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped-query attention with normalized queries and keys, a gated MLP.
+
+Refused: biases, sliding windows, and what every family refuses (`parts.refuse`).
+"""
 
 from __future__ import annotations
 

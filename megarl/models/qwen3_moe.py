@@ -1,4 +1,8 @@
-"""Qwen3-MoE: grouped-query attention with normalized queries and keys, a mixture of gated experts in every layer."""
+"""Qwen3-MoE (https://arxiv.org/abs/2505.09388): grouped-query attention with normalized queries and keys, a mixture of gated experts in
+every layer.
+
+Refused: dense layers among them (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`parts.refuse`).
+"""
 
 from __future__ import annotations
 
