@@ -152,6 +152,23 @@ def test_what_is_no_part_of_the_model_is_left_out_and_written_down(models: dict[
     assert stored(tmp_path / "back") == stored(models["qwen2_tied"])
 
 
+def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked_for(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(models["deepseek_v3"], tmp_path / "source")
+    further = "model.layers.2.eh_proj.weight"
+    change(source, lambda tensors: tensors.update({further: torch.ones(2, 2)}))
+    config = {**json.loads((source / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    assert "(--drop-mtp leaves them out" in refused(capsys, "hf-to-megatron", source, tmp_path / "steps")
+    convert("hf-to-megatron", source, tmp_path / "steps", "--drop-mtp")
+    convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(models["deepseek_v3"])
+    assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 0
+    report = json.loads((tmp_path / "steps" / "step_000000" / "policy" / "conversion.json").read_text())
+    assert report["left_out"] == {further: "multi-token prediction"}
+
+
 # --- what is refused ---
 
 
@@ -312,10 +329,22 @@ def hurt(take):
 engine.Control.parameter = hurt(engine.Control.parameter)
 """
 
+# Begins when two of its kind are there, takes its time, and says which parameters it took.
 SLOW = """
-import time, megarl.convert.engine as engine
+import os, sys, time, megarl.convert.engine as engine, megarl.convert.to_megatron as work
+from pathlib import Path
+meeting = Path({!r})
+(meeting / f"{{os.getpid()}}.ready").touch()
+deadline = time.monotonic() + 90
+while len(list(meeting.glob("*.ready"))) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
 take = engine.Control.parameter
-engine.Control.parameter = lambda self, item: (time.sleep(0.03), take(self, item))[1]
+def parameter(self, item):
+    time.sleep(0.03)
+    with (meeting / f"{{os.getpid()}}.took").open("a") as file:
+        print(item.weight.name, file=file)
+    return take(self, item)
+engine.Control.parameter = parameter
 """
 
 
@@ -362,12 +391,13 @@ def test_a_killed_conversion_goes_on_where_it_was(
 
 
 def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path) -> None:
-    children = [
-        subprocess.Popen(command("hf-to-megatron", models["qwen3_moe"], tmp_path / "out", before=SLOW), cwd=ROOT, stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    ended = [child.communicate(timeout=120)[1].decode() for child in children]
-    assert sorted(child.returncode for child in children) in ([0, 0], [0, 1]), ended
+    waiting = command("hf-to-megatron", models["qwen3_moe"], tmp_path / "out", before=SLOW.format(str(tmp_path)))
+    children = [subprocess.Popen(waiting, cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [child.communicate(timeout=180)[1].decode() for child in children]
+    assert sorted(child.returncode for child in children) in ([0, 0], [0, 1]), said
+    shares = [file.read_text().splitlines() for file in tmp_path.glob("*.took")]
+    items, _ = plan.planned(models["qwen3_moe"], None, None, 1, 1)
+    assert len(shares) == 2 and sorted(shares[0] + shares[1]) == sorted(item.weight.name for item in items)
     convert("megatron-to-hf", tmp_path / "out", tmp_path / "back")
     assert stored(tmp_path / "back") == stored(models["qwen3_moe"])
 

@@ -43,7 +43,7 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
     Raises ConfigError in one line: what `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
     index does not name, a second copy of tied weights that differs from the first.
     """
-    config = check_checkpoint(path, head, "convert", drop_mtp=drop_mtp)
+    config = check_checkpoint(path, head, drop_mtp=drop_mtp)
     family, held = family_of(config), inventory(path)
     for file in sorted({info.file for info in held.values()}):
         _check_file(file, held)

@@ -71,8 +71,8 @@ class Conversion(ABC):
 
 def run(conversion: Conversion, place: Workplace, workers: int) -> bool:
     """Converts what is not done. False where other processes still hold the rest. Raises ConfigError, with what was done kept."""
-    place.begin(conversion.plan())
     try:
+        place.begin(conversion.plan())
         if not place.checked:
             conversion.check_source()
             place.check()

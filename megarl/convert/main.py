@@ -57,9 +57,16 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    if given.direction == "hf-to-megatron":
-        return _to_megatron(given)
-    return _to_hf(given)
+    try:
+        return _to_megatron(given) if given.direction == "hf-to-megatron" else _to_hf(given)
+    except ConfigError as error:  # of what a run's configuration names otherwise
+        said = (
+            str(error)
+            .replace("model.path: ", "convert: ")
+            .replace("checkpoint: ", "convert: ")
+            .replace("model.drop_mtp=true", "--drop-mtp")
+        )
+        raise ConfigError(said) from None
 
 
 def _to_megatron(given: argparse.Namespace) -> int:
