@@ -34,7 +34,8 @@ def table(entries: Sequence[Entry]) -> Iterator[str]:
         layout = ", ".join(f"{key}={value}" for key, value in manifest.layout.items() if value not in (1, None))
         models = ", ".join(name + (" + optimizer" if model["optimizer"] else "") for name, model in manifest.models.items())
         size = f"{manifest.size / 1e9:.3f} GB"
-        yield f"{entry.step:8}  {'good':10} {size:>10}  {len(manifest.files):5}  {layout or ('one rank' if manifest.world else 'converted'):24} {models}"
+        saved = layout or ("one rank" if manifest.world else "converted")
+        yield f"{entry.step:8}  {'good':10} {size:>10}  {len(manifest.files):5}  {saved:24} {models}"
 
 
 def _entries(directory: Path) -> list[Entry]:
