@@ -121,10 +121,9 @@ CRITIC = (
     "train.eval_at_start=false",
 )
 APART = {
-    "critic-apart": ("placement.critic={ranks: 2, tp: 2, ep: 2}",),
-    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}"),
+    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=600"),
+    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=600"),
     "offload": ("placement.offload=true",),
-    "critic-in-larger-micro-batches": ("critic.micro_batch_tokens=600",),
 }
 
 
