@@ -83,6 +83,7 @@ class ToMegatron(Conversion):
 
     @torch.no_grad()
     def convert(self, unit: Unit, control: Control) -> Record:
+        torch.serialization.set_crc32_options(False)  # of this thread; torch reads none, and the file's SHA-256 says more
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file(unit).unlink(missing_ok=True)
         hashes: dict[str, str] = {}
