@@ -34,6 +34,7 @@ class ModelSettings(Section):
     """Which weights, in which precision."""
 
     path: Path  # a Hugging Face directory: config.json, safetensors, tokenizer
+    weights: Path | None = None  # a step directory of `megarl convert` or of a run: its policy's weights are trained instead of path's
     base: Path | None = None  # `megarl train` also evaluates these weights (of the same shape), for comparison
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     recompute: Literal["none", "selective", "full"] = "none"  # activation recomputation

@@ -65,6 +65,8 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "reward.source.type=reward_model reward.source.path=MODEL",
             "^reward.source.path: .* is a Qwen3MoeForCausalLM, and a reward model",
         ),
+        ("model.weights=/nowhere", "^model.weights: no such directory: /nowhere"),
+        ("model.weights=MODEL", "^model.weights: .* is not a step directory"),
         ("data.train.type=null", "^data.train.type: required, and missing .*'reasoning_gym'"),
         ("layout.ranks=3 layout.tp=2", r"^layout.ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),

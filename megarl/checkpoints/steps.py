@@ -110,6 +110,14 @@ def verify(path: Path, contents: bool = True) -> Entry:
     return Entry(path, step, True, tuple(faults), None if faults else Verified(path, manifest))
 
 
+def trusted(path: Path, contents: bool = False) -> Verified:
+    """A step directory that must be good; contents=False where its hashes have been looked at before. ConfigError with the first fault."""
+    entry = verify(path, contents)
+    if entry.verified is None:
+        raise ConfigError(f"checkpoint: {path}: {entry.faults[0]}")
+    return entry.verified
+
+
 def listing(root: Path, contents: bool = True) -> list[Entry]:
     """Every step directory of `root`, finished or not, the newest first."""
     entries = [verify(path, contents) for path in _directories(root)]

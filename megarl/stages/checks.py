@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megarl.checkpoints.steps import trusted
 from megarl.config import (
     ClusterSettings,
     ConfigError,
@@ -19,6 +20,7 @@ from megarl.config import (
     Layout,
     LearnConfig,
     ModelReward,
+    ModelSettings,
     PreferenceSource,
     PromptSource,
     RmConfig,
@@ -78,9 +80,29 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
+    check_weights(config.model, hf, head)
     writers.check(config.log)
     check_cluster(config.cluster)
     return hf
+
+
+def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
+    """ConfigError where `model.weights` is damaged, holds no such policy, or would not be what is trained."""
+    if settings.weights is None:
+        return
+    if head != "lm":
+        raise ConfigError(f"model.weights={settings.weights}: a language model's, and a model with a scalar head is trained here")
+    if not settings.weights.is_dir():
+        raise ConfigError(f"model.weights: no such directory: {settings.weights}")
+    try:
+        held = trusted(settings.weights, contents=True).manifest.models
+    except ConfigError as error:
+        raise ConfigError(f"model.weights: {error}") from None
+    if "policy" not in held:
+        raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(held))})")
+    for key in ("model_type", "vocab_size"):
+        if held["policy"][key] != hf[key]:
+            raise ConfigError(f"model.weights: {settings.weights}: {key} is {held['policy'][key]!r}, and model.path's is {hf[key]!r}")
 
 
 def check_cluster(settings: ClusterSettings) -> None:
@@ -253,6 +275,10 @@ def check_serve(config: ServeConfig) -> None:
 def check_eval(config: EvalConfig) -> list[Prompt]:
     """All checks of `megarl eval`; its prompts."""
     hf = check_model(config)
+    if config.model.weights is not None:
+        raise ConfigError(
+            "model.weights: `megarl eval` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
+        )
     check_length(hf, config.rollout)
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.build import build_chunks, transformer_config
@@ -17,7 +18,7 @@ from megarl.models.families import family_of
 from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
-from megarl.parallel.checkpoint import Part
+from megarl.parallel.checkpoint import Part, load
 from megarl.parallel.grid import Grid
 from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
@@ -48,6 +49,8 @@ class Model:
         self._config = transformer_config(self.hf, settings, layout, backend)
         self._modules: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
         load_hf(self._modules, path, self.hf, grid)
+        if settings.weights is not None and path == settings.path and head == "lm":
+            load(trusted(settings.weights), {"policy": Part(self._modules, self.hf)}, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
