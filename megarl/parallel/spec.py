@@ -70,7 +70,7 @@ def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSu
 def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    # Upstream renames the norms in checkpoints to where Transformer Engine keeps them; here they keep their own names.
+    # Upstream renames the norms in checkpoints to where Transformer Engine keeps them; `sharded.model_state` does so for every spec.
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
