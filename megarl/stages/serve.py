@@ -131,11 +131,11 @@ class Handler(BaseHTTPRequestHandler):
             return 404, {"error": f"scores are at {server.path}"}
         try:
             asked = json.loads(body)
-            samples = asked["samples"] if isinstance(asked, dict) else None
+            samples = asked.get("samples") if isinstance(asked, dict) else None
             if not isinstance(samples, list):
                 return 400, {"error": "the request has no list `samples`"}
             return 200, {"scores": server.service.scores(samples)}
-        except (ConfigError, KeyError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ConfigError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
             return 400, {"error": " ".join(str(error).split())}
         except BaseException as error:
             server.fail(error)

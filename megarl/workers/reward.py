@@ -5,7 +5,6 @@ Axes: R rows of local values, N responses.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,6 @@ class RewardModel:
             found |= {
                 chosen[n]: score for n, score in zip(batch.seq_T[here_T].tolist(), batch.extra_T["score"][here_T].tolist(), strict=True)
             }
-        if not all(map(math.isfinite, found.values())):
-            raise FloatingPointError("reward: the reward model gave a score that is not finite")
         return found if self._grid.is_last_stage and self._grid.tp_rank == 0 else {}
 
 
@@ -63,4 +60,7 @@ class RewardWorker(Rank):
 
 
 def _values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-    return value_R1[row_T, 0].float()
+    value_T = value_R1[row_T, 0].float()
+    if not value_T[batch.mask_T].isfinite().all():  # NaN means "on another rank" to those who read it
+        raise FloatingPointError("reward: the reward model gave a score that is not finite")
+    return value_T
