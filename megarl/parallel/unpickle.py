@@ -24,6 +24,7 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch", "float32"),
     ("torch", "bfloat16"),
+    ("torch", "float16"),
     ("torch.serialization", "_get_layout"),  # looks the name of a layout up in a table
 }
 

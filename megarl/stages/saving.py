@@ -133,7 +133,6 @@ class Checkpoints:
         step = int(progress["step"])
         if step == self._saved:
             return
-        self._saved = step
         where, config = self._team.folders, dump(self._config)
         state = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
         with self._run.phase("save"):
@@ -141,6 +140,7 @@ class Checkpoints:
                 self._team.settle()  # whatever became of the one before, this one is another
             with self._failures():
                 self._team.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(state).encode()})
+                self._saved = step
 
     @contextmanager
     def kept(self, progress: Standing) -> Iterator[None]:
@@ -150,7 +150,8 @@ class Checkpoints:
             yield
         except RewardUnavailable:
             self.save(before)
-            self._team.settle()
+            with self._failures():
+                self._team.settle()
             raise
 
     def finish(self) -> None:

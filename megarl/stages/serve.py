@@ -41,9 +41,8 @@ class Service:
         self._config, self._tokenizer, self._group = config, tokenizer, group
         self._turn = threading.Lock()
 
-    def scores(self, samples: Sequence[Any]) -> list[float]:
-        """One score a sample. ConfigError for a malformed or too long one; whatever the ranks raise."""
-        read = self._samples(samples)
+    def scores(self, read: Sequence[Sample]) -> list[float]:
+        """One score a sample. Raises whatever the ranks raise."""
         if not read:
             return []
         dealt = [*read, *[read[-1]] * (self._config.layout.dp - len(read))]  # no rank may be without one
@@ -55,7 +54,8 @@ class Service:
                 found |= part
         return [found[n] for n in range(len(read))]
 
-    def _samples(self, samples: Sequence[Any]) -> list[Sample]:
+    def read(self, samples: Sequence[Any]) -> list[Sample]:
+        """The tokens of what a client has sent. ConfigError for a malformed or too long one; whatever the tokenizer raises."""
         settings, data = self._config.serve, self._config.data
         rows = []
         for number, sample in enumerate(samples):
@@ -134,9 +134,11 @@ class Handler(BaseHTTPRequestHandler):
             samples = asked.get("samples") if isinstance(asked, dict) else None
             if not isinstance(samples, list):
                 return 400, {"error": "the request has no list `samples`"}
-            return 200, {"scores": server.service.scores(samples)}
-        except (ConfigError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            read = server.service.read(samples)
+        except Exception as error:  # of the client's making: nothing has reached the ranks
             return 400, {"error": " ".join(str(error).split())}
+        try:
+            return 200, {"scores": server.service.scores(read)}
         except BaseException as error:
             server.fail(error)
             return 500, {"error": f"{type(error).__name__}: {error}"}

@@ -57,10 +57,15 @@ class Model:
         self._described = directory.described(path, dtype, labels) if optimizer is not None and grid.rank == 0 else {}
 
     def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
-        """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere."""
+        """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere.
+
+        FloatingPointError where it is not finite at a loss token.
+        """
 
         def visit(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             value_T = read(output_RV, row_T, batch)
+            if not value_T[batch.mask_T].isfinite().all():  # NaN means "on another rank" to those who read it
+                raise FloatingPointError(f"{name}: {self._path} gives a number that is not finite")
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]

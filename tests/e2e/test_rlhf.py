@@ -70,6 +70,7 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
         assert score == pytest.approx(float(expected), abs=1e-5)
     assert ask(url, {"samples": []}) == (200, {"scores": []})
     assert ask(url, {"samples": [{"prompt": "horse"}]})[0] == 400
+    assert ask(url, {"samples": [{"prompt": "a\ud800c", "response": "c"}]})[0] == 400, "what a client sends does not end the service"
     long = ask(url, {"samples": [{"prompt": "horse", "response": "e" * 40}]})
     assert long[0] == 400 and "more than serve.max_tokens=32" in long[1]["error"]
 
