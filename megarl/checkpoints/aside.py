@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoints.files import sync_directory, write_file
+from megarl.checkpoints.files import sync, write_file
 from megarl.checkpoints.steps import LATEST, MANIFEST, PARTIAL, Manifest, encode, listing, step_name
 
 
@@ -45,13 +45,13 @@ class Aside:
         """
         write_file(self.path / MANIFEST, encode(manifest))
         for folder, _, _ in os.walk(self.path):
-            sync_directory(Path(folder))
+            sync(Path(folder))
         final = self.root / step_name(self.step)
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():
             final.rename(replaced)
         self.path.rename(final)
-        sync_directory(self.root)
+        sync(self.root)
         point(self.root, final.name)
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -75,4 +75,4 @@ def point(root: Path, name: str) -> None:
         aside.unlink()
     write_file(aside, f"{name}\n".encode())
     aside.replace(root / LATEST)
-    sync_directory(root)
+    sync(root)

@@ -93,8 +93,8 @@ def read_record(path: Path) -> Record:
     return Record(size, digest.hexdigest())
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory last."""
+def sync(path: Path) -> None:
+    """Makes a file's content, or the names in a directory, last."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

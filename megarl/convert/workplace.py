@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoints.files import sync_directory
+from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 
 Record = dict[str, Any]  # what a unit that is done says of itself, as JSON has it
@@ -93,10 +93,10 @@ class Workplace:
             complete()
             for folder, _, names in os.walk(self.aside):
                 for name in names:
-                    _sync(Path(folder, name))
-                sync_directory(Path(folder))
+                    sync(Path(folder, name))
+                sync(Path(folder))
             self.aside.rename(self.final)
-            sync_directory(self.final.parent)
+            sync(self.final.parent)
         shutil.rmtree(self.journal, ignore_errors=True)
 
     def _record(self, unit: int) -> Path:
@@ -125,11 +125,3 @@ def _difference(one: dict[str, Any], two: dict[str, Any]) -> str:
     keys = [key for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)]
     key = keys[0]
     return f"{key}: {json.dumps(one.get(key))[:120]} then, {json.dumps(two.get(key))[:120]} now"
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

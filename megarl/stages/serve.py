@@ -22,9 +22,9 @@ from megarl.data.prompts import Row, checked, tokenised
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.rewards.http import token_of
 from megarl.stages.checks import check_serve
-from megarl.workers.cluster import Group, interface_address, ray_session
-from megarl.workers.plan import ScoringPlan, split_step
-from megarl.workers.ranks import reserve_workers, start_ranks
+from megarl.workers.cluster import interface_address, ray_session
+from megarl.workers.plan import deal_scoring
+from megarl.workers.ranks import Ranks, reserve_workers, start_ranks
 from megarl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -37,21 +37,18 @@ IDLE_S = 60.0  # a client that sends nothing for so long is left
 class Service:
     """Scores of samples as they come over the wire; one request at a time has the ranks."""
 
-    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, group: Group) -> None:
-        self._config, self._tokenizer, self._group = config, tokenizer, group
+    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
+        self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
         self._turn = threading.Lock()
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """One score a sample. Raises whatever the ranks raise."""
         if not read:
             return []
-        dealt = [*read, *[read[-1]] * (self._config.layout.dp - len(read))]  # no rank may be without one
-        [split] = split_step([len(one.tokens) for one in dealt], 1, self._config.layout.dp, self._config.serve.micro_batch_tokens)
-        found: dict[int, float] = {}
+        places, lengths = [(0, n) for n in range(len(read))], [len(one.tokens) for one in read]
         with self._turn:
-            plan = ScoringPlan([ray.put(dealt)], [(0, n) for n in range(len(dealt))], split)
-            for part in self._group.call("rewards", plan, timeout_s=self._config.cluster.phase_timeout_s):
-                found |= part
+            plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
+            found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
@@ -151,7 +148,8 @@ def serve(config: ServeConfig) -> None:
     with ray_session(config.cluster, config.layout.ranks):
         places = reserve_workers(config, ranks=config.layout.ranks)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
-        service = Service(config, load_tokenizer(config.model.path), group)
+        ranks = Ranks(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
+        service = Service(config, load_tokenizer(config.model.path), ranks)
         with Server(config, service, host) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.server_port}{config.serve.path}", flush=True)
             server.serve_forever()

@@ -29,7 +29,7 @@ class Critic:
 
     def fill(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere."""
-        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.fill(self._joined(batches), "value", _values)])
+        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.fill(self._joined(batches), "value", values)])
         parts = value_T.split([len(batch) for batch in batches])
         return [batch.with_extra(value=part_T) for batch, part_T in zip(batches, parts, strict=True)]
 
@@ -37,7 +37,7 @@ class Critic:
         """One optimizer step on the value loss. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`."""
 
         def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-            loss = value_loss(_values(value_R1, row_T, batch), batch, clip)
+            loss = value_loss(values(value_R1, row_T, batch), batch, clip)
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
             return total, loss_metrics(loss, "critic/loss", float(total.detach()))
 
@@ -95,5 +95,6 @@ def loss_metrics(loss: Loss, name: str, total: float) -> dict[str, Metric]:
     return {name: Sum(total), **means, **{key: Max(float(peak)) for key, peak in loss.peak.items()}}
 
 
-def _values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+def values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+    """What a value model says at the entries [T], float32."""
     return value_R1[row_T, 0].float()

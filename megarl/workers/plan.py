@@ -111,10 +111,17 @@ def plan_step(config: TrainConfig, collected: Collected, dp: int, capacity: int)
 
 def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:
     """The responses over `dp` ranks and micro-batches of at most `capacity` tokens. ValueError where one does not fit."""
-    dealt = [*responses, *[responses[-1]] * (dp - len(responses))]  # no rank may be without one: the last is then read several times
-    payloads, place_N = _places(dealt)
-    [split] = split_step([response.prompt_length + response.length for response in dealt], 1, dp, capacity)
-    return ScoringPlan(payloads, place_N, split)
+    payloads, place_N = _places(responses)
+    return deal_scoring(payloads, place_N, [response.prompt_length + response.length for response in responses], dp, capacity)
+
+
+def deal_scoring(
+    payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], length_N: Sequence[int], dp: int, capacity: int
+) -> ScoringPlan:
+    """The samples at the given places, of so many tokens each, dealt as `plan_scoring` does."""
+    more = dp - len(place_N)  # no rank may be without one: the last is then read several times
+    [split] = split_step([*length_N, *[length_N[-1]] * more], 1, dp, capacity)
+    return ScoringPlan(payloads, [*place_N, *[place_N[-1]] * more], split)
 
 
 def _places(responses: Sequence[Response]) -> tuple[list[Any], list[tuple[int, int]]]:

@@ -1,6 +1,6 @@
 """The reward model on a rank: one score a response.
 
-Axes: R rows of local values, N responses.
+Axes: N responses.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from megarl.batch import Batch, pack_scored
+from megarl.batch import pack_scored
 from megarl.config import Layout, RunSettings
 from megarl.workers.assemble import fetch
+from megarl.workers.critic import values
 from megarl.workers.plan import ScoringPlan
 from megarl.workers.rank import Rank
 
@@ -35,7 +34,7 @@ class RewardModel:
         members = plan.split[self._grid.dp_rank]
         batches = [pack_scored(fetch(plan.payloads, plan.place_N, chosen)) for chosen in members]
         found: dict[int, float] = {}
-        for chosen, batch in zip(members, self._model.fill(batches, "score", _values), strict=True):
+        for chosen, batch in zip(members, self._model.fill(batches, "score", values), strict=True):
             here_T = batch.mask_T & ~batch.extra_T["score"].isnan()
             found |= {
                 chosen[n]: score for n, score in zip(batch.seq_T[here_T].tolist(), batch.extra_T["score"][here_T].tolist(), strict=True)
@@ -57,7 +56,3 @@ class RewardWorker(Rank):
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The scores that this rank reports."""
         return self._reward.scores(plan)
-
-
-def _values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-    return value_R1[row_T, 0].float()
