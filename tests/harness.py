@@ -1,6 +1,7 @@
-"""A pool of ranks on this machine, started once for the whole test session: real processes, gloo, loopback.
+"""Ranks on this machine for the distributed tests: real processes, gloo, loopback.
 
-One template process imports Megatron once and forks the ranks, so that starting four of them costs one import.
+One template process imports Megatron once a session and forks fresh ranks for every task: a fork costs tens of milliseconds, and a rank
+that ends leaves no threads, process groups or models to the next.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
-
-from torch.distributed import PrefixStore, Store
+from typing import Any, NoReturn
 
 from megarl.config import Layout
 from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
 
-RANKS = 4
-START_S = 120.0  # for the template's imports on a busy machine
+START_S = 300.0  # for the template's imports
+TASK_S = 600.0  # these limits end what hangs; they are no measure of speed
+COLLECTIVE_S = 300.0  # longest wait of one collective
+THREADS = 150  # most threads of a rank: a grid has about 50
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
-COLLECTIVE_S = 60.0  # longest wait of one collective
 
 
 class RankError(AssertionError):
@@ -36,78 +38,57 @@ class _Task:
     function: Callable[..., Any]
     layout: Layout
     arguments: tuple[Any, ...]
-    number: int  # of the task; keeps the keys of one grid apart from the next one's
 
 
 class Pool:
-    """`RANKS` waiting processes, started by the first task and anew after a rank died or hung. Make it once a session (fixture `pool`)."""
+    """Runs functions on fresh ranks. Make it once a session (fixture `pool`); the template starts with the first task."""
 
     def __init__(self) -> None:
-        self._pipes: list[Connection] = []
+        self._pipe: Connection | None = None
         self._template: Any = None
-        self._tasks = 0
-        self._broken = False  # a rank died
 
-    def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, timeout_s: float = 180.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, timeout_s: float = TASK_S) -> list[Any]:
         """function(grid, *arguments) on each of `layout.ranks` ranks of a fresh grid; their results in rank order.
 
         Raises RankError with the tracebacks, the first failure first, or TimeoutError naming the ranks that are late.
         """
-        if self._broken:
-            self.close()
-        if self._template is None:
-            self._start()
-        self._tasks += 1
-        for pipe in self._pipes[: layout.ranks]:
-            pipe.send(_Task(function, layout, arguments, self._tasks))
+        pipe = self._start() if self._pipe is None else self._pipe
+        pipe.send_bytes(pickle.dumps(_Task(function, layout, arguments)))
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         errors: list[str] = []
-        waiting = list(range(layout.ranks))
-        while waiting:
-            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+        while len(results) < layout.ranks:
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                late = sorted(set(range(layout.ranks)) - results.keys())
                 self.close()
-                raise TimeoutError(f"ranks {waiting} did not finish {function.__name__} in {timeout_s:g} s")
-            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
-                waiting.remove(rank)
-                ok, results[rank] = self._answer(rank)
-                if not ok:
-                    errors.append(f"rank {rank}:\n{results[rank]}")
+                raise TimeoutError(f"ranks {late} did not finish {function.__name__} in {timeout_s:g} s")
+            rank, (ok, results[rank]) = pickle.loads(pipe.recv_bytes())
+            if not ok:
+                errors.append(f"rank {rank}:\n{results[rank]}")
         if errors:
             raise RankError("\n".join(errors))
         return [results[rank] for rank in range(layout.ranks)]
 
     def close(self) -> None:
-        """Ends the ranks, whatever they are doing."""
+        """Ends the template and its ranks, whatever they are doing."""
         if self._template is not None:
             self._template.kill()  # its ranks die with it
             self._template.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._template, self._pipes, self._broken = None, [], False
+        if self._pipe is not None:
+            self._pipe.close()
+        self._template = self._pipe = None
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(RANKS)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._template = context.Process(target=_template, args=([theirs for _, theirs in pairs],))
+        self._pipe, theirs = context.Pipe()
+        self._template = context.Process(target=_serve, args=(theirs,))
         self._template.start()
-        for _, theirs in pairs:
-            theirs.close()
-        if not self._pipes[0].poll(START_S):
+        theirs.close()
+        if not self._pipe.poll(START_S):
             self.close()
-            raise TimeoutError(f"the pool of ranks did not start in {START_S:g} s")
-        port = self._pipes[0].recv()
-        for pipe in self._pipes[1:]:
-            pipe.send(port)
-
-    def _answer(self, rank: int) -> tuple[bool, Any]:
-        try:
-            return self._pipes[rank].recv()
-        except (EOFError, ConnectionResetError):
-            self._broken = True
-            return False, "the process died"
+            raise TimeoutError(f"the template of the ranks did not start in {START_S:g} s")
+        assert self._pipe.recv_bytes() == b"ready"
+        return self._pipe
 
 
 def _die_with_parent() -> None:
@@ -115,7 +96,8 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _template(pipes: list[Connection]) -> None:
+def _serve(session: Connection) -> None:
+    """The template: answers each task of the session with (rank, (ok, result or traceback)) of every rank, in the order they end."""
     _die_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -128,40 +110,72 @@ def _template(pipes: list[Connection]) -> None:
     import megarl.parallel.optimizer
     import megarl.parallel.schedule  # noqa: F401
 
+    session.send_bytes(b"ready")
+    while True:
+        try:
+            task: _Task = pickle.loads(session.recv_bytes())  # imports the test's module here, once for all its tasks
+        except EOFError:
+            return  # the session is over
+        _fork_ranks(task, session)
+
+
+def _fork_ranks(task: _Task, session: Connection) -> None:
+    """Runs one task on ranks of its own and passes their answers on."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, pipes)) for rank in range(RANKS)]
-    for process in ranks:
+    ports = context.SimpleQueue()
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(task.layout.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(task, rank, ports, theirs))
         process.start()
-    for pipe in pipes:
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        for pipe in wait(list(waiting)):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answer = pipe.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                answer = pickle.dumps((rank, (False, "the process died")))
+            session.send_bytes(answer)
+    for pipe, process in zip(pipes, processes, strict=True):
         pipe.close()
-    for process in ranks:
+        process.kill()  # the others may have needed rank 0's store until now
         process.join()
 
 
-def _rank(rank: int, pipes: list[Connection]) -> None:
+def _rank(task: _Task, rank: int, ports: Any, template: Connection) -> NoReturn:
     _die_with_parent()
-    for other, pipe in enumerate(pipes):
-        if other != rank:
-            pipe.close()
-    pipe = pipes[rank]
-    if rank == 0:
-        store, port = listen_store("127.0.0.1", RANKS, COLLECTIVE_S)
-        pipe.send(port)
-    else:
-        store = connect_store("127.0.0.1", pipe.recv(), RANKS, COLLECTIVE_S)
-    while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            return  # the session is over
-        pipe.send(_perform(task, rank, store))
-
-
-def _perform(task: _Task, rank: int, store: Store) -> tuple[bool, Any]:
     try:
-        grid = init_grid(task.layout, rank=rank, store=PrefixStore(str(task.number), store), seed=1, timeout_s=COLLECTIVE_S)
+        template.send_bytes(pickle.dumps((rank, _perform(task, rank, ports))))
+    except BaseException:  # of a result that cannot be sent
+        template.send_bytes(pickle.dumps((rank, (False, traceback.format_exc()))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while True:
+        signal.pause()  # the template ends all ranks of a task together
+
+
+def _perform(task: _Task, rank: int, ports: Any) -> tuple[bool, Any]:
+    """(True, the function's result) or (False, the traceback)."""
+    others = task.layout.ranks - 1
+    try:
+        if rank == 0:
+            store, port = listen_store("127.0.0.1", others + 1, COLLECTIVE_S)
+            for _ in range(others):
+                ports.put(port)
+        else:
+            store = connect_store("127.0.0.1", ports.get(), others + 1, COLLECTIVE_S)
+        grid = init_grid(task.layout, rank=rank, store=store, seed=1, timeout_s=COLLECTIVE_S)
         try:
-            return True, task.function(grid, *task.arguments)
+            result = task.function(grid, *task.arguments)
+            threads = len(os.listdir("/proc/self/task"))
+            assert threads < THREADS, f"{task.function.__name__} left {threads} threads in a rank"
+            return True, result
         finally:
             destroy_grid()
     except BaseException:

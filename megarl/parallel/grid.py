@@ -134,10 +134,17 @@ def _describe(layout: Layout, store: dist.Store, timeout_s: float, world: dist.P
 
 
 def destroy_grid() -> None:
-    """Leave the grid: Megatron's parallel state and every process group."""
+    """Leave the grid: Megatron's parallel state and every process group.
+
+    The groups' threads and sockets end with the last reference to them. The `Grid` and every model built on it hold some; a model that was
+    dropped is freed by Python's cycle collector.
+    """
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, and so keeps the modules and their groups
     dist.destroy_process_group()
 
 

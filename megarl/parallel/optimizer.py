@@ -110,7 +110,9 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
     if choose().name == "cpu":
         _fuse(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    # float32 and bfloat16 need no loss scale. Megatron's (1 here) is a method of the optimizer, whose shards of the weights are views with
+    # a graph: a model that can reach its optimizer is never freed, because the way back leads through C++ (see `schedule._drop_graph`).
+    config.grad_scale_func = None
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return Trainable(wrapped, optimizer, settings, total_steps)
 

@@ -45,6 +45,7 @@ def run(
     step = _Step(chunks, micro_batches, visit, grid, forward_only)
     with torch.set_grad_enabled(not forward_only):
         step.run()
+    _drop_graph(chunks)
     return step.results
 
 
@@ -117,6 +118,19 @@ class _Step:
         self.results.append(result)
         # Megatron multiplies by cp and divides by its micro-batches (schedules.py:276), then by dp * cp (distributed_data_parallel.py:239).
         return loss * (self.count * self.grid.dp_size), None
+
+
+def _drop_graph(chunks: Sequence[torch.nn.Module]) -> None:
+    """Lets go of the last micro-batch's graph, of which Megatron's token dispatchers keep a tensor (token_dispatcher.py:610).
+
+    The graph reaches the parameters, their gradient hooks and so the whole model, through C++ where Python's collector cannot follow: a
+    model that was dropped would keep its memory, its process groups and their threads.
+    """
+    dispatchers = [module.token_dispatcher for chunk in chunks for module in chunk.modules() if hasattr(module, "token_dispatcher")]
+    for holder in [*dispatchers, *(d._comm_manager for d in dispatchers if hasattr(d, "_comm_manager"))]:
+        for name, value in vars(holder).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(holder, name, None)
 
 
 def _agree(count: int, grid: Grid) -> None:

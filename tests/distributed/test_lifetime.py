@@ -1,0 +1,63 @@
+"""A model that was dropped is gone, with its memory, its process groups and their threads: one process can start and end many."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore
+
+from megarl.config import Layout
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid, destroy_grid, init_grid
+from megarl.parallel.offload import Parking
+from tests.distributed.work import Job, build, learn, make_checkpoint
+from tests.harness import Pool
+
+LIVES = 4
+LAYOUTS = {
+    "one": Layout(),
+    "tp2_ep2": Layout(ranks=2, tp=2, ep=2),
+    "pp2_vpp2": Layout(ranks=2, pp=2, vpp=2),
+    "cp2": Layout(ranks=2, cp=2),
+}
+
+
+def park_and_wake(policy: Any) -> None:
+    """The policy leaves the device and comes back."""
+    parking = Parking(choose())
+    parking.park(policy.gradients(), keep=False)
+    parking.park(policy.state())
+    parking.wake()
+
+
+def lives(grid: Grid, job: Job) -> list[tuple[int, int]]:
+    """Of each of several grids, models and steps in this one process, after its end: (threads, what is still alive of the model)."""
+    seen = []
+    for life in range(LIVES):
+        policy = build(grid, job)
+        learn(grid, policy, job)
+        park_and_wake(policy)
+        alive = [weakref.ref(one) for one in (*policy.chunks, policy.optimizer, *policy.gradients())]
+        layout, store, rank, timeout_s = grid.layout, grid.store, grid.rank, grid.timeout_s
+        destroy_grid()
+        del policy, grid
+        gc.collect()
+        seen.append((len(os.listdir("/proc/self/task")), sum(ref() is not None for ref in alive)))
+        grid = init_grid(layout, rank=rank, store=PrefixStore(str(life), store), seed=1, timeout_s=timeout_s)
+    return seen
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_and_its_grid_that_were_dropped_leave_nothing(pool: Pool, tmp_path: Path, name: str) -> None:
+    """The routers' auxiliary loss too: it has a graph of its own."""
+    path = make_checkpoint(tmp_path / "model", num_experts_per_tok=2)
+    job = Job(path, megatron={"moe_aux_loss_coeff": 0.01}, recompute="full" if name == "one" else "none")
+    for seen in pool.run(lives, LAYOUTS[name], job):
+        # The caller's reference to the first grid keeps that one's groups.
+        assert [alive for _, alive in seen] == [0] * LIVES
+        assert len({threads for threads, _ in seen[1:]}) == 1, seen
