@@ -17,8 +17,23 @@ from tests.harness import Pool
 from tools.make_tiny_model import build
 
 
+# The suite runs on two processes, which take one file after the other: the long ones come first, so that both end together.
+ORDER = ("tests/e2e/test_resume.py", "tests/e2e/test_job.py", "tests/e2e/", "tests/distributed/", "tests/rollout/", "tests/")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="the long proofs in full; the suite has a short part of each")
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether the long proofs are to be run in full."""
+    return bool(pytestconfig.getoption("--long"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu run where CUDA is present, and nowhere else."""
+    """Orders the files. Tests marked gpu run where CUDA is present, and nowhere else."""
+    items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

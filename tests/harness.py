@@ -7,6 +7,7 @@ that ends leaves no threads, process groups or models to the next.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,7 @@ from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_
 
 START_S = 300.0  # for the template's imports
 TASK_S = 600.0  # these limits end what hangs; they are no measure of speed
-COLLECTIVE_S = 300.0  # longest wait of one collective
+COLLECTIVE_S = 120.0  # longest wait of one collective
 THREADS = 150  # most threads of a rank: a grid has about 50
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
@@ -106,7 +107,7 @@ def _serve(session: Connection) -> None:
 
     torch.set_num_threads(1)
     choose()
-    import megarl.models.build
+    import torch._dynamo
     import megarl.parallel.optimizer
     import megarl.parallel.schedule  # noqa: F401
 
@@ -140,7 +141,8 @@ def _fork_ranks(task: _Task, session: Connection) -> None:
             try:
                 answer = pipe.recv_bytes()
             except (EOFError, ConnectionResetError):
-                answer = pickle.dumps((rank, (False, "the process died")))
+                processes[rank].join()
+                answer = pickle.dumps((rank, (False, f"the process died (exit code {processes[rank].exitcode})")))
             session.send_bytes(answer)
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.close()
@@ -150,6 +152,7 @@ def _fork_ranks(task: _Task, session: Connection) -> None:
 
 def _rank(task: _Task, rank: int, ports: Any, template: Connection) -> NoReturn:
     _die_with_parent()
+    faulthandler.enable()
     try:
         template.send_bytes(pickle.dumps((rank, _perform(task, rank, ports))))
     except BaseException:  # of a result that cannot be sent

@@ -5,13 +5,14 @@ Each names the upstream file and line and first checks that the faulty lines are
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.patching import expect
 
 # What upstream says of its own code, at every start and on every rank; its users cannot act on it.
 _NOISE = (
@@ -27,16 +28,6 @@ def quiet() -> None:
     """Keep upstream's standing warnings off the console."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-
-
-def expect(function: Any, *lines: str) -> None:
-    """Raises RuntimeError unless the source of `function` holds the given lines, in this order."""
-    source, place = inspect.getsource(function), 0
-    for line in lines:
-        place = source.find(line, place)
-        if place < 0:
-            name = f"{function.__module__}.{function.__qualname__}"
-            raise RuntimeError(f"{name} of megatron-core no longer holds {line!r}: megarl's patch for it must be reviewed")
 
 
 def apply() -> None:

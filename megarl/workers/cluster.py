@@ -17,14 +17,15 @@ from typing import Any, NoReturn
 
 import ray
 from ray._private import ray_constants
-from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import ClusterSettings
+from megarl.errors import Stopped
 from megarl.workers import reaper as reaper_script
+from megarl.workers.ray_start import mend
 
 
 class WorkerDied(RuntimeError):
@@ -33,6 +34,10 @@ class WorkerDied(RuntimeError):
 
 class WorkerLate(RuntimeError):
     """An actor did not answer within its bound."""
+
+
+class ClusterLate(Stopped):
+    """Ray did not start in time."""
 
 
 LOOPBACK = {
@@ -77,9 +82,7 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         os.environ.update(LOOPBACK)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
-    # The dashboard's server, which Ray starts and waits for without a dashboard too, and the autoscaler of a cluster that does not grow:
-    # a quarter of the CPU time of its start.
-    Node.start_api_server = Node.start_monitor = _start_nothing
+    mend(settings.start_timeout_s)
     on_termination = signal.getsignal(signal.SIGTERM)
     # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
     scratch = tempfile.mkdtemp(prefix="megarl-")
@@ -87,15 +90,18 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
     os.environ["TMPDIR"] = scratch  # what the actors leave behind goes with the session
     reaper = subprocess.Popen([sys.executable, "-I", "-S", reaper_script.__file__, scratch], stdin=subprocess.PIPE, start_new_session=True)
     try:
-        ray.init(
-            num_cpus=actors + 1,
-            object_store_memory=settings.object_store_mb << 20,
-            include_dashboard=False,
-            log_to_driver=True,
-            configure_logging=False,
-            _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
-            _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
-        )
+        try:
+            ray.init(
+                num_cpus=actors + 1,
+                object_store_memory=settings.object_store_mb << 20,
+                include_dashboard=False,
+                log_to_driver=True,
+                configure_logging=False,
+                _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
+                _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
+            )
+        except TimeoutError as error:
+            raise ClusterLate(f"cluster.start_timeout_s: {error}") from error
         signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
         yield
     finally:
@@ -105,10 +111,6 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             os.environ["TMPDIR"] = temporary
         reaper.communicate()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _start_nothing(*_: Any, **__: Any) -> None:
-    """In the place of a process of Ray's that a run has no use for."""
 
 
 def interface_address(interface: str) -> str:

@@ -179,24 +179,3 @@ def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(
     assert job.finish(60) == 130
     assert gone(job) == []
     assert not any(token in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
-
-def test_a_driver_that_is_killed_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
-    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
-    job.wait_for("first step", lambda: len(job.steps()) >= 1)
-    assert len(job.pids()) > 5
-    job.process.kill()
-    job.process.wait()
-    assert gone(job) == []
-
-
-def test_an_engine_that_dies_stops_the_run_by_name(tmp_path: Path, tiny_model: Path) -> None:
-    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
-    job.wait_for("first step", lambda: len(job.steps()) >= 1)
-    # The forked core keeps the title of its parent, the actor.
-    titled = [pid for pid in job.pids() if read(f"/proc/{pid}/cmdline").startswith(b"ray::RolloutWorker")]
-    [core] = [pid for pid in titled if any(f"\nPPid:\t{parent}\n".encode() in read(f"/proc/{pid}/status") for parent in titled)]
-    os.kill(core, signal.SIGKILL)
-    assert job.finish(90) == 1
-    assert "EngineDead" in job.text() and "engine 0" in job.text()
-    assert gone(job) == []

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megarl.checkpoints.verify import main as verify
-from tests.e2e.faults import PHASES, VICTIMS, Aim, done, titled
+from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done, titled
 from tests.e2e.job import TIMED, Job
 from tests.e2e.rewards import share_of_letters
 from tests.test_http_reward import reply, serving
@@ -89,22 +89,32 @@ def killed_and_resumed(runs: Path, model: Path, aims: Sequence[Aim], random: np.
     for aim in aims:
         job = Job(runs, model, EVERYTHING).start()
         met.append(aim.hit(job, random))
-        assert job.finish(90) == (-9 if aim.victim == "driver" else 1), job.text()[-4000:]
+        assert job.finish() == (-9 if aim.victim == "driver" else 1), job.text()[-4000:]
         assert gone(job) == [], met
+        if aim.victim == "engine core":
+            assert "EngineDead" in job.text() and "engine 0" in job.text()
     job = Job(runs, model, EVERYTHING).run()
     assert gone(job) == []
     return job, met
 
 
-def test_a_run_killed_at_random_moments_is_the_run_that_was_not(straight: Job, tmp_path: Path, tiny_model: Path) -> None:
-    """Each phase is hit through each victim once, at a random moment: twelve kills, in random order, spread over the steps of two runs."""
-    pairs = list(product(PHASES, VICTIMS))
-    order, runs = np.random.default_rng(SEED).permutation(len(pairs)), 2
+def chosen(every: bool) -> list[tuple[Phase, Victim]]:
+    """Every phase through every victim, in random order; for the suite each phase once and each victim at least once."""
+    pairs, random = list(product(PHASES, VICTIMS)), np.random.default_rng(SEED)
+    if every:
+        return [pairs[n] for n in random.permutation(len(pairs))]
+    victims = [*VICTIMS, VICTIMS[int(random.integers(len(VICTIMS)))]]
+    phases, killed = random.permutation(len(PHASES)), random.permutation(len(victims))
+    return [(PHASES[phase], victims[victim]) for phase, victim in zip(phases, killed, strict=True)]
+
+
+def test_a_run_killed_at_random_moments_is_the_run_that_was_not(straight: Job, tmp_path: Path, tiny_model: Path, long: bool) -> None:
+    """Kills at random moments, spread over the steps of one run; with --long each phase is hit through each victim, over two runs."""
+    pairs, runs = chosen(every=long), 2 if long else 1
     steps = np.linspace(1, STEPS - 2, len(pairs) // runs).astype(int)
 
     def chain(number: int) -> tuple[Job, list[str]]:
-        mine = [pairs[n] for n in order[number::runs]]
-        aims = [Aim(phase, victim, int(step)) for (phase, victim), step in zip(mine, steps, strict=True)]
+        aims = [Aim(phase, victim, int(step)) for (phase, victim), step in zip(pairs[number::runs], steps, strict=True)]
         return killed_and_resumed(tmp_path / str(number), tiny_model, aims, np.random.default_rng([SEED, number]))
 
     with ThreadPoolExecutor(runs) as pool:
@@ -202,7 +212,7 @@ def test_a_reward_server_that_dies_stops_the_run_with_a_checkpoint(straight: Job
         served = (*EVERYTHING, f"reward.source={source}", "save.every=0", "train.steps=6")
         job = Job(tmp_path, tiny_model, served).start()
         job.wait_for("step 3", lambda: done(job) >= 3, pause_s=0.02)
-    assert job.finish(90) == 1
+    assert job.finish() == 1
     assert gone(job) == []
     assert f"megarl: failed: RewardUnavailable: reward.source.url: {server.url}: ConnectionRefusedError" in job.text().splitlines()[-1]
     assert "Traceback" not in job.text()
@@ -227,7 +237,7 @@ def test_a_save_that_fails_stops_the_run_or_is_told_and_leaves_the_last_one(stra
     job = Job(tmp_path, tiny_model, (*place, "save.on_failure=stop")).start()
     job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
     fill_the_disk(job, full=True)
-    assert job.finish(90) == 1
+    assert job.finish() == 1
     assert gone(job) == []
     last = job.text().splitlines()[-1]
     assert last.startswith("megarl: failed: SaveError: checkpoint: step ") and "File too large: " in last

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.parallel.upstream import expect
+from megarl.patching import expect
 
 
 def apply() -> None:

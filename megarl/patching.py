@@ -1,0 +1,16 @@
+"""A mend of an upstream fault first checks that the fault is still there: a changed upstream stops the program instead of being patched."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def expect(function: Any, *lines: str) -> None:
+    """Raises RuntimeError unless the source of `function` holds the given lines, in this order."""
+    source, place = inspect.getsource(function), 0
+    for line in lines:
+        place = source.find(line, place)
+        if place < 0:
+            name = f"{function.__module__}.{function.__qualname__}"
+            raise RuntimeError(f"{name} no longer holds {line!r}: megarl's patch for it must be reviewed")

@@ -1,0 +1,50 @@
+"""A private Ray session starts on a busy machine too: its processes have `cluster.start_timeout_s`, not Ray's own fixed limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Ray's clock runs a hundred times faster than the machine's, and the raylet takes 2 s to register, as if it were minutes.
+SLOW = """
+    import sys, time, types
+    import ray._private.node as node
+    import ray._private.services as services
+
+    def registered(address, identity, known=services.get_node, begun=[]):
+        begun.append(time.monotonic())
+        if time.monotonic() - begun[0] < 2:
+            raise RuntimeError("not there")
+        return known(address, identity)
+
+    services.get_node = registered
+    node.time = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: 100 * time.monotonic())
+
+    from megarl.config import ClusterSettings
+    from megarl.workers.cluster import ray_session
+
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=float(sys.argv[1])), actors=1):
+        print("started")
+"""
+
+
+def start(timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(SLOW), str(timeout_s)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_slow_raylet_has_the_whole_start_limit() -> None:
+    done = start(200)
+    assert done.returncode == 0 and "started" in done.stdout, done.stderr
+
+
+def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
+    done = start(0.5)
+    assert done.returncode == 1 and "started" not in done.stdout
+    assert done.stderr.splitlines()[-1].endswith("ClusterLate: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"), (
+        done.stderr
+    )
