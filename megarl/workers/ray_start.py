@@ -21,8 +21,11 @@ def mend(timeout_s: float) -> None:
     Node.start_api_server = Node.start_monitor = _start_nothing
     # Ray gives each of its processes 30 to 60 s to appear, which a busy machine exceeds.
     seconds = round(min(max(timeout_s, 1), 1e6))
-    os.environ["RAY_gcs_server_port_wait_time_s"] = os.environ["RAY_worker_register_timeout_seconds"] = str(seconds)
-    os.environ["RAY_agent_register_timeout_ms"] = str(1000 * seconds)
+    os.environ.update(
+        RAY_gcs_server_port_wait_time_s=str(seconds),
+        RAY_worker_register_timeout_seconds=str(seconds),
+        RAY_agent_register_timeout_ms=str(1000 * seconds),
+    )
     _wait_for_raylet(timeout_s)
 
 
