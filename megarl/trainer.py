@@ -8,13 +8,14 @@ from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, Mean
 from megarl.observe.run import Run
-from megarl.stages.checks import check_train
+from megarl.stages.checks import Data, check_train
 from megarl.stages.eval import evaluate
 from megarl.stages.experience import Workplace, gather
-from megarl.stages.judge import open_scorers
-from megarl.stages.saving import Checkpoints, Progress, every, find
+from megarl.stages.judge import Scorers, open_scorers
+from megarl.stages.saving import Checkpoints, Found, Progress, every, find
 from megarl.workers.cluster import ray_session
-from megarl.workers.team import processes, start
+from megarl.workers.engines import Engines
+from megarl.workers.team import Team, processes, start
 
 
 def train(config: TrainConfig) -> None:
@@ -31,37 +32,42 @@ def train(config: TrainConfig) -> None:
     ):
         with run.phase("start"):
             team, engines = start(config)
-        judge, examiner = scorers.judges(team)
-        place = Workplace(config, run, team, engines, judge)
-        progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "train", run, team)
-        if found is not None:
-            checkpoints.load(found, progress)
-        elif config.model.base is not None:
-            evaluate("base", data.eval, engines, examiner, run, config.seed)
-        with run.phase("sync"):
-            synced = team.sync(engines, progress.step)
-        if found is None:
-            run.log(0, synced)
-            if config.train.eval_at_start:
-                evaluate("sft", data.eval, engines, examiner, run, config.seed)
+        learn(config, data, found, run, scorers, team, engines)
 
-        while True:
-            if due(config, progress):
-                with checkpoints.kept(progress):
-                    evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
-                progress.evaluated = progress.step
-            if progress.learned >= config.train.steps:
-                break
+
+def learn(config: TrainConfig, data: Data, found: Found | None, run: Run, scorers: Scorers, team: Team, engines: Engines) -> None:
+    """The run on workers that are there, from its beginning or from the checkpoint `found` to its last step."""
+    judge, examiner = scorers.judges(team)
+    place = Workplace(config, run, team, engines, judge)
+    progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "train", run, team)
+    if found is not None:
+        checkpoints.load(found, progress)
+    elif config.model.base is not None:
+        evaluate("base", data.eval, engines, examiner, run, config.seed)
+    with run.phase("sync"):
+        synced = team.sync(engines, progress.step)
+    if found is None:
+        run.log(0, synced)
+        if config.train.eval_at_start:
+            evaluate("sft", data.eval, engines, examiner, run, config.seed)
+
+    while True:
+        if due(config, progress):
             with checkpoints.kept(progress):
-                train_step(place, progress, data.train)
-            if every(config.save.every, progress.step):
-                checkpoints.save(progress.state())
-        checkpoints.finish()
+                evaluate("rl", data.eval, engines, examiner, run, config.seed, progress.step)
+            progress.evaluated = progress.step
+        if progress.learned >= config.train.steps:
+            break
+        with checkpoints.kept(progress):
+            train_step(place, progress, data.train)
+        if every(config.save.every, progress.step):
+            checkpoints.save(progress.state())
+    checkpoints.finish()
 
-        with run.phase("save"):
-            team.save("policy", run.directory / "model")
-            if config.critic is not None:
-                team.save("critic", run.directory / "critic")
+    with run.phase("save"):
+        team.save("policy", run.directory / "model")
+        if config.critic is not None:
+            team.save("critic", run.directory / "critic")
 
 
 def due(config: TrainConfig, progress: Progress) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -156,20 +157,27 @@ def processes(config: TrainConfig) -> int:
 
 def start(config: TrainConfig) -> tuple[Team, Engines]:
     """Ranks and engines, ready; all start at the same time. The engines begin with `model.base` where there is one."""
-    settings, groups = config.cluster, cast(config)
-    ends = list(accumulate(layout.ranks for _, layout in groups))
-    places = reserve_workers(config, ranks=ends[-1], engines=config.rollout)
-    engines = Engines.create(config, config.rollout, places[ends[-1] :])
+    ranks = sum(layout.ranks for _, layout in cast(config))
+    places = reserve_workers(config, ranks=ranks, engines=config.rollout)
+    engines = Engines.create(config, config.rollout, places[ranks:])
     opening = engines.open(config.model.base or config.model.path, config)
+    team = start_team(config, places[:ranks])
+    engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+    return team, engines
+
+
+def start_team(config: TrainConfig, places: Sequence[Any]) -> Team:
+    """The groups of ranks, ready, one rank at each place."""
+    groups = cast(config)
+    ends = list(accumulate(layout.ranks for _, layout in groups))
     launched = [
         launch_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config, roles), roles)
         for (roles, layout), end in zip(groups, ends, strict=True)
     ]
     for group, building in launched:
-        group.wait(building, "start", settings.start_timeout_s)
-    engines.group.wait(opening, "start", settings.start_timeout_s)
-    ranks = [Ranks(group, *cast_, settings.phase_timeout_s) for (group, _), cast_ in zip(launched, groups, strict=True)]
-    return Team(config, tuple(ranks)), engines
+        group.wait(building, "start", config.cluster.start_timeout_s)
+    ranks = [Ranks(group, *cast_, config.cluster.phase_timeout_s) for (group, _), cast_ in zip(launched, groups, strict=True)]
+    return Team(config, tuple(ranks))
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:

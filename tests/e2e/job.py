@@ -15,27 +15,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.workers.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
 TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "time")  # metrics that measure the clock
 
+LIMIT_S = 900.0  # ends what hangs; no measure of speed
+
 RL = """
 name: job
 run_dir: {runs}
 model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false, start_timeout_s: 240, phase_timeout_s: 240}}
+cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 algorithm: {{type: gspo}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 64}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
 reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}, require_finished: false}}
-rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 120}}
+rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 256}}
 """
+
+
+STEPS = 12  # of the run below; one of them pretrains the critic
+# A critic that is pretrained, a reference with an adaptive coefficient, rounds of dynamic sampling, evaluations on the way.
+EVERYTHING = (
+    "algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1}",
+    "critic={optimizer: {lr: 0.001}, pretrain_steps: 1}",
+    f"train.steps={STEPS - 1}",
+    "train.dynamic_sampling_rounds=2",
+    "train.eval_every=5",
+    "train.eval_at_start=false",
+    "save.every=1",
+)
 
 
 @dataclass
@@ -49,10 +66,15 @@ class Job:
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self) -> Job:
+    def write(self) -> Path:
+        """Its configuration."""
         self.runs.mkdir(parents=True, exist_ok=True)
         config = self.runs / "job.yaml"
         config.write_text(self.template.format(runs=self.runs, model=self.model))
+        return config
+
+    def start(self) -> Job:
+        config = self.write()
         self.log = self.runs / "log.txt"
         self.scratch = tempfile.mkdtemp(prefix="mj-")  # short: Ray's sockets live below it
         environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
@@ -68,7 +90,7 @@ class Job:
         )
         return self
 
-    def finish(self, timeout_s: float = 240) -> int:
+    def finish(self, timeout_s: float = LIMIT_S) -> int:
         """The exit status."""
         try:
             return self.process.wait(timeout_s)
@@ -112,7 +134,7 @@ class Job:
         """Of these, the steps of the policy."""
         return [row for row in self.updates() if "actor/grad_norm" in row]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 180, pause_s: float = 0.2) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = LIMIT_S, pause_s: float = 0.2) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()[-4000:]}"
@@ -120,6 +142,18 @@ class Job:
                 self.kill()
                 raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}")
             time.sleep(pause_s)
+
+
+def assert_same_step(job: Job, one: Job) -> None:
+    """Two steps of a job on any layout: the first is that of one rank."""
+    assert len(job.steps()) == 2
+    mine, first = job.steps()[0], one.steps()[0]
+    # The responses of the first step come from the same weights; what follows may differ by routers' near ties.
+    for name in ("reward/mean", "response_length/mean", "perf/tokens"):
+        assert mine[name] == first[name], name
+    for name in ("actor/entropy", "actor/grad_norm"):
+        assert mine[name] == pytest.approx(first[name], rel=5e-3), name
+    assert mine["training/logprob_gap_mean"] <= 1e-5 and mine["training/logprob_gap_max"] <= 1e-3
 
 
 def read(path: str) -> bytes:

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.critics import biased_by_position
-from tests.e2e.job import Job, listeners, read
+from tests.e2e.job import Job, assert_same_step, listeners, read
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
@@ -79,86 +77,10 @@ def test_supervised_training_and_evaluation_from_the_command_line(tmp_path: Path
     assert result["prompts"] == 16 and set(result) == {"model", "prompts", "sampled", "greedy"}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "rollout.replicas=2"),
-        ("layout.ranks=2", "layout.pp=2"),
-        ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01"),
-    ],
-    ids=["tp2-ep2-gloo-two-engines", "pp2", "cp2-reference"],
-)
-def test_the_job_runs_on_other_layouts(straight: Job, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    job = Job(tmp_path, straight.model, ("train.steps=2", *overrides)).run()
-    mine, one = job.steps()[0], straight.steps()[0]
-    assert len(job.steps()) == 2
-    # The responses of the first step come from the same weights; what follows may differ by routers' near ties.
-    for name in ("reward/mean", "response_length/mean", "perf/tokens"):
-        assert mine[name] == one[name], name
-    for name in ("actor/entropy", "actor/grad_norm"):
-        assert mine[name] == pytest.approx(one[name], rel=5e-3), name
-    assert mine["training/logprob_gap_mean"] <= 1e-5 and mine["training/logprob_gap_max"] <= 1e-3
-
-
-def test_a_critic_learns_beside_the_policy_and_is_saved(straight: Job, tmp_path: Path) -> None:
-    critic = "critic={optimizer: {lr: 0.001}, pretrain_steps: 2}"
-    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2")
-    job = Job(tmp_path, straight.model, ("train.steps=1", "algorithm.type=vapo", critic, *layout)).run()
-    rows = [row for row in job.rows() if "critic/vf_loss" in row]
-    assert ["actor/grad_norm" in row for row in rows] == [False, False, True], "the policy is frozen while the critic is pretrained"
-    assert all(row["critic/grad_norm"] > 0 and "critic/explained_variance" in row for row in rows)
-    assert all(row["critic/position_bias"] < 0.1 and "events/critic_position_bias" not in row for row in rows), "fresh is not biased"
-    assert rows[0]["training/logprob_gap_max"] <= 1e-3 and rows[2]["training/logprob_gap_max"] <= 1e-3
-    saved = load_file(tmp_path / "job" / "critic" / "model.safetensors")
-    assert saved["score.weight"].shape == (1, 128) and "lm_head.weight" not in saved
-
-
-CRITIC = (
-    "algorithm={type: ppo, kl_coef: 0.05}",
-    "critic={optimizer: {lr: 0.001}, epochs: 2, pretrain_steps: 1}",
-    "train.steps=1",
-    "train.epochs=2",
-    "train.eval_at_start=false",
-)
-APART = {
-    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=600"),
-    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=600"),
-    "offload": ("placement.offload=true",),
-}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[dict[str, Any]]:
-    """Policy, critic and reference on one rank."""
-    return Job(tmp_path_factory.mktemp("shared"), tiny_model, CRITIC).run().updates()
-
-
-@pytest.mark.parametrize("overrides", APART.values(), ids=APART)
-def test_a_step_is_the_same_wherever_its_models_stand(
-    shared: list[dict[str, Any]], tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]
-) -> None:
-    rows = Job(tmp_path, tiny_model, (*CRITIC, *overrides)).run().updates()
-    assert len(rows) == len(shared) == 2 and "actor/reference_kl" in shared[1]
-    for mine, one in zip(rows, shared, strict=True):
-        assert mine.keys() == one.keys()
-        for name in ("critic/vf_loss", "critic/grad_norm", "critic/value", "critic/explained_variance", "actor/grad_norm", "actor/entropy"):
-            if name in one:
-                # Equal to the last bit without parallel sums; a router's near tie may turn with them.
-                assert mine[name] == (one[name] if overrides == APART["offload"] else pytest.approx(one[name], rel=5e-3, abs=1e-6)), name
-
-
-def test_a_critic_that_is_biased_by_position_is_named_in_the_metrics_on_the_screen_and_in_the_summary(
-    straight: Job, tmp_path: Path
-) -> None:
-    """Its value fades along every response by more than the rewards differ; three steps of a small learning rate do not mend it."""
-    broken = biased_by_position(straight.model, tmp_path / "critic", marker="<|assistant|>", scale=100.0)
-    critic = f"critic={{path: {broken}, optimizer: {{lr: 1.0e-6}}, pretrain_steps: 2}}"
-    job = Job(tmp_path, straight.model, ("train.steps=1", "algorithm.type=vapo", critic, "train.eval_at_start=false")).run()
-    rows = [row for row in job.rows() if "critic/position_bias" in row]
-    assert [row.get("events/critic_position_bias") for row in rows] == [None, None, 1.0]
-    assert all(row["critic_by_position/value_from_1"] > 1.2 * row["critic_by_position/value_from_8"] > 0 for row in rows)
-    message = json.loads((tmp_path / "job" / "summary.json").read_text())["alarms"]["critic_position_bias"]
-    assert "tokens 2 to 3: mean value" in message and f"warning: {message}" in job.text()
+def test_the_job_runs_on_two_ranks_and_two_engines(straight: Job, tmp_path: Path) -> None:
+    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "rollout.replicas=2")
+    job = Job(tmp_path, straight.model, ("train.steps=2", *layout)).run()
+    assert_same_step(job, straight)
 
 
 def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:

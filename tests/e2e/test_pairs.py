@@ -21,7 +21,7 @@ STAGE = """
 name: job
 run_dir: {runs}
 model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false, start_timeout_s: 240, phase_timeout_s: 240}}
+cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 data:
   train: {{type: file, path: {runs}/train.jsonl}}

@@ -18,22 +18,11 @@ import pytest
 
 from megarl.checkpoints.verify import main as verify
 from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done, titled
-from tests.e2e.job import TIMED, Job
+from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
 from tests.e2e.rewards import share_of_letters
 from tests.test_http_reward import reply, serving
 
 SEED = 20
-STEPS = 12  # one of them pretrains the critic
-# A critic that is pretrained, a reference with an adaptive coefficient, rounds of dynamic sampling, evaluations on the way.
-EVERYTHING = (
-    "algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1}",
-    "critic={optimizer: {lr: 0.001}, pretrain_steps: 1}",
-    f"train.steps={STEPS - 1}",
-    "train.dynamic_sampling_rounds=2",
-    "train.eval_every=5",
-    "train.eval_at_start=false",
-    "save.every=1",
-)
 
 
 def ended(job: Job) -> Job:
@@ -183,23 +172,6 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     prefix(job, straight)
 
 
-def test_a_run_goes_on_on_any_other_layout(straight: Job, tmp_path: Path, tiny_model: Path) -> None:
-    """Step by step: tensor and expert parallel, two pipeline stages, one rank, four expert-parallel ranks.
-
-    What the engines sample is compared first: with other responses (a router's near tie that rounding turns) the numbers are others.
-    """
-    layouts = ("{ranks: 2, tp: 2, ep: 2}", "{ranks: 2, pp: 2}", "{ranks: 1}", "{ranks: 4, ep: 4}")
-    for number, layout in enumerate(layouts):
-        job = Job(tmp_path, tiny_model, (*EVERYTHING, f"layout={layout}", f"train.steps={number + 1}")).run()
-        assert job.updates()[-1]["step"] == number + 2
-    for one, other in zip(job.updates(), ended(straight).updates(), strict=False):
-        same = {name: (one[name], other[name]) for name in ("reward/mean", "response_length/mean", "perf/tokens")}
-        assert all(mine == theirs for mine, theirs in same.values()), (one["step"], same)
-        for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/reference_kl"):
-            if name in one:
-                assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), (one["step"], name)
-
-
 def letters(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """What the straight run's reward function says."""
     scores = [share_of_letters(prompt="", response=ask["response"], answer="", meta={}) for ask in body["samples"]]
@@ -261,7 +233,7 @@ name: job
 run_dir: {runs}
 model: {{path: {model}, dtype: float32}}
 layout: {{ranks: 2, tp: 2, ep: 2}}
-cluster: {{gpus: false, start_timeout_s: 240, phase_timeout_s: 240}}
+cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}

@@ -17,11 +17,12 @@ from transformers import AutoModelForSequenceClassification
 from megarl.data.tokenizer import encode, load_tokenizer, render_chats
 from tests.e2e.critics import of_random_taste
 from tests.e2e.job import Job
+from tests.e2e.lab import Lab
 
 SERVE = """
 name: job
 model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false, start_timeout_s: 240, phase_timeout_s: 240}}
+cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
 layout: {{ranks: 2, tp: 2}}
 serve: {{port: 0, max_tokens: 32}}
 """
@@ -44,7 +45,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterato
     job.wait_for("service", lambda: " at http://" in job.text())
     yield job.text().partition(" at ")[2].split()[0]
     os.killpg(job.process.pid, signal.SIGINT)
-    assert job.finish(60) == 130
+    assert job.finish() == 130
 
 
 def ask(url: str, request: Any) -> tuple[int, Any]:
@@ -75,7 +76,7 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
     assert long[0] == 400 and "more than serve.max_tokens=32" in long[1]["error"]
 
 
-def test_ppo_is_the_same_wherever_its_reward_model_stands(tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:
+def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:
     sources = {
         "shared": (f"reward.source={{type: reward_model, path: {reward_model}}}",),
         "apart": (
@@ -85,7 +86,7 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(tmp_path: Path, tiny_m
         "served": (f"reward.source={{type: http, url: '{url}'}}",),
     }
     judged = ("reward.eval={type: reasoning_gym}",)
-    runs = {name: Job(tmp_path / name, tiny_model, (*PPO, *judged, *source)).run().updates() for name, source in sources.items()}
+    runs = {name: lab.run(Job(tmp_path / name, tiny_model, (*PPO, *judged, *source))).updates() for name, source in sources.items()}
     one = runs["shared"]
     assert (
         len(one) == 2 and one[0]["reward/min"] < one[0]["reward/max"] and one[0]["actor/reference_kl"] == 0 < one[1]["actor/reference_kl"]
