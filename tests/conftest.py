@@ -17,7 +17,7 @@ from tests.harness import Pool
 from tools.make_tiny_model import build
 
 # The suite runs on two processes, which take one file after the other: the long ones come first, so that both end together.
-ORDER = ("tests/e2e/test_resume.py", "tests/e2e/test_job.py", "tests/e2e/", "tests/distributed/", "tests/rollout/", "tests/")
+ORDER = ("tests/e2e/test_resume.py", "tests/e2e/test_steps.py", "tests/e2e/", "tests/distributed/", "tests/rollout/", "tests/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,9 +44,12 @@ def draw(metrics: Path, picture: Path) -> None:
     profiled = [row for row in rows if any(name.startswith(PROFILE) for name in row)]
     profiles = PROFILES if profiled else ()
     columns, used = 3, len(panels) + len(profiles) + 1
-    figure = Figure(figsize=(5 * columns, 3 * math.ceil(used / columns)), layout="constrained")
+    lines = math.ceil(used / columns)
+    figure = Figure(figsize=(5 * columns, 3 * lines))
+    # Fixed margins, in inches: to find tight ones takes matplotlib as long as all the rest.
+    figure.subplots_adjust(0.75 / 15, 0.3 / (3 * lines), 1 - 0.1 / 15, 1 - 0.3 / (3 * lines), wspace=0.2, hspace=0.25)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(math.ceil(used / columns), columns, squeeze=False).flatten()
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis, (title, names) in zip(axes, panels, strict=False):
         for name in names:
             steps, values = _series(rows, name)

@@ -21,7 +21,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     """Three steps on one rank."""
-    return Job(tmp_path_factory.mktemp("straight"), tiny_model).run()
+    return Job(tmp_path_factory.mktemp("straight"), tiny_model, ("log.tensorboard=true",)).run()
 
 
 def megarl(*arguments: object) -> int:
@@ -49,6 +49,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> N
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)
     assert all(row["routing/changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in straight.steps())
+    assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
     assert gone(straight) == []
 
 

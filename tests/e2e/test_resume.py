@@ -154,7 +154,7 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     flip(next((newest / "policy").glob("*.distcp")))
 
     may_not = ("optimizer.lr=0.5", "data.train.seed=8", "data.train.items=65", "algorithm.gae_lambda=0.5")
-    other = Job(tmp_path, tiny_model, (*apart, *may_not, "layout={ranks: 2, tp: 2}", "log.tensorboard=false"))
+    other = Job(tmp_path, tiny_model, (*apart, *may_not, "layout={ranks: 2, tp: 2}", "log.tensorboard=true"))
     assert other.start().finish() == 2
     refusals = [line.removeprefix("megarl: error: ") for line in other.text().splitlines() if line.startswith("megarl: error: ")]
     changed = {"optimizer.lr": (0.001, 0.5), "data.train.seed": (7, 8), "data.train.items": (64, 65), "algorithm.gae_lambda": (0.95, 0.5)}
@@ -164,7 +164,7 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     assert len(refusals) == len(changed) + 2 and str(oldest) in refusals[-1], refusals
     assert "..." not in other.text(), "no process was started"
 
-    job = Job(tmp_path, tiny_model, (*apart, "log.tensorboard=false")).run()
+    job = Job(tmp_path, tiny_model, (*apart, "log.tensorboard=true")).run()
     told = [line for line in job.text().splitlines() if "is passed over" in line and ".partial" not in line]
     assert len(told) == 2 and str(newest) in told[0] and "flipped" in told[0] and str(middle) in told[1] and "missing" in told[1]
     assert f"step {int(oldest.name[-6:]) + 1}/" in job.text()
@@ -238,7 +238,7 @@ optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
-sft: {{steps: 40, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 7}}
+sft: {{steps: 20, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 7}}
 save: {{every: 3}}
 """
 
@@ -246,6 +246,6 @@ save: {{every: 3}}
 def test_supervised_training_that_is_killed_goes_on_too(tmp_path: Path, tiny_model: Path) -> None:
     """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
     straight = Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT).start()
-    job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 14)
-    assert done(job) < 40
+    job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 10)
+    assert done(job) < 20
     assert_same(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT).run(), straight, "model")

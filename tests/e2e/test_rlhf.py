@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from megarl.data.tokenizer import encode, load_tokenizer, render_chats
 from tests.e2e.critics import of_random_taste
@@ -57,6 +56,8 @@ def ask(url: str, request: Any) -> tuple[int, Any]:
 
 
 def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_model: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
     tokenizer = load_tokenizer(reward_model)
     texts = [(text, done) for text in ("esroh", "h", "esrohesroh") for done in (True, False)]
     status, answer = ask(url, {"samples": [{"prompt": "horse", "response": text, "finished": done} for text, done in texts]})

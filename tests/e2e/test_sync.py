@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
@@ -61,6 +60,8 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(tmp_path: Path
 @torch.no_grad()
 def agreed_answers(saved: Path, prompts: list[Prompt], engines: Engines) -> list[str]:
     """The engine's greedy answers, which must be those of transformers token for token."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     answers = []
     responses = engines.generate(prompts, Sampling(1, 0.0, 12, 0))
