@@ -107,8 +107,6 @@ def _serve(session: Connection) -> None:
 
     torch.set_num_threads(1)
     choose()
-    import torch._dynamo  # the first optimizer would import it, for a second, in every rank
-
     import megarl.parallel.optimizer
     import megarl.parallel.schedule  # noqa: F401
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +28,7 @@ train: {steps: 1, prompts_per_step: 8}
 def megarl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
 @pytest.fixture
@@ -40,11 +40,12 @@ def termination() -> Iterator[None]:
 
 
 def test_help_comes_at_once() -> None:
-    seconds = []
+    seconds = []  # of CPU time: a busy machine makes it no more
     for _ in range(3):
-        begun = time.perf_counter()
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
         shown = megarl("--help")
-        seconds.append(time.perf_counter() - begun)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime)
     assert shown.returncode == 0
     assert all(verb in shown.stdout for verb in ("train", "sft", "eval"))
     assert min(seconds) < 0.5

@@ -182,7 +182,7 @@ def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
     memory = PeakMemory()
     with ray_session(ClusterSettings(), actors=2):
         actors = [ray.remote(kind).options(num_cpus=1).remote() for kind in (ModelWorker, RolloutWorker)]
-        assert ray.get([actor.ready.remote() for actor in actors], timeout=120) == [1, 2]
+        assert ray.get([actor.ready.remote() for actor in actors], timeout=600) == [1, 2]
         memory.sample()
     assert set(memory.mb()) >= {"driver", "model_worker", "rollout", "engine_core", "ray"}
     assert "reward" not in memory.mb()

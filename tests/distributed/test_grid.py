@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.work import Job, disagree, forward_only, listening, make_checkpoint, missing, not_finite, torch_is_untouched
+from tests.distributed.work import (
+    Job,
+    compiler_is_imported,
+    disagree,
+    forward_only,
+    listening,
+    make_checkpoint,
+    missing,
+    not_finite,
+    torch_is_untouched,
+)
 from tests.harness import Pool, RankError
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
@@ -18,6 +28,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_every_listening_socket_is_on_loopback(pool: Pool) -> None:
     assert pool.run(listening, Layout(ranks=4, tp=2, pp=2)) == [{LOOPBACK}] * 4
+
+
+def test_training_on_a_cpu_does_not_import_the_compiler(pool: Pool, job: Job) -> None:
+    """A second of every rank's start."""
+    assert pool.run(compiler_is_imported, Layout(), job) == [False]
 
 
 def test_torch_is_untouched_by_the_hook(pool: Pool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -232,6 +233,12 @@ def listening(grid: Grid) -> set[str]:
             if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
                 found.add(fields[1].split(":")[0])
     return found
+
+
+def compiler_is_imported(grid: Grid, job: Job) -> bool:
+    """Whether a step of training has imported torch's compiler."""
+    train(grid, job)
+    return "torch._dynamo" in sys.modules
 
 
 def torch_is_untouched(grid: Grid) -> bool:

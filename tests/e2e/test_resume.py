@@ -56,7 +56,7 @@ def assert_same(job: Job, straight: Job, *models: str) -> None:
     assert outcome(job) == outcome(straight)
 
 
-def gone(job: Job, within_s: float = 20) -> list[int]:
+def gone(job: Job, within_s: float = 120) -> list[int]:
     """The processes of a job that are still there after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while job.pids() and time.monotonic() < deadline:

@@ -38,7 +38,7 @@ class Host:
         assert self._process.pid is not None
         return self._process.pid
 
-    def run(self, body: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, timeout_s: float = 180.0) -> Any:
+    def run(self, body: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, timeout_s: float = 600.0) -> Any:
         """What `body(*arguments)` returns in the host; its failures are raised here with the host's traceback."""
         self._pipe.send((body, arguments))
         if not self._pipe.poll(timeout_s):
@@ -52,7 +52,7 @@ class Host:
     def close(self) -> None:
         if self._process.is_alive():
             self._pipe.send(None)
-            self._process.join(30)
+            self._process.join(120)
         self.kill()
 
     def kill(self) -> None:

@@ -15,7 +15,7 @@ from megarl.rollout.vllm import RolloutEngine
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.send import Sender
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # ends what hangs
 PROMPTS = [Prompt(0, [5, 6, 7, 8]), Prompt("one", [9, 10, 11]), Prompt(2, [20, 21, 22, 23, 24, 25]), Prompt(3, [40, 3, 77])]
 
 

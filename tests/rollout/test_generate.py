@@ -98,13 +98,16 @@ def test_samples_are_complete_and_hold_the_end_token(host: Host, tiny: Path) -> 
 
 async def _late(tiny: Path) -> None:
     engine, pids = await _start(tiny, timeout_s=0.4)
+    many, few = Sampling(n=4, temperature=1.0, max_tokens=96, seed=1), Sampling(n=1, temperature=1.0, max_tokens=4, seed=1)
     try:
-        with pytest.raises(RolloutTimeout, match=r"engine 0: \d+ of 512 responses not done after 0.4 s"):
-            await engine.generate(_prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1))
+        with pytest.raises(RolloutTimeout, match=r"engine 0: \d+ of 256 responses not done after 0.4 s"):
+            await engine.generate(_prompts(64), many)
         engine._settings = SETTINGS  # the late responses are gone: the next call is served at once
         begun = time.monotonic()
-        await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
-        assert time.monotonic() - begun < 2.0
+        await engine.generate(PROMPTS, few)
+        served = time.monotonic() - begun
+        await engine.generate(_prompts(64), many)
+        assert served < (time.monotonic() - begun) / 2
     finally:
         await engine.close()
     assert not any(_alive(pid) for pid in pids)
@@ -129,7 +132,7 @@ async def _dies(tiny: Path, tp: int) -> None:
             await engine.fingerprints(TIMEOUT_S)
         with pytest.raises(EngineDead):
             await engine.start_update(TIMEOUT_S)
-        assert time.monotonic() - begun < 15.0
+        assert time.monotonic() - begun < 60.0
     finally:
         await engine.close()
     with pytest.raises(EngineDead, match="closed"):
@@ -202,7 +205,7 @@ def test_no_process_outlives_a_killed_parent(tiny: Path) -> None:
         assert len(pids) == 4 and all(_alive(pid) for pid in pids)
     finally:
         doomed.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(_alive(pid) for pid in pids)

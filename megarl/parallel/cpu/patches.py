@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._compile
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Adam, Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 from megarl.patching import expect
 
@@ -28,6 +31,7 @@ def apply() -> None:
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
     _whole_projections(multi_latent_attention)
+    _optimizer_without_compiler()
 
 
 def _rng_state(random: Any) -> None:
@@ -103,3 +107,14 @@ def _whole_projections(multi_latent_attention: Any) -> None:
         "if submodules.linear_kv_down_proj in [TELinear]:",
     )
     multi_latent_attention.TELinear = WholeLinear
+
+
+def _optimizer_without_compiler() -> None:
+    """torch/_compile.py:44 and torch/optim/optimizer.py:61 import torch's compiler to keep it away from the optimizer: a second of every
+    rank's start, for a program that compiles nothing."""
+    expect(torch._compile._disable_dynamo, 'getattr(fn, "__dynamo_disable", None)', "import torch._dynamo", "return disable_fn(")
+    expect(_use_grad_for_differentiable, "import torch._dynamo", 'torch.set_grad_enabled(self.defaults["differentiable"])')
+    methods: list[Any] = [Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad]
+    for method in methods:
+        method.__wrapped__.__dynamo_disable = method.__wrapped__
+    Adam.step = torch.no_grad()(Adam.step.__wrapped__)  # type: ignore[attr-defined,method-assign]
