@@ -10,13 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ray's clock runs a hundred times faster than the machine's, and the raylet takes 2 s to register, as if it were minutes.
-SLOW = """
-    import sys, time, types
+START = """
+    import os, signal, sys, time, types
+    import psutil
     import ray._private.node as node
     import ray._private.services as services
 
     def registered(address, identity, known=services.get_node, begun=[]):
         begun.append(time.monotonic())
+        if sys.argv[2] == "dies":
+            [raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
+            raylet.kill()
         if time.monotonic() - begun[0] < 2:
             raise RuntimeError("not there")
         return known(address, identity)
@@ -32,19 +36,25 @@ SLOW = """
 """
 
 
-def start(timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(SLOW), str(timeout_s)]
+def start(timeout_s: float, raylet: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(START), str(timeout_s), raylet]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1 and "started" not in done.stdout
+    return done.stderr.splitlines()[-1]
+
+
 def test_a_slow_raylet_has_the_whole_start_limit() -> None:
-    done = start(200)
+    done = start(200, "is slow")
     assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
 def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
-    done = start(0.5)
-    assert done.returncode == 1 and "started" not in done.stdout
-    assert done.stderr.splitlines()[-1].endswith("ClusterLate: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"), (
-        done.stderr
-    )
+    line = refusal(start(0.5, "is slow"))
+    assert line == "megarl.workers.cluster.ClusterError: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"
+
+
+def test_a_raylet_that_dies_is_told_at_once() -> None:
+    assert refusal(start(1e6, "dies")) == "megarl.workers.cluster.ClusterError: Ray's raylet ended at the start"

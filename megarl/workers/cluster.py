@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config import ClusterSettings
 from megarl.errors import Stopped
 from megarl.workers import reaper as reaper_script
-from megarl.workers.ray_start import mend
+from megarl.workers.ray_start import RayNotStarted, mend
 
 
 class WorkerDied(RuntimeError):
@@ -36,8 +36,8 @@ class WorkerLate(RuntimeError):
     """An actor did not answer within its bound."""
 
 
-class ClusterLate(Stopped):
-    """Ray did not start in time."""
+class ClusterError(Stopped):
+    """Ray did not start."""
 
 
 LOOPBACK = {
@@ -100,8 +100,8 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
                 _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
                 _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
             )
-        except TimeoutError as error:
-            raise ClusterLate(f"cluster.start_timeout_s: {error}") from error
+        except RayNotStarted as error:
+            raise ClusterError(str(error)) from error
         signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
         yield
     finally:

@@ -11,7 +11,11 @@ from ray._private.node import Node
 
 from megarl.patching import expect
 
-_get_node = services.get_node
+_get_node, _start_ray_processes = services.get_node, Node.start_ray_processes
+
+
+class RayNotStarted(Exception):
+    """Ray's own processes have ended, or are late. Not a RuntimeError: `Node` would go on from that."""
 
 
 def mend(timeout_s: float) -> None:
@@ -30,8 +34,13 @@ def mend(timeout_s: float) -> None:
 
 
 def _wait_for_raylet(timeout_s: float) -> None:
-    """node.py:428 gives the raylet 30 s to register, fixed; the call that it repeats until then now waits by itself."""
-    expect(Node.__init__, "raylet_start_wait_time_s = 30", "ray._private.services.get_node(", "except RuntimeError as e:")
+    """node.py:428 gives the raylet 30 s to register, fixed, even where it has ended; the call that it repeats until then waits itself."""
+    expect(Node.__init__, "self.start_ray_processes()", "raylet_start_wait_time_s = 30", "services.get_node(", "except RuntimeError as e:")
+    started: list[Any] = []
+
+    def start_ray_processes(self: Any) -> None:
+        started.append(self)
+        _start_ray_processes(self)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -39,12 +48,14 @@ def _wait_for_raylet(timeout_s: float) -> None:
             try:
                 return _get_node(gcs_address, node_id)
             except RuntimeError as error:
+                ended = [kind for node in started for kind, _ in node.dead_processes()]
+                if ended:
+                    raise RayNotStarted(f"Ray's {' and '.join(ended)} ended at the start") from error
                 if time.monotonic() > deadline:
-                    # Not a RuntimeError, which Ray would go on from.
-                    raise TimeoutError(f"Ray's raylet did not register within {timeout_s:g} s") from error
+                    raise RayNotStarted(f"cluster.start_timeout_s: Ray's raylet did not register within {timeout_s:g} s") from error
             time.sleep(0.02)
 
-    services.get_node = get_node
+    Node.start_ray_processes, services.get_node = start_ray_processes, get_node
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
