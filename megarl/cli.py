@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megarl.imports import uncollected
+
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 
 
@@ -82,15 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
-    from megarl.config import load
-
+    with uncollected():
+        from megarl.config import load
     root: Any = _find(verb.config)
     config = load(path, overrides, root)
+    with uncollected():
+        work = _find(verb.check if check else verb.run)
+    work(config)
     if check:
-        _find(verb.check)(config)
         print(f"megarl: {path} passes every check")
-    else:
-        _find(verb.run)(config)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch is imported: the suite runs beside others, and nothing is fetched.
@@ -11,13 +11,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import torch
 
-from tests.harness import Pool
-from tools.make_tiny_model import build
+from megarl.imports import uncollected
+
+with uncollected():
+    import torch
+
+    from tests.harness import Pool
+    from tools.make_tiny_model import build
 
 # The suite runs on two processes, which take one file after the other: the long ones come first, so that both end together.
 ORDER = ("tests/e2e/test_resume.py", "tests/e2e/test_steps.py", "tests/e2e/", "tests/distributed/", "tests/rollout/", "tests/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with uncollected():
+        return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from megarl.config import Layout
+from megarl.imports import uncollected
 from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
 
 START_S = 300.0  # for the template's imports
@@ -101,14 +102,15 @@ def _serve(session: Connection) -> None:
     """The template: answers each task of the session with (rank, (ok, result or traceback)) of every rank, in the order they end."""
     _die_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
+    with uncollected():
+        import torch
 
-    from megarl.parallel.backend import choose
+        from megarl.parallel.backend import choose
 
-    torch.set_num_threads(1)
-    choose()
-    import megarl.parallel.optimizer
-    import megarl.parallel.schedule  # noqa: F401
+        torch.set_num_threads(1)
+        choose()
+        import megarl.parallel.optimizer
+        import megarl.parallel.schedule  # noqa: F401
 
     session.send_bytes(b"ready")
     while True:

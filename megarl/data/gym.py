@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from megarl.config import ConfigError, ReasoningGymSource
+from megarl.imports import uncollected
 
 
 def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]], int]:
@@ -24,8 +25,8 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
 
 
 def _make(source: ReasoningGymSource, key: str) -> Any:
-    # Two to three seconds (sympy, matplotlib): only runs that ask for it pay.
-    from reasoning_gym.factory import DATASETS, create_dataset
+    with uncollected():  # a second (sympy, matplotlib): only runs that ask for it pay
+        from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.dataset not in DATASETS:
         guess = difflib.get_close_matches(source.dataset, sorted(DATASETS), n=1)

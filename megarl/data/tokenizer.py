@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
+from megarl.imports import uncollected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         if (path / "tokenizer.json").is_file():
             # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import.
-            from transformers import PreTrainedTokenizerFast
+            with uncollected():
+                from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         from transformers import AutoTokenizer

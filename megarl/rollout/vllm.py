@@ -22,6 +22,7 @@ import numpy as np
 
 from megarl.batch import Sample
 from megarl.config import ConfigError, RolloutSettings
+from megarl.imports import uncollected
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
 from megarl.rollout.engine import (
@@ -119,18 +120,19 @@ class RolloutEngine:
         return EngineInfo(workers=settings.tp, vllm=VLLM_VERSION, start_s=time.monotonic() - begun, pids=pids)
 
     def _make(self, model: Path, seed: int) -> Any:
-        import vllm
+        with uncollected():
+            import vllm
 
-        if vllm.__version__ != VLLM_VERSION:
-            raise RolloutError(f"{self._label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+            if vllm.__version__ != VLLM_VERSION:
+                raise RolloutError(f"{self._label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from megarl.rollout.extension import SingleExecutor, TensorParallelExecutor
+            from megarl.rollout.extension import SingleExecutor, TensorParallelExecutor
 
+            if not self._gpu:
+                _register_model(read_config(model))
         arguments = AsyncEngineArgs(**self._arguments(model, seed))
-        if not self._gpu:
-            _register_model(read_config(model))
         executor = SingleExecutor if self._settings.tp == 1 else TensorParallelExecutor
         try:
             config = arguments.create_engine_config()

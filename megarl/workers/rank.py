@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout, OptimizerSettings, RunSettings
+from megarl.imports import uncollected
 
 if TYPE_CHECKING:
     from megarl.workers.model import Model
@@ -34,13 +35,15 @@ class Rank:
 
     def build(self, address: tuple[str, int]) -> None:
         """Joins the grid, then builds what this kind of rank holds."""
-        from megarl.parallel import backend
-
         # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        self._backend = backend.choose()  # before anything imports megatron
-        from megarl.parallel import grid
+        with uncollected():
+            from megarl.parallel import backend
+
+            self._backend = backend.choose()  # before anything imports megatron
+            from megarl.parallel import grid
+            from megarl.workers import model  # noqa: F401  # what `_model` will need
 
         config = self._config
         store = self._store if self._rank == 0 else grid.connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)

@@ -84,25 +84,31 @@ class Ranks:
         self.group.call("save", role, directory, timeout_s=self.timeout_s)
 
 
-def launch_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> tuple[Group, Running]:
-    """A process of class `worker` at each place, and the building of its models under way.
-
-    `arguments` go to the class after (rank, config, layout).
-    """
+def create_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+    """A process of class `worker` at each place. `arguments` go to the class after (rank, config, layout)."""
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
     actors = [
         actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
         for rank, place in enumerate(places)
     ]
-    [address] = Group("rank", actors[:1]).call("listen", timeout_s=config.cluster.start_timeout_s)
-    group = Group("rank", actors)
-    return group, group.start("build", address)
+    return Group("rank", actors)
+
+
+def build_ranks(groups: Sequence[Group], config: RunSettings) -> None:
+    """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready."""
+    limit_s = config.cluster.start_timeout_s
+    building = []
+    for group in groups:
+        [address] = Group(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
+        building.append(group.start("build", address))
+    for group, calls in zip(groups, building, strict=True):
+        group.wait(calls, "start", limit_s)
 
 
 def start_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
-    """`launch_ranks`, ready."""
-    group, building = launch_ranks(worker, config, layout, places, *arguments)
-    group.wait(building, "start", config.cluster.start_timeout_s)
+    """One group of ranks, ready."""
+    group = create_ranks(worker, config, layout, places, *arguments)
+    build_ranks([group], config)
     return group
 
 

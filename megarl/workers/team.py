@@ -17,11 +17,12 @@ import numpy as np
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
+from megarl.workers.cluster import Group
 from megarl.workers.engines import Engines
 from megarl.workers.keeper import CHECKPOINTS
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, Objective, Role
 from megarl.workers.plan import Collected, StepPlan, plan_scoring, plan_step, response_advantages
-from megarl.workers.ranks import Ranks, Running, launch_ranks, reserve_workers
+from megarl.workers.ranks import Ranks, Running, build_ranks, create_ranks, reserve_workers
 from megarl.workers.rollout_worker import Response
 
 
@@ -170,14 +171,19 @@ def start_team(config: TrainConfig, places: Sequence[Any]) -> Team:
     """The groups of ranks, ready, one rank at each place."""
     groups = cast(config)
     ends = list(accumulate(layout.ranks for _, layout in groups))
-    launched = [
-        launch_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config, roles), roles)
+    created = [
+        create_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config, roles), roles)
         for (roles, layout), end in zip(groups, ends, strict=True)
     ]
-    for group, building in launched:
-        group.wait(building, "start", config.cluster.start_timeout_s)
-    ranks = [Ranks(group, *cast_, config.cluster.phase_timeout_s) for (group, _), cast_ in zip(launched, groups, strict=True)]
-    return Team(config, tuple(ranks))
+    return build_team(config, created)
+
+
+def build_team(config: TrainConfig, created: Sequence[Group]) -> Team:
+    """The team on processes that are there: a group for each of `cast`."""
+    build_ranks(created, config)
+    return Team(
+        config, tuple(Ranks(group, *cast_, config.cluster.phase_timeout_s) for group, cast_ in zip(created, cast(config), strict=True))
+    )
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:

@@ -118,6 +118,13 @@ class Job:
         marked = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark.encode() in read(f"/proc/{pid}/environ")]
         return sorted({*marked, *members(self.scratch)} - {os.getpid()})
 
+    def gone(self, within_s: float = 120) -> bool:
+        """Whether every process of the job has ended, at the latest `within_s` seconds from now."""
+        deadline = time.monotonic() + within_s
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not self.pids()
+
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -1,11 +1,11 @@
-"""One Ray session and one engine for many RL runs: for tests whose subject is not how a run starts."""
+"""One Ray session, one engine and a few ranks for many RL runs: for tests whose subject is not how a run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -15,49 +15,106 @@ from megarl.stages.checks import check_train
 from megarl.stages.judge import open_scorers
 from megarl.stages.saving import find
 from megarl.trainer import learn
-from megarl.workers.cluster import ray_session
+from megarl.workers.cluster import Group, ray_session
 from megarl.workers.engines import Engines
-from megarl.workers.ranks import reserve_workers
-from megarl.workers.team import cast, start, start_team
+from megarl.workers.model_worker import ModelWorker
+from megarl.workers.ranks import create_ranks, reserve_workers
+from megarl.workers.team import Team, build_team, cast, objective
 from tests.e2e.job import Job
 
 ACTORS = 64  # over all runs: places are not given back
+LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
 
 
-@dataclass(frozen=True)
 class Lab:
-    """Where jobs run one after the other. Each run of its model brings the engine, which is the template's, the weights it starts from."""
+    """Where runs come one after the other. Each brings the engine, which is the template's model's, the weights it starts from."""
 
-    model: Path
-    engines: Engines
+    def __init__(self, model: Path, config: TrainConfig) -> None:
+        self._model, self._config = model, config
+        self._engines = _open_engines(config)
+        self._ranks: list[Any] = []  # processes that wait for a part
 
     def run(self, job: Job) -> Job:
-        """`megarl train` in this process, to the end, on ranks of its own; a job of another model has an engine of its own too."""
+        """`megarl train` in this process, to the end; a job of another model has an engine of its own."""
         config = load(job.write(), list(job.overrides), TrainConfig)
         data = check_train(config)
         found = find(config, "train", len(data.train))
-        with Run(config, None if found is None else found.run) as run, open_scorers(config.reward) as scorers:
-            if job.model == self.model:
-                ranks = sum(layout.ranks for _, layout in cast(config))
-                team, engines = start_team(config, reserve_workers(config, ranks=ranks)), Engines(self.engines.group, config.rollout)
-                own = [group.group for group in team.groups]
-            else:
-                team, engines = start(config)
-                own = [*(group.group for group in team.groups), engines.group]
-            try:
-                learn(config, data, found, run, scorers, team, engines)
-            finally:
-                for group in own:
-                    for actor in group.actors:
-                        ray.kill(actor)
+        with (
+            Run(config, None if found is None else found.run) as run,
+            open_scorers(config.reward) as scorers,
+            self.workers(config) as (team, engines),
+        ):
+            learn(config, data, found, run, scorers, team, engines)
         return job
+
+    @contextmanager
+    def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
+        """The ranks and engines of a run. Ranks that fail are not used again."""
+        own = config.model.path != self._model
+        engines = _open_engines(config) if own else Engines(self._engines.group, config.rollout)
+        parts = [(roles, layout, rank) for roles, layout in cast(config) for rank in range(layout.ranks)]
+        ranks = self._take(config, len(parts))
+        try:
+            plays = [
+                actor.__ray_call__.remote(_begin, rank, config, layout, objective(config, roles), roles)
+                for actor, (roles, layout, rank) in zip(ranks, parts, strict=True)
+            ]
+            ray.get(plays)
+            yield build_team(config, _dealt(ranks, [layout.ranks for _, layout in cast(config)])), engines
+            ray.get([actor.__ray_call__.remote(_end) for actor in ranks])
+        except BaseException:
+            _kill(ranks)
+            raise
+        else:
+            self._ranks += ranks
+        finally:
+            if own:
+                _kill(engines.group.actors)
+
+    def _take(self, config: TrainConfig, count: int) -> list[Any]:
+        """So many processes of ranks: those that wait, and new ones."""
+        missing = max(0, count - len(self._ranks))
+        places = reserve_workers(self._config, ranks=missing) if missing else []
+        waiting = [*self._ranks, *create_ranks(ModelWorker, config, config.layout, places, objective(config, ()), ()).actors]
+        self._ranks = waiting[count:]
+        return waiting[:count]
+
+
+def _begin(worker: Any, *part: Any) -> None:
+    """In a rank's process: it becomes the worker of another run."""
+    worker.__init__(*part)
+
+
+def _end(worker: Any) -> None:
+    """In a rank's process: what it held is gone."""
+    import gc
+
+    from megarl.parallel.grid import destroy_grid
+
+    destroy_grid()
+    worker.__dict__.clear()
+    gc.collect()
+
+
+def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[Group]:
+    rest = iter(actors)
+    return [Group("rank", [next(rest) for _ in range(size)]) for size in sizes]
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor)
+
+
+def _open_engines(config: TrainConfig) -> Engines:
+    engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
+    engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+    return engines
 
 
 @contextmanager
 def open_lab(runs: Path, model: Path) -> Iterator[Lab]:
     """Starts the session and the engine, and ends them."""
-    config = load(Job(runs, model).write(), [], TrainConfig)
+    config = load(Job(runs, model).write(), list(LENGTHS), TrainConfig)
     with ray_session(config.cluster, ACTORS):
-        engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
-        engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
-        yield Lab(model, engines)
+        yield Lab(model, config)

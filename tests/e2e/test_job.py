@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,6 @@ def megarl(*arguments: object) -> int:
     return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=900).returncode
 
 
-def gone(job: Job, within_s: float = 120) -> list[int]:
-    """The processes of a job that are still there after `within_s` seconds."""
-    deadline = time.monotonic() + within_s
-    while job.pids() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return job.pids()
-
-
 def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> None:
     directory = straight.runs / "job"
     summary = json.loads((directory / "summary.json").read_text())
@@ -50,7 +41,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> N
     assert any((before[name] != after[name]).any() for name in before)
     assert all(row["routing/changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in straight.steps())
     assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
-    assert gone(straight) == []
+    assert straight.gone()
 
 
 def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name(straight: Job) -> None:
@@ -100,5 +91,5 @@ def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(
     assert not any(token in read(f"/proc/{pid}/cmdline") for pid in pids)
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.finish() == 130
-    assert gone(job) == []
+    assert job.gone()
     assert not any(token in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Every runnable recipe for two steps, with one Ray session, one engine and one model rank for all of them."""
+"""Every runnable recipe for two steps, with one engine and one model rank for all of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.observe.run import Run
 from megarl.stages.checks import check_train
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import open_scorers
-from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines
 from megarl.workers.plan import StepPlan
-from megarl.workers.team import Team, start
+from megarl.workers.team import Team
+from tests.e2e.lab import Lab
 from tests.test_recipes import CRITICS, RECIPES, names, train_config
 
 # RLOO comes first: its KL makes the rank keep a reference. Random weights earn this reward in every degree.
@@ -58,11 +58,10 @@ def switch(team: Team, config: TrainConfig) -> Team:
     return Team(config, team.groups)
 
 
-def test_every_recipe_that_needs_no_critic_runs(tmp_path: Path, tiny_model: Path) -> None:
+def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     first = small(RUNNABLE[0], tmp_path, tiny_model)
     prompts = check_train(first).train
-    with ray_session(first.cluster, actors=2), open_scorers(first.reward) as scorers:
-        team, engines = start(first)
+    with open_scorers(first.reward) as scorers, lab.workers(first) as (team, engines):
         team.sync(engines, 0)
         for name in RUNNABLE:
             config = small(name, tmp_path, tiny_model)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from itertools import product
@@ -19,16 +18,11 @@ import pytest
 from megarl.checkpoints.verify import main as verify
 from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done, titled
 from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
+from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
 from tests.test_http_reward import reply, serving
 
 SEED = 20
-
-
-def ended(job: Job) -> Job:
-    """The job, at its end, which must be a good one."""
-    assert job.finish() == 0, job.text()[-4000:]
-    return job
 
 
 def numbers(job: Job) -> list[dict[str, Any]]:
@@ -48,7 +42,7 @@ def outcome(job: Job) -> dict[str, Any]:
 
 
 def assert_same(job: Job, straight: Job, *models: str) -> None:
-    mine, theirs = numbers(ended(job)), numbers(ended(straight))
+    mine, theirs = numbers(job), numbers(straight)
     assert [row["step"] for row in mine] == [row["step"] for row in theirs]
     for one, other in zip(mine, theirs, strict=True):
         assert one == other
@@ -56,20 +50,10 @@ def assert_same(job: Job, straight: Job, *models: str) -> None:
     assert outcome(job) == outcome(straight)
 
 
-def gone(job: Job, within_s: float = 120) -> list[int]:
-    """The processes of a job that are still there after `within_s` seconds."""
-    deadline = time.monotonic() + within_s
-    while job.pids() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return job.pids()
-
-
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Job]:
-    """The run that is never killed; it goes on beside the first test."""
-    job = Job(tmp_path_factory.mktemp("straight"), tiny_model, EVERYTHING).start()
-    yield job
-    job.kill()
+def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """The run that is never killed."""
+    return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, EVERYTHING))
 
 
 def killed_and_resumed(runs: Path, model: Path, aims: Sequence[Aim], random: np.random.Generator) -> tuple[Job, list[str]]:
@@ -79,11 +63,11 @@ def killed_and_resumed(runs: Path, model: Path, aims: Sequence[Aim], random: np.
         job = Job(runs, model, EVERYTHING).start()
         met.append(aim.hit(job, random))
         assert job.finish() == (-9 if aim.victim == "driver" else 1), job.text()[-4000:]
-        assert gone(job) == [], met
+        assert job.gone(), met
         if aim.victim == "engine core":
             assert "EngineDead" in job.text() and "engine 0" in job.text()
     job = Job(runs, model, EVERYTHING).run()
-    assert gone(job) == []
+    assert job.gone()
     return job, met
 
 
@@ -123,13 +107,13 @@ def killed_at(job: Job, step: int) -> Job:
     job.start().wait_for(f"step {step}", lambda: done(job) >= step, pause_s=0.02)
     job.process.kill()
     job.process.wait()
-    assert gone(job) == []
+    assert job.gone()
     return job
 
 
 def prefix(job: Job, straight: Job, but: Sequence[str] = ()) -> None:
     """Every step of the job is that of the straight run, and no step is missing."""
-    mine, theirs = job.updates(), ended(straight).updates()
+    mine, theirs = job.updates(), straight.updates()
     mine = [{name: value for name, value in row.items() if name not in but} for row in mine]
     assert [row["step"] for row in mine] == list(range(1, len(mine) + 1))
     for one, other in zip(mine, theirs, strict=False):
@@ -143,11 +127,11 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_another_run_is_refused(
-    straight: Job, tmp_path: Path, tiny_model: Path
+    lab: Lab, straight: Job, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The critic has a rank of its own, and so a folder: of three steps one has a flipped bit and one has lost its critic."""
-    apart = (*EVERYTHING, "placement.critic={ranks: 1}", "train.steps=7")
-    killed_at(Job(tmp_path, tiny_model, apart), 6)
+    apart = (*EVERYTHING, "placement.critic={ranks: 1}")
+    lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=5")))
     saves = tmp_path / "job" / "checkpoints"
     [oldest, middle, newest] = sorted(path for path in saves.glob("step_??????"))
     shutil.rmtree(saves.with_name("checkpoints-critic") / middle.name)
@@ -164,10 +148,11 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     assert len(refusals) == len(changed) + 2 and str(oldest) in refusals[-1], refusals
     assert "..." not in other.text(), "no process was started"
 
-    job = Job(tmp_path, tiny_model, (*apart, "log.tensorboard=true")).run()
-    told = [line for line in job.text().splitlines() if "is passed over" in line and ".partial" not in line]
+    job = lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=7", "log.tensorboard=true")))
+    said = "".join(capsys.readouterr())
+    told = [line for line in said.splitlines() if "is passed over" in line and ".partial" not in line]
     assert len(told) == 2 and str(newest) in told[0] and "flipped" in told[0] and str(middle) in told[1] and "missing" in told[1]
-    assert f"step {int(oldest.name[-6:]) + 1}/" in job.text()
+    assert f"step {int(oldest.name[-6:]) + 1}/" in said
     assert len(job.updates()) == 8
     prefix(job, straight)
 
@@ -178,21 +163,25 @@ def letters(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     reply(handler, json.dumps({"scores": scores}).encode())
 
 
-def test_a_reward_server_that_dies_stops_the_run_with_a_checkpoint(straight: Job, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_reward_server_that_dies_stops_the_run_with_a_checkpoint(
+    lab: Lab, straight: Job, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(letters) as server:
         source = f"{{type: http, url: '{server.url}', attempts: 2, backoff_s: 0.1, timeout_s: 5}}"
         served = (*EVERYTHING, f"reward.source={source}", "save.every=0", "train.steps=6")
         job = Job(tmp_path, tiny_model, served).start()
         job.wait_for("step 3", lambda: done(job) >= 3, pause_s=0.02)
     assert job.finish() == 1
-    assert gone(job) == []
+    assert job.gone()
     assert f"megarl: failed: RewardUnavailable: reward.source.url: {server.url}: ConnectionRefusedError" in job.text().splitlines()[-1]
     assert "Traceback" not in job.text()
     [saved] = (tmp_path / "job" / "checkpoints").glob("step_*")
     assert saved.name == f"step_{(stopped := done(job)):06d}" and stopped < 7
     with serving(letters, server.http.server_port):
-        again = Job(tmp_path, tiny_model, served).run()
-    assert f"step {stopped + 1}/" in again.text() and f"step {stopped}/" not in again.text()
+        capsys.readouterr()
+        again = lab.run(Job(tmp_path, tiny_model, served))
+    said = "".join(capsys.readouterr())
+    assert f"step {stopped + 1}/" in said and f"step {stopped}/" not in said
     assert len(again.updates()) == 7
     prefix(again, straight)
 
@@ -210,7 +199,7 @@ def test_a_save_that_fails_stops_the_run_or_is_told_and_leaves_the_last_one(stra
     job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
     fill_the_disk(job, full=True)
     assert job.finish() == 1
-    assert gone(job) == []
+    assert job.gone()
     last = job.text().splitlines()[-1]
     assert last.startswith("megarl: failed: SaveError: checkpoint: step ") and "File too large: " in last
     whole = [path.name for path in (tmp_path / "job" / "checkpoints").glob("step_??????")]
@@ -248,4 +237,6 @@ def test_supervised_training_that_is_killed_goes_on_too(tmp_path: Path, tiny_mod
     straight = Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT).start()
     job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 10)
     assert done(job) < 20
-    assert_same(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT).run(), straight, "model")
+    again = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT).run()
+    assert straight.finish() == 0, straight.text()[-4000:]
+    assert_same(again, straight, "model")

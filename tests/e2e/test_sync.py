@@ -14,11 +14,10 @@ from megarl.observe.metrics import scalars
 from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_train
-from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines
 from megarl.workers.plan import Collected
-from megarl.workers.team import start
-from tests.e2e.job import RL
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
 
 
@@ -33,14 +32,13 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int, end: int) -> 
 
 
 @pytest.mark.parametrize("layout", [("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo")], ids=["tp2-ep2-gloo"])
-def test_after_every_sync_the_engine_answers_as_transformers_does(tmp_path: Path, tiny_model: Path, layout: tuple[str, ...]) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(RL.format(runs=tmp_path, model=tiny_model))
-    config = load(path, ["optimizer.lr=0.002", *layout], TrainConfig)
+def test_after_every_sync_the_engine_answers_as_transformers_does(
+    lab: Lab, tmp_path: Path, tiny_model: Path, layout: tuple[str, ...]
+) -> None:
+    config = load(Job(tmp_path, tiny_model).write(), ["optimizer.lr=0.002", *layout], TrainConfig)
     prompts = check_train(config).train[:8]
     seen = set()
-    with ray_session(config.cluster, config.layout.ranks + 1):
-        team, engines = start(config)
+    with lab.workers(config) as (team, engines):
         team.sync(engines, 0)
         for version in range(1, 6):
             responses = engines.generate(prompts, Sampling(4, 1.0, 12, version))
