@@ -55,7 +55,18 @@ class Pool:
         Raises RankError with the tracebacks, the first failure first, or TimeoutError naming the ranks that are late.
         """
         pipe = self._start() if self._pipe is None else self._pipe
-        pipe.send_bytes(pickle.dumps(_Task(function, layout, arguments)))
+        try:
+            return self._answers(pipe, _Task(function, layout, arguments), timeout_s)
+        except (EOFError, ConnectionError):
+            self._template.join()
+            died = f"the template of the ranks died (exit code {self._template.exitcode})"
+            self.close()  # the next task has a new one
+            raise RankError(died) from None
+
+    def _answers(self, pipe: Connection, task: _Task, timeout_s: float) -> list[Any]:
+        """The task's results in rank order."""
+        layout, name = task.layout, task.function.__name__
+        pipe.send_bytes(pickle.dumps(task))
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         errors: list[str] = []
@@ -63,7 +74,7 @@ class Pool:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 late = sorted(set(range(layout.ranks)) - results.keys())
                 self.close()
-                raise TimeoutError(f"ranks {late} did not finish {function.__name__} in {timeout_s:g} s")
+                raise TimeoutError(f"ranks {late} did not finish {name} in {timeout_s:g} s")
             rank, (ok, results[rank]) = pickle.loads(pipe.recv_bytes())
             if not ok:
                 errors.append(f"rank {rank}:\n{results[rank]}")

@@ -71,7 +71,8 @@ class _Step:
         for chunk in self.chunks:
             chunk.train(not self.forward_only)
         work = [iter(list(zip(self.batches, self.packed, strict=True))) for _ in self.chunks]
-        scale, self.config.grad_scale_func = self.config.grad_scale_func, self._filled(self.config.grad_scale_func)
+        assert self.config.grad_scale_func is None
+        self.config.grad_scale_func = self._filled
         try:
             get_forward_backward_func()(
                 forward_step_func=self._forward,
@@ -83,12 +84,11 @@ class _Step:
                 forward_only=self.forward_only,
             )
         finally:
-            self.config.grad_scale_func = scale
+            self.config.grad_scale_func = None
 
-    def _filled(self, scale: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+    def _filled(self, loss: Tensor) -> Tensor:
         # Megatron divides by the micro-batches it runs, fillers included; this function multiplies the main and the auxiliary losses alike.
-        ratio = len(self.batches) / self.count
-        return lambda loss: (scale(loss) if scale is not None else loss) * ratio
+        return loss * (len(self.batches) / self.count)
 
     def _forward(self, work: Iterator[tuple[Batch, Packed]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         batch, packed = next(work)

@@ -9,6 +9,7 @@ from tests.distributed.work import (
     Job,
     compiler_is_imported,
     disagree,
+    end_of_the_template,
     forward_only,
     listening,
     make_checkpoint,
@@ -59,3 +60,9 @@ def test_different_numbers_of_micro_batches_are_refused(pool: Pool, job: Job) ->
 def test_rank_that_does_not_come_is_named(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"meet failed on rank 0; ranks that did not arrive: \[1\]"):
         pool.run(missing, Layout(ranks=2))
+
+
+def test_template_that_dies_is_told_and_replaced(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"the template of the ranks died \(exit code -9\)"):
+        pool.run(end_of_the_template, Layout())
+    assert pool.run(torch_is_untouched, Layout()) == [True]

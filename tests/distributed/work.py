@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +214,12 @@ def not_finite(grid: Grid, job: Job) -> tuple[bool, bool]:
     skipped = policy.step().skipped
     after = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     return skipped, all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def end_of_the_template(grid: Grid) -> None:
+    """The process that forked this rank is killed, and this rank with it."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
 
 
 def missing(grid: Grid) -> None:

@@ -78,7 +78,8 @@ class Job:
         config = self.write()
         self.log = self.runs / "log.txt"
         self.scratch = tempfile.mkdtemp(prefix="mj-")  # short: Ray's sockets live below it
-        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}  # of a lab's session
+        environment = {**inherited, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,

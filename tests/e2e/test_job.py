@@ -77,19 +77,22 @@ def test_the_job_runs_on_two_ranks_and_two_engines(straight: Job, tmp_path: Path
 
 def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
-    job.wait_for("first step", lambda: len(job.steps()) >= 1)
-    pids = job.pids()
-    addresses = listeners(pids)
-    assert len(addresses) >= 5 and set(addresses) <= LOOPBACK
-    tokens = {
-        entry.partition(b"=")[2]
-        for pid in pids
-        for entry in read(f"/proc/{pid}/environ").split(b"\0")
-        if entry.startswith(b"RAY_AUTH_TOKEN=")
-    }
-    assert len(tokens) == 1 and len(token := tokens.pop()) >= 32
-    assert not any(token in read(f"/proc/{pid}/cmdline") for pid in pids)
-    os.killpg(job.process.pid, signal.SIGINT)
-    assert job.finish() == 130
-    assert job.gone()
+    try:
+        job.wait_for("first step", lambda: len(job.steps()) >= 1)
+        pids = job.pids()
+        addresses = listeners(pids)
+        assert len(addresses) >= 5 and set(addresses) <= LOOPBACK
+        tokens = {
+            entry.partition(b"=")[2]
+            for pid in pids
+            for entry in read(f"/proc/{pid}/environ").split(b"\0")
+            if entry.startswith(b"RAY_AUTH_TOKEN=")
+        }
+        assert len(tokens) == 1 and len(token := tokens.pop()) >= 32
+        assert not any(token in read(f"/proc/{pid}/cmdline") for pid in pids)
+        os.killpg(job.process.pid, signal.SIGINT)
+        assert job.finish() == 130
+        assert job.gone()
+    finally:
+        job.kill()
     assert not any(token in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
