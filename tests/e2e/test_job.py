@@ -80,6 +80,7 @@ def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(
     try:
         job.wait_for("first step", lambda: len(job.steps()) >= 1)
         pids = job.pids()
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.getpriority(os.PRIO_PROCESS, 0)}, "none yields to strangers"
         addresses = listeners(pids)
         assert len(addresses) >= 5 and set(addresses) <= LOOPBACK
         tokens = {
