@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import socket
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray._private.services as services
 from ray._private.node import Node
+from ray._raylet import persist_port
 
 from megarl.patching import expect
+
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+LOWEST_PORT = 10_000
 
 _get_node, _start_ray_processes = services.get_node, Node.start_ray_processes
 
@@ -40,6 +49,7 @@ def _wait_for_raylet(timeout_s: float) -> None:
 
     def start_ray_processes(self: Any) -> None:
         started.append(self)
+        _choose_ports(self)
         _start_ray_processes(self)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
@@ -48,14 +58,47 @@ def _wait_for_raylet(timeout_s: float) -> None:
             try:
                 return _get_node(gcs_address, node_id)
             except RuntimeError as error:
-                ended = [kind for node in started for kind, _ in node.dead_processes()]
-                if ended:
-                    raise RayNotStarted(f"Ray's {' and '.join(ended)} ended at the start") from error
+                for node in started:
+                    for kind, process in node.dead_processes():
+                        raise RayNotStarted(f"Ray's {kind} ended at the start ({_last_words(node, kind, process)})") from error
                 if time.monotonic() > deadline:
                     raise RayNotStarted(f"cluster.start_timeout_s: Ray's raylet did not register within {timeout_s:g} s") from error
             time.sleep(0.02)
 
     Node.start_ray_processes, services.get_node = start_ray_processes, get_node
+
+
+def _choose_ports(node: Any) -> None:
+    """Gives the raylet's agents their ports, and says so in the files in which they do themselves.
+
+    The raylet waits 30 s, fixed, until its agents have chosen ports and written them there, and aborts (node_manager.cc:3576).
+    """
+    for name, port in zip(PORTS, _free_ports(len(PORTS)), strict=True):
+        setattr(node._ray_params, name, port)
+        persist_port(node._session_dir, node._node_id, name, port)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, below those that the kernel gives to whoever asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    while len(found) < count:
+        port = secrets.randbelow(lowest - LOWEST_PORT) + LOWEST_PORT
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+    return found
+
+
+def _last_words(node: Any, kind: str, process: Any) -> str:
+    """The exit code of a process of Ray's, and what it had to say: the last error of its log, else the last line."""
+    lines: list[str] = []
+    for end in ("out", "err"):
+        with suppress(OSError):
+            lines += Path(node.get_logs_dir_path(), f"{kind}.{end}").read_text(errors="replace").splitlines()
+    errors = [line for line in lines if re.match(r"\[[^]]* [EFC] ", line)]  # "[2026-11-22 02:33:00,123 C 77 77] (raylet) file.cc:9: ..."
+    said = [line for line in errors or lines if line.strip()]
+    return f"exit code {process.returncode}; {' '.join(said[-1].split()) if said else 'its log is empty'}"
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
