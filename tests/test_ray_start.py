@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -36,9 +37,11 @@ START = """
 """
 
 
-def start(timeout_s: float, raylet: str) -> subprocess.CompletedProcess[str]:
+def start(timeout_s: float, raylet: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`path` comes first where the session's processes look for modules."""
     command = [sys.executable, "-c", textwrap.dedent(START), str(timeout_s), raylet]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
@@ -48,6 +51,14 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_a_slow_raylet_has_the_whole_start_limit() -> None:
     done = start(200, "is slow")
+    assert done.returncode == 0 and "started" in done.stdout, done.stderr
+
+
+def test_a_session_does_not_wait_for_the_agents_of_its_raylet(tmp_path: Path) -> None:
+    """They sleep for a minute; the raylet would wait half of that, and abort."""
+    late = "any(agent in ' '.join(sys.orig_argv) for agent in ('dashboard/agent.py', 'runtime_env/agent/main.py'))"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys, time\nif {late}:\n    time.sleep(60)\n")
+    done = start(200, "is slow", tmp_path)
     assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
