@@ -79,11 +79,12 @@ def _choose_ports(node: Any) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, below those that the kernel gives to whoever asks for any."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    """Ports that nothing listens on; where there are enough, below those that the kernel gives to whoever asks for any."""
+    anybodys = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = anybodys if anybodys - LOWEST_PORT > 1000 else 1 << 16
     found: list[int] = []
     while len(found) < count:
-        port = secrets.randbelow(lowest - LOWEST_PORT) + LOWEST_PORT
+        port = secrets.randbelow(end - LOWEST_PORT) + LOWEST_PORT
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             found.append(port)
