@@ -35,6 +35,12 @@ VERBS = {
     ),
     "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.checks:check_rm", "megarl.stages.rm:rm"),
     "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.checks:check_dpo", "megarl.stages.dpo:dpo"),
+    "pairs": Verb(
+        "preferences from a policy's own responses",
+        "megarl.config:PairsConfig",
+        "megarl.stages.checks:check_pairs",
+        "megarl.stages.pairs:pairs",
+    ),
     "serve": Verb("reward model behind HTTP", "megarl.config:ServeConfig", "megarl.stages.checks:check_serve", "megarl.stages.serve:serve"),
     "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
 }

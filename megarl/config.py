@@ -202,8 +202,16 @@ class OverlongSettings(Section):
     scale: Annotated[float, Field(gt=0)] = 1.0
 
 
+class NormaliseSettings(Section):
+    """Rewards relative to those of the policy that the run starts from (see megarl.rewards.scale)."""
+
+    prompts: Annotated[int, Field(ge=2)] = 256  # of data.train, with one response each: their rewards give mean and standard deviation
+    clip: Annotated[float, Field(gt=0)] | None = None  # standard deviations beyond which a reward counts no more
+
+
 class RewardSettings(Section):
     source: RewardSource
+    normalise: NormaliseSettings | None = None
     eval: TextReward | None = None  # what evaluations count instead of `source`: pass rates, where a reward model trains
     overlong: OverlongSettings | None = None
     require_finished: bool = True  # a response cut by the length limit scores 0
@@ -249,6 +257,7 @@ class StepSettings(Section):
     drop_truncated: bool = False  # overlong filter: a response cut by the length limit gets no loss
     eval_every: NonNegative = 0  # 0: only before the first and after the last step
     eval_at_start: bool = True
+    on_alarm: Literal["continue", "stop"] = "continue"  # stop: with a checkpoint, at the first alarm
 
 
 class CheckpointSettings(Section):
@@ -489,6 +498,36 @@ class EvalConfig(RunSettings):
     data: EvalData
     reward: RewardSettings
     rollout: RolloutSettings = RolloutSettings()
+
+
+class PairsData(Section):
+    train: PromptSource
+    eval: PromptSource
+    chat: bool = True
+    template: str = "{prompt}"
+
+
+class PairsSettings(Section):
+    """What becomes of the responses to one prompt."""
+
+    per_prompt: Positive = 1  # most pairs of a prompt
+    answers: bool = False  # the prompt's answer, as the data has it, is one of the responses, with a score of 1
+    prompts_per_call: Positive = 256  # are sampled and scored together
+
+
+class PairsConfig(RunSettings):
+    """`megarl pairs`: pairs of a policy's own responses, the better scored one first, for `megarl rm` and `megarl dpo`."""
+
+    data: PairsData
+    reward: RewardSettings
+    rollout: RolloutSettings = RolloutSettings()
+    pairs: PairsSettings = PairsSettings()
+
+    @model_validator(mode="after")
+    def _responses_can_differ(self) -> PairsConfig:
+        if not self.pairs.answers and self.rollout.samples_per_prompt < 2:
+            raise ValueError("rollout.samples_per_prompt=1: a pair needs two responses (or pairs.answers=true)")
+        return self
 
 
 class ServeSettings(Section):

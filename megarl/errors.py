@@ -13,3 +13,7 @@ class Stopped(RuntimeError):
 
 class SaveError(Stopped):
     """A step was not saved: one line. What was saved before is untouched."""
+
+
+class Alarmed(Stopped):
+    """A run was to stop at the first alarm: its message."""

@@ -8,7 +8,9 @@ from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, Mean
 from megarl.observe.run import Run
+from megarl.observe.signs import scale_metrics
 from megarl.stages.checks import Data, check_train
+from megarl.stages.collect import reference_scale
 from megarl.stages.eval import evaluate
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import Scorers, open_scorers
@@ -38,7 +40,6 @@ def train(config: TrainConfig) -> None:
 def learn(config: TrainConfig, data: Data, found: Found | None, run: Run, scorers: Scorers, team: Team, engines: Engines) -> None:
     """The run on workers that are there, from its beginning or from the checkpoint `found` to its last step."""
     judge, examiner = scorers.judges(team)
-    place = Workplace(config, run, team, engines, judge)
     progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "train", run, team)
     if found is not None:
         checkpoints.load(found, progress)
@@ -47,9 +48,11 @@ def learn(config: TrainConfig, data: Data, found: Found | None, run: Run, scorer
     with run.phase("sync"):
         synced = team.sync(engines, progress.step)
     if found is None:
-        run.log(0, synced)
+        progress.scale = reference_scale(config, data.train, engines, judge, run)
+        run.log(0, synced | scale_metrics(progress.scale))
         if config.train.eval_at_start:
             evaluate("sft", data.eval, engines, examiner, run, config.seed)
+    place = Workplace(config, run, team, engines, judge.on(progress.scale))
 
     while True:
         if due(config, progress):
@@ -58,6 +61,8 @@ def learn(config: TrainConfig, data: Data, found: Found | None, run: Run, scorer
             progress.evaluated = progress.step
         if progress.learned >= config.train.steps:
             break
+        if run.alarm is not None and config.train.on_alarm == "stop":
+            checkpoints.stop(progress, run.alarm)
         with checkpoints.kept(progress):
             train_step(place, progress, data.train)
         if every(config.save.every, progress.step):
@@ -94,5 +99,7 @@ def train_step(place: Workplace, progress: Progress, prompts: list[Prompt]) -> N
     if config.algorithm.needs_reference:
         kl = Mean(float(experience.kl_N.sum()), float(experience.plan.keep_N.sum()))
         metrics |= {"actor/kl_coef": Last(progress.kl_coef), "actor/reference_kl": kl}
+        if config.algorithm.kl_target is not None:
+            metrics["actor/kl_target"] = Last(config.algorithm.kl_target)
         progress.kl_coef = config.algorithm.next_kl_coef(progress.kl_coef, kl.value() or 0.0, int(kl.weight))
     run.log(progress.step, metrics)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import DpoConfig, EvalConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
+from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
 from megarl.models.families import family_of
 from megarl.stages.checks import check_train
 
@@ -51,6 +51,8 @@ def root_of(path: Path) -> type[RunSettings]:
     for kind in (SftConfig, RmConfig, DpoConfig):
         if kind.section in keys:
             return kind
+    if "pairs" in keys:
+        return PairsConfig
     if "serve" in keys:
         return ServeConfig
     return TrainConfig if "train" in keys else EvalConfig

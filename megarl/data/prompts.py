@@ -31,6 +31,7 @@ class Prompt:
     ids: Sequence[int] = field(repr=False)  # tokens of the whole prompt, 4 bytes each
     answer: str
     meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
+    given: str | list[Message] = ""  # the question as the source has it, with the messages before it
 
     @property
     def tokens(self) -> list[int]:
@@ -82,7 +83,7 @@ def tokenised(
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > max_prompt_tokens:
                 raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {limit_key}={max_prompt_tokens}")
-            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta))
+            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta, row.prompt))
     return prompts
 
 

@@ -13,6 +13,9 @@ COLLAPSE = {
 BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, so many steps on end
 WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below this: 0 but for noise
 PROFILE = "critic_by_position/"
+KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, so many steps on end
+OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
+FALL = 0.08  # of the held-out pass rate below its best while the reward has risen: about 2.5 standard errors of 256 prompts
 
 
 class Alarms:
@@ -21,12 +24,14 @@ class Alarms:
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._given: set[str] = set()
-        self._biased = self._worse = 0  # steps on end
+        self._biased = self._worse = self._far = self._outside = 0  # steps on end
+        self._reward: float | None = None  # of the last step
+        self._best: tuple[float, float | None] | None = None  # held-out pass rate, and the reward at that time
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
         found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
-        found |= self._collapses(values) | self._critic(values)
+        found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values)
         new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
         self._given |= new.keys()
         return new
@@ -63,6 +68,47 @@ class Alarms:
                     f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
                 )
         return found
+
+    def _overoptimisation(self, values: Mapping[str, float]) -> dict[str, str]:
+        """The signs that the policy has found what the reward likes and nobody meant (arXiv:2210.10760)."""
+        found = {}
+        kl, target = values.get("actor/reference_kl"), values.get("actor/kl_target")
+        if kl is not None and target is not None:
+            self._far = self._far + 1 if kl > KL_EXCESS * target else 0
+            if self._far >= KL_STEPS:
+                found["kl_beyond_target"] = (
+                    f"KL beyond target: for {self._far} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
+                    "nats a response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
+                )
+        outside = values.get("reward/outside/mean")
+        if outside is not None:
+            self._outside = self._outside + 1 if outside > OUTSIDE else 0
+            if self._outside >= OUTSIDE_STEPS:
+                found["reward_outside_range"] = (
+                    f"reward outside range: for {self._outside} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
+                    f"beyond anything it saw in training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
+                )
+        rate = values.get("eval/heldout/avg@1")
+        if rate is not None:
+            found |= self._held_out(rate)
+        if "reward/mean" in values:
+            self._reward = values["reward/mean"]
+            if self._best is not None and self._best[1] is None:
+                self._best = (self._best[0], self._reward)
+        return found
+
+    def _held_out(self, rate: float) -> dict[str, str]:
+        """A pass rate that falls while the reward rises."""
+        if self._best is None or rate > self._best[0]:
+            self._best = (rate, self._reward)
+            return {}
+        best, then = self._best
+        if then is None or self._reward is None or self._reward <= then or rate >= best - FALL:
+            return {}
+        return {
+            "over_optimisation": f"over-optimisation: the held-out pass rate is {rate:.1%} and was {best:.1%}, while the reward has risen "
+            f"from {then:.3g} to {self._reward:.3g}; stop at the best evaluation, lower algorithm.kl_target, or train a better reward model"
+        }
 
 
 def _widest(values: Mapping[str, float]) -> str:

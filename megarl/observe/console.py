@@ -68,6 +68,14 @@ class Console:
             times = " ".join(f"{name} {seconds:.1f}s" for name, seconds in phases.items() if seconds >= 0.05)
             self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
+    def progress(self, name: str, done: int, of: int) -> None:
+        """So much of a work without steps is done. In plain text the last line and one a second of the others is shown."""
+        self._numbers = f"{name} {done}/{of}"
+        now = time.monotonic()
+        if not self._rich.is_terminal and (done == of or now - self._printed >= SECONDS_BETWEEN_LINES):
+            self._printed = now
+            self._print(self._numbers)
+
     def rate(self, name: str, rates: Mapping[str, float]) -> None:
         """Pass rates of an evaluation; they stay on the screen."""
         self._rate = " ".join(f"{kind} {value:.3f}" for kind, value in rates.items())

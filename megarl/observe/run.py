@@ -65,6 +65,7 @@ class Run:
         self._whole: dict[str, Metric] = {}
         self._failed: set[str] = set()
         self._warnings: dict[str, str] = {}
+        self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self._events: dict[str, float] = {}  # for the next row
         self._step = self._learned = 0  # the last step, and how many trained a policy
         self._console = Console(config.name, _steps(config), self._phases.current)
@@ -119,6 +120,10 @@ class Run:
         self._write(step, values)
         self._console.step(step, values, phases)
 
+    def progress(self, name: str, done: int, of: int) -> None:
+        """Shows how far a long work without steps has come."""
+        self._console.progress(name, done, of)
+
     def failures(self, scores: Iterable[Score]) -> None:
         """Shows the first message of each kind of failure of the reward function, once a run."""
         for score in scores:
@@ -140,6 +145,11 @@ class Run:
         values = self._results[name] = scalars(metrics)
         self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
         self._console.result(f"held-out, step {step}", values)
+
+    @property
+    def results(self) -> Mapping[str, Mapping[str, float]]:
+        """The numbers of held-out sets so far, by name."""
+        return self._results
 
     def event(self, name: str, message: str) -> None:
         """Something that went wrong and did not end the run: shown, in the next row of the metrics, and kept for the summary."""
@@ -177,6 +187,7 @@ class Run:
         for event, message in self._alarms.check(step, values).items():
             values[f"events/{event}"] = 1.0
             self._warnings[event] = message
+            self.alarm = self.alarm or message
             self._console.warn(message)
         self._writers.write(step, values)
 

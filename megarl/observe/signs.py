@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.observe.metrics import Max, Mean, Metric, Min, Sum
+from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Sum
+from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score, errors_by_kind
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
     compared = [values for values in groups.values() if len(values) > 1]
     metrics["frac_reward_zero_std"] = Mean(sum(len(set(values)) == 1 for values in compared), float(len(compared)))
     return metrics | reward_failures(scores)
+
+
+def scale_metrics(scale: RewardScale | None) -> dict[str, Metric]:
+    """What a run's rewards are relative to."""
+    return {} if scale is None else {"reward/reference_mean": Last(scale.mean), "reward/reference_std": Last(scale.std)}
 
 
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:

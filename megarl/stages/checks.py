@@ -21,6 +21,8 @@ from megarl.config import (
     LearnConfig,
     ModelReward,
     ModelSettings,
+    PairsConfig,
+    PairsData,
     PreferenceSource,
     PromptSource,
     RmConfig,
@@ -117,7 +119,7 @@ def check_cluster(settings: ClusterSettings) -> None:
 
 
 def check_prompts(
-    config: RunSettings, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
+    config: RunSettings, data: DataSettings | EvalData | PairsData, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long."""
     return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
@@ -181,8 +183,13 @@ def check_train(config: TrainConfig) -> Data:
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
         eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
     )
-    if len(data.train) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.train holds {len(data.train)} prompts")
+    normalise = config.reward.normalise
+    for key, wanted in (
+        ("train.prompts_per_step", config.train.prompts_per_step),
+        ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
+    ):
+        if len(data.train) < wanted:
+            raise ConfigError(f"{key}={wanted}: data.train holds {len(data.train)} prompts")
     return data
 
 
@@ -285,6 +292,27 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
     return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
+
+
+def check_pairs(config: PairsConfig) -> Data:
+    """All checks of `megarl pairs`; the prompts of both files."""
+    hf = check_model(config)
+    if config.model.weights is not None:
+        raise ConfigError(
+            "model.weights: `megarl pairs` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
+        )
+    check_length(hf, config.rollout)
+    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    if isinstance(config.reward.source, ModelReward):
+        raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
+    for key in ("normalise", "overlong", "eval"):
+        if getattr(config.reward, key) is not None:
+            raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
+    check_reward(config.reward)
+    return Data(
+        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
+        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
+    )
 
 
 def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:

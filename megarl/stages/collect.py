@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
 from megarl.observe.run import Run
+from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
@@ -61,6 +62,21 @@ def collect(config: TrainConfig, step: int, draw: Draw, engines: Engines, judge:
         greedy=[group.greedy for group in chosen if group.greedy is not None] or None,
         metrics=metrics,
     )
+
+
+def reference_scale(config: TrainConfig, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run) -> RewardScale | None:
+    """The scale of `reward.normalise`, from what the engines say now; None where rewards are taken as they are."""
+    settings = config.reward.normalise
+    if settings is None:
+        return None
+    chosen = prompts[: settings.prompts]
+    sampling = Sampling(1, config.rollout.temperature, config.rollout.max_response_tokens, call_seed(config.seed, 0))
+    with run.phase("rollout"):
+        responses = engines.generate(chosen, sampling)
+    with run.phase("reward"):
+        scores = judge.scores(chosen, responses)
+        run.failures(scores)
+    return RewardScale.of([score.value for score in scores if score.error is None], settings.clip)
 
 
 def _round(config: TrainConfig, step: int, number: int, prompts: list[Prompt], engines: Engines, judge: Judge, run: Run) -> list[_Group]:

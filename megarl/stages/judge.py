@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
+from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Request, Score, Scorer
 from megarl.rewards.sources import open_scorer
 from megarl.workers.rollout_worker import Response
@@ -21,17 +22,30 @@ class Judge:
     settings: RewardSettings
     scorer: Scorer | None  # None: the reward model's word counts
     team: Team | None = None
+    known: ScoreRange | None = None  # the reward model's scores in its own training
+    scale: RewardScale | None = None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         """One score a response, in their order; `response.prompt` counts the prompts."""
+        scores = self._raw(prompts, responses)
+        return scores if self.scale is None else [self.scale(score) for score in scores]
+
+    def on(self, scale: RewardScale | None) -> Judge:
+        """The judge whose scores are on this scale."""
+        return replace(self, scale=scale)
+
+    def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         if self.scorer is not None:
             return self.scorer.score(requests(prompts, responses))
         assert self.team is not None and isinstance(self.settings.source, ModelReward)
         values, cut = self.team.rewards(responses) if responses else [], self.settings.source.unfinished
         return [
-            Score(value if response.finished or cut is None else cut, {"model": value})
+            Score(value if response.finished or cut is None else cut, {"model": value, **self._place(value)})
             for response, value in zip(responses, values, strict=True)
         ]
+
+    def _place(self, value: float) -> dict[str, float]:
+        return {} if self.known is None else {"outside": float(not self.known.has(value))}
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,9 @@ class Scorers:
 
     def judges(self, team: Team | None = None) -> tuple[Judge, Judge]:
         """Who judges in training, and who in evaluations."""
-        return Judge(self.settings, self.train, team), Judge(self.settings, self.eval, team)
+        source = self.settings.source
+        known = read_range(source.path, "reward.source.path") if isinstance(source, ModelReward) else None
+        return Judge(self.settings, self.train, team, known), Judge(self.settings, self.eval, team)
 
 
 @contextmanager

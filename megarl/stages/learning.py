@@ -42,11 +42,11 @@ def learn(
     items: int,
     draw: Callable[[int, list[int]], MiniBatch],
     held_out: MiniBatch | None,
-) -> None:
+) -> dict[str, float]:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
     Each step's mini-batch is what `draw` makes of the step's number and its indices below `items`. `held_out` is measured before, every
-    `eval_every` steps and after. Without a step to take nothing is saved: the model is as it was.
+    `eval_every` steps and after; returns its last numbers. Without a step to take nothing is saved: the model is as it was.
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
     """
     settings = config.learn
@@ -74,6 +74,7 @@ def learn(
         if settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
+        return dict(run.results.get("held-out after", {}))
 
 
 def _measure(learners: Learners, held_out: MiniBatch | None, run: Run, name: str, step: int) -> None:
@@ -83,7 +84,7 @@ def _measure(learners: Learners, held_out: MiniBatch | None, run: Run, name: str
         run.held_out(name, metrics, step)
 
 
-def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> None:
+def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> dict[str, float]:
     """`learn` from pairs of responses."""
 
     def plan(chosen: Sequence[Preference]) -> MiniBatch:
@@ -94,7 +95,7 @@ def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> N
     def draw(_: int, indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
-    learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out))
+    return learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out))
 
 
 def sample(shown: Demonstration) -> Sample:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import RmConfig
+from megarl.rewards.scale import ScoreRange, write_range
 from megarl.stages.checks import check_rm
 from megarl.stages.learning import learn_pairs
 
 
 def rm(config: RmConfig) -> None:
-    """Trains on the pairs; leaves the reward model in runs/<name>/model and its held-out numbers in summary.json."""
-    learn_pairs(config, BradleyTerry(), check_rm(config))
+    """Trains on the pairs; leaves the reward model in runs/<name>/model and its held-out numbers in summary.json.
+
+    Beside the model it writes which scores the held-out responses got: a policy whose responses score beyond them has left what it knows.
+    """
+    measured = learn_pairs(config, BradleyTerry(), check_rm(config))
+    if config.rm.steps:
+        write_range(config.directory / "model", ScoreRange(measured["rm/lowest"], measured["rm/highest"]))

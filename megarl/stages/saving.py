@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import yaml
 
@@ -16,8 +16,9 @@ from megarl.checkpoints.steps import Entry, Verified, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainConfig, TrainingSettings, dump
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
-from megarl.errors import SaveError
+from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
+from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.pretraining import ValuePretraining
 from megarl.workers.keeper import CHECKPOINTS
@@ -56,6 +57,7 @@ class Progress:
         self.step = self.learned = 0  # steps, and those in which the policy learned
         self.evaluated = 0  # the step after which it was last evaluated
         self.kl_coef = config.algorithm.kl_coef
+        self.scale: RewardScale | None = None  # of the rewards, where they are normalised
         self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
 
@@ -66,12 +68,14 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
         plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
-        return {**plain, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
+        scale = None if self.scale is None else self.scale.plain()
+        return {**plain, "scale": scale, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stands where `state` was taken. ValueError where the prompts are others."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
+        self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 
@@ -153,6 +157,13 @@ class Checkpoints:
             with self._failures():
                 self._team.settle()
             raise
+
+    def stop(self, progress: Standing, alarm: str) -> NoReturn:
+        """Saves, and ends the run for an alarm."""
+        self.save(progress.state())
+        with self._failures():
+            self._team.settle()
+        raise Alarmed(f"{alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on from here)")
 
     def finish(self) -> None:
         """Waits for what is being written."""

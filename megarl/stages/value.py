@@ -7,8 +7,9 @@ from functools import partial
 from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.observe.run import Run
+from megarl.observe.signs import scale_metrics
 from megarl.stages.checks import check_value
-from megarl.stages.collect import collect
+from megarl.stages.collect import collect, reference_scale
 from megarl.stages.experience import Workplace, gather
 from megarl.stages.judge import open_scorers
 from megarl.stages.saving import Checkpoints, Progress, every, find
@@ -34,15 +35,18 @@ def pretrain_value(config: TrainConfig) -> None:
     ):
         with run.phase("start"):
             team, engines = start(config)
-        place = Workplace(config, run, team, engines, scorers.judges(team)[0])
+        judge, _ = scorers.judges(team)
         progress, checkpoints = Progress(config, len(data.train)), Checkpoints(config, "value", run, team)
         if found is not None:
             checkpoints.load(found, progress)
         with run.phase("sync"):
             synced = team.sync(engines, progress.step)
+        if found is None:
+            progress.scale = reference_scale(config, data.train, engines, judge, run)
+        place = Workplace(config, run, team, engines, judge.on(progress.scale))
         held_out = collect(config, 0, lambda count: data.eval[:count], engines, place.judge, run)
         if found is None:
-            run.log(0, synced | measure(place, held_out, progress.kl_coef))
+            run.log(0, synced | scale_metrics(progress.scale) | measure(place, held_out, progress.kl_coef))
         while progress.pretraining.active:
             with checkpoints.kept(progress):
                 experience = gather(place, progress.step + 1, partial(progress.draw, data.train), progress.kl_coef, monte_carlo=True)

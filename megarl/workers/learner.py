@@ -22,8 +22,9 @@ from megarl.algorithms.sft import Sft
 from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
-from megarl.observe.metrics import Mean, Metric, merge
+from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.cluster import Group
+from megarl.workers.critic import values
 from megarl.workers.keeper import CHECKPOINTS, Keeper
 from megarl.workers.plan import split_step
 from megarl.workers.ranks import reserve_workers, start_ranks
@@ -100,7 +101,10 @@ class Learner(Keeper):
         return metrics
 
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
-        """The loss's numbers on sequences that are not learned from, and how often the likeliest token is the right one (supervised)."""
+        """The loss's numbers on sequences that are not learned from.
+
+        Supervised: and how often the likeliest token is the right one. Reward models: and the highest and the lowest score.
+        """
         from megarl.parallel import schedule
 
         results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
@@ -139,6 +143,9 @@ class Learner(Keeper):
 
             hit_T = likeliest(output_RX, row_T, batch.target_T, self._grid.groups.tp, self._vocabulary)
             hits = {"sft/accuracy": Mean(float((hit_T & batch.mask_T).count_nonzero()), float(batch.mask_T.count_nonzero()))}
+        elif isinstance(self._goal.lesson, BradleyTerry) and batch.mask_T.any():
+            score_X = values(output_RX, row_T, batch)[batch.mask_T]
+            hits = {"rm/highest": Max(float(score_X.max())), "rm/lowest": Min(float(score_X.min()))}
         total, means = self._visit(output_RX, row_T, batch)
         return total, means | hits
 

@@ -44,12 +44,13 @@ train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 256
 
 
 STEPS = 12  # of the run below; one of them pretrains the critic
-# A critic that is pretrained, a reference with an adaptive coefficient, rounds of dynamic sampling, evaluations on the way.
+# A critic that is pretrained, a reference with an adaptive coefficient, normalised rewards, dynamic sampling, evaluations on the way.
 EVERYTHING = (
     "algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1}",
     "critic={optimizer: {lr: 0.001}, pretrain_steps: 1}",
     f"train.steps={STEPS - 1}",
     "train.dynamic_sampling_rounds=2",
+    "reward.normalise={prompts: 32, clip: 3.0}",
     "train.eval_every=5",
     "train.eval_at_start=false",
     "save.every=1",

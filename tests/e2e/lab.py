@@ -31,7 +31,7 @@ class Lab:
 
     def __init__(self, model: Path, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        self._engines = _open_engines(config)
+        self.engines = _open_engines(config)
         self._ranks: list[Any] = []  # processes that wait for a part
 
     def run(self, job: Job) -> Job:
@@ -51,7 +51,7 @@ class Lab:
     def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
         """The ranks and engines of a run. Ranks that fail are not used again."""
         own = config.model.path != self._model
-        engines = _open_engines(config) if own else Engines(self._engines.group, config.rollout)
+        engines = _open_engines(config) if own else Engines(self.engines.group, config.rollout)
         parts = [(roles, layout, rank) for roles, layout in cast(config) for rank in range(layout.ranks)]
         ranks = self._take(config, len(parts))
         try:

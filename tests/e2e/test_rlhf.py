@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -13,10 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config import PairsConfig, PreferenceData, PreferenceFileSource, load
+from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import encode, load_tokenizer, render_chats
+from megarl.errors import Alarmed
+from megarl.observe.metrics import scalars
+from megarl.observe.run import Run
+from megarl.rewards.scale import ScoreRange, write_range
+from megarl.stages.checks import check_pairs
+from megarl.stages.judge import open_scorers
+from megarl.stages.pairs import write_pairs
 from tests.e2e.critics import of_random_taste
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
+from tests.e2e.rewards import share_of_letters
 
 SERVE = """
 name: job
@@ -98,3 +109,59 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
             assert rows[0][metric] == pytest.approx(one[0][metric], rel=5e-3, abs=1e-5), (name, metric)
     summary = json.loads((tmp_path / "shared" / "job" / "summary.json").read_text())
     assert 0 <= summary["pass_rate_rl"]["sampled"] <= 1, "evaluations count what reward.eval counts"
+
+
+PAIRS = """
+name: job
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false}}
+data:
+  train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 24}}
+  eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
+reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}}}
+rollout: {{samples_per_prompt: 4, max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 32}}
+pairs: {{per_prompt: 2, answers: true, prompts_per_call: 10}}
+"""
+
+
+def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    config = load(Job(tmp_path, tiny_model, template=PAIRS).write(), [], PairsConfig)
+    prompts, path = check_pairs(config).train, tmp_path / "pairs.jsonl"
+    with Run(config) as run, open_scorers(config.reward) as scorers:
+        found = scalars(write_pairs(config, path, prompts, lab.engines, scorers.judges()[0], run, 0))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found["pairs"] == len(rows) > len(prompts) and 0 < found["prompts_with_pairs"] <= 1
+    for row in rows:
+        better, worse = (share_of_letters(prompt="", response=row[side], answer="", meta={}) for side in ("chosen", "rejected"))
+        right = row["chosen"] in {prompt.answer for prompt in prompts}
+        assert row["margin"] == pytest.approx((1.0 if right else better) - worse) and row["margin"] > 0
+    assert {row["prompt"] for row in rows} <= {prompt.text for prompt in prompts}
+    source = PreferenceFileSource(path=path)
+    read = load_preferences(
+        source, load_tokenizer(tiny_model), PreferenceData(train=source, eval=source), 128, "data.train", "rm.max_tokens"
+    )
+    assert [pair.margin for pair in read] == [row["margin"] for row in rows]
+
+
+def test_rewards_are_relative_to_the_first_policy_and_told_where_the_reward_model_has_not_been(
+    lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every score is outside a range that was narrow on purpose; the run stops with a checkpoint, and goes on when it is told to."""
+    narrow = tmp_path / "narrow"
+    shutil.copytree(reward_model, narrow)
+    write_range(narrow, ScoreRange(0.0, 1e-9))
+    source = (
+        f"reward={{source: {{type: reward_model, path: {narrow}}}, normalise: {{prompts: 16, clip: 2.0}}, eval: {{type: reasoning_gym}}}}"
+    )
+    job = Job(tmp_path, tiny_model, (*PPO, "train.steps=5", source, "train.on_alarm=stop"))
+    with pytest.raises(Alarmed, match=r"step 3: reward outside range: for 3 steps .* now 100%.*train\.on_alarm=continue"):
+        lab.run(job)
+    assert len(job.updates()) == 3 and "warning: step 3: reward outside range" in capsys.readouterr().err
+    job.overrides = (*job.overrides, "train.on_alarm=continue")
+    rows = lab.run(job).updates()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all(row["reward/outside/mean"] == 1 for row in rows)
+    assert all(-2 <= row["reward/min"] < row["reward/max"] <= 2 for row in rows)
+    [first] = [row for row in job.rows() if "reward/reference_mean" in row]
+    assert abs(rows[0]["reward/raw/mean"] - first["reward/reference_mean"]) < first["reward/reference_std"]
+    assert "reward_outside_range" in json.loads((tmp_path / "job" / "summary.json").read_text())["alarms"]

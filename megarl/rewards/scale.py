@@ -1,0 +1,81 @@
+"""What the numbers of a reward mean: the range of a reward model's scores, and rewards in units of the starting policy's.
+
+Axes: N responses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import ConfigError
+from megarl.rewards.score import Score
+
+RANGE_FILE = "scores.json"  # in a reward model's directory
+
+
+@dataclass(frozen=True)
+class ScoreRange:
+    """The lowest and the highest score of the responses that a reward model was measured on."""
+
+    lowest: float
+    highest: float
+
+    def has(self, score: float) -> bool:
+        return self.lowest <= score <= self.highest
+
+
+def write_range(model: Path, found: ScoreRange) -> None:
+    """Writes the range into the directory of a reward model."""
+    (model / RANGE_FILE).write_text(json.dumps(asdict(found)) + "\n")
+
+
+def read_range(model: Path, key: str) -> ScoreRange | None:
+    """The range in the directory of a reward model; None where nobody wrote one. ConfigError, starting with `key`, for a broken file."""
+    path = model / RANGE_FILE
+    if not path.is_file():
+        return None
+    try:
+        held = json.loads(path.read_text())
+        found = ScoreRange(float(held["lowest"]), float(held["highest"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{key}: {path}: {type(error).__name__}: {error}") from None
+    if not (math.isfinite(found.lowest) and math.isfinite(found.highest) and found.lowest <= found.highest):
+        raise ConfigError(f"{key}: {path}: lowest={found.lowest:g} and highest={found.highest:g} are no range")
+    return found
+
+
+@dataclass(frozen=True)
+class RewardScale:
+    """Rewards as distances from the mean of reference responses, in their standard deviations (arXiv:1909.08593, section 2.1)."""
+
+    mean: float
+    std: float
+    clip: float | None  # the largest distance that counts
+
+    def __call__(self, score: Score) -> Score:
+        """The score on this scale; what it was is its part "raw". A response that could not be judged keeps its 0, the mean."""
+        if score.error is not None:
+            return score
+        value = (score.value - self.mean) / self.std
+        if self.clip is not None:
+            value = min(max(value, -self.clip), self.clip)
+        return replace(score, value=value, parts={**score.parts, "raw": score.value})
+
+    @classmethod
+    def of(cls, reward_N: Sequence[float], clip: float | None) -> RewardScale:
+        """The scale on which these rewards have mean 0 and standard deviation 1. ConfigError where they are all equal."""
+        mean, std = float(np.mean(reward_N, dtype=np.float64)), float(np.std(reward_N, dtype=np.float64))
+        if not std > 0:
+            raise ConfigError(f"reward.normalise: the {len(reward_N)} reference responses all score {mean:g}, and have no spread")
+        return cls(mean, std, clip)
+
+    def plain(self) -> list[Any]:
+        """As JSON; `RewardScale(*plain)` is the scale again."""
+        return list(astuple(self))

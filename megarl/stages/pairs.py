@@ -1,0 +1,97 @@
+"""`megarl pairs`: what a policy says twice to one prompt, the better response first: the preferences that `megarl rm` learns from."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, PairsConfig, PairsSettings
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import Mean, Metric, Sum, merge
+from megarl.observe.run import Run
+from megarl.rewards.score import Score
+from megarl.rollout.engine import Sampling
+from megarl.stages.checks import check_pairs
+from megarl.stages.judge import Judge, open_scorers
+from megarl.workers.cluster import ray_session
+from megarl.workers.engines import Engines, call_seed, start_engines
+from megarl.workers.rollout_worker import Response
+
+Said = tuple[str, float]
+"""A response and its score."""
+
+
+def pairs(config: PairsConfig) -> None:
+    """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
+    data = check_pairs(config)
+    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
+        with run.phase("start"):
+            engines = start_engines(config)
+        judge, _ = scorers.judges()
+        for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):
+            metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, judge, run, number)
+            run.held_out(name, metrics, number)
+
+
+def write_pairs(
+    config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, number: int
+) -> dict[str, Metric]:
+    """The pairs of all prompts, in a file that is there whole or not at all. ConfigError where there is none."""
+    settings, rollout = config.pairs, config.rollout
+    partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
+    with partial.open("w", encoding="utf-8") as file:
+        for call, first in enumerate(range(0, len(prompts), settings.prompts_per_call)):
+            asked = prompts[first : first + settings.prompts_per_call]
+            sampling = Sampling(
+                rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(config.seed, number, call)
+            )
+            with run.phase("rollout"):
+                responses = engines.generate(asked, sampling)
+            with run.phase("reward"):
+                scores = judge.scores(asked, responses)
+                run.failures(scores)
+            for index, said in enumerate(grouped(len(asked), responses, scores)):
+                prompt = asked[index]
+                rows = list(pairs_of(prompt, said, settings, random.Random(f"{config.seed}/{number}/{prompt.id}")))
+                found.append(counted(rows, said))
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            run.progress(path.stem, first + len(asked), len(prompts))
+    metrics = merge(found)
+    if not metrics["pairs"].value():
+        partial.unlink()
+        raise ConfigError(f"data.{path.stem}: no prompt has two finished responses of different scores")
+    os.replace(partial, path)
+    return metrics
+
+
+def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]) -> list[list[Said]]:
+    """What was said to each prompt: whole responses that could be judged, and every text once."""
+    groups: list[dict[str, float]] = [{} for _ in range(prompts)]
+    for response, score in zip(responses, scores, strict=True):
+        if response.finished and response.text.strip() and score.error is None:
+            groups[response.prompt].setdefault(response.text, score.value)
+    return [list(group.items()) for group in groups]
+
+
+def pairs_of(prompt: Prompt, said: Sequence[Said], settings: PairsSettings, draw: random.Random) -> Iterator[dict[str, Any]]:
+    """At most `settings.per_prompt` pairs of one prompt, drawn at random from all that there are."""
+    if settings.answers and prompt.answer.strip():
+        said = [(prompt.answer, 1.0), *(one for one in said if one[0].strip() != prompt.answer.strip())]
+    every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(said, 2) if one[1] != other[1]]
+    for better, worse in draw.sample(every, min(settings.per_prompt, len(every))):
+        yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1]}
+
+
+def counted(rows: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Metric]:
+    """What one prompt gave."""
+    return {
+        "pairs": Sum(float(len(rows))),
+        "prompts_with_pairs": Mean(float(bool(rows)), 1.0),
+        "margin": Mean(sum(row["margin"] for row in rows), float(len(rows))),
+        "score": Mean(sum(score for _, score in said), float(len(said))),
+    }

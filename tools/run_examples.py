@@ -1,0 +1,270 @@
+"""Runs the examples for several seeds, checks every figure against its band, and writes the tables of examples/README.md.
+
+    python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed 1-reseeded] [--out runs/examples] [--write]
+
+A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
+model and other draws of the engines. Every start has a folder of its own below --out, in which the commands of examples/promises.yaml are
+run as they stand. What is done at this commit is not done again. Exit status: 1 where a command failed or a promise was not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROMISES = ROOT / "examples" / "promises.yaml"
+PAGE = ROOT / "examples" / "README.md"
+BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
+STARTS = ("1", "2", "3", "1-perturbed", "1-reseeded")
+WARM = "quickstart"  # the example whose model the others start from
+NUDGE = 1e-3
+OTHER_SEED = 100  # added to the seed of all that comes after a reseeded warm start
+
+
+class Broken(ValueError):
+    """A fault in the promises or the arguments: one line."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of an example and the band that it is promised to lie in."""
+
+    name: str
+    of: str
+    low: float
+    high: float
+    less: str | None = None
+    by: str | None = None
+    last: int | None = None
+
+    def value(self, runs: Path) -> float:
+        """The number, from what the runs have left."""
+        found = self._read(runs, self.of)
+        if self.less is not None:
+            found -= self._read(runs, self.less)
+        return found / self._read(runs, self.by) if self.by is not None else found
+
+    def _read(self, runs: Path, place: str) -> float:
+        run, _, name = place.partition(": ")
+        if self.last is not None:
+            rows = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
+            values = [row[name] for row in rows if name in row]
+            if not values:
+                raise Broken(f"{self.name}: {runs / run} has no metric {name}")
+            return fmean(values[-self.last :])
+        [path] = [path for path in (runs / run / "eval.json", runs / run / "summary.json") if path.is_file()][:1]
+        found: Any = json.loads(path.read_text())
+        for part in name.split("."):
+            found = found[part]
+        return float(found)
+
+    def kept(self, value: float) -> bool:
+        return math.isfinite(value) and self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Example:
+    """Commands, and what they promise."""
+
+    name: str
+    title: str
+    commands: Sequence[str]
+    figures: Sequence[Figure]
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an example from one start."""
+
+    commit: str
+    date: str
+    seconds: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failed: str | None = None  # the command that did
+
+
+def read_promises(path: Path) -> list[Example]:
+    """The examples of a file, in its order. Broken where it is malformed."""
+    examples: list[Example] = []
+    for name, entry in yaml.safe_load(path.read_text()).items():
+        for item in entry.get("items", [""]):
+
+            def filled(text: str, item: str = item) -> str:
+                return text.replace("{item}", item)
+
+            figures = [
+                Figure(title, filled(spec["of"]), float(low), float(high), spec.get("less"), spec.get("by"), spec.get("last"))
+                for title, spec in entry["figures"].items()
+                for low, high in [spec["band"]]
+            ]
+            commands = [filled(command) for command in entry["commands"]]
+            examples.append(Example(filled(name), filled(entry["title"]), commands, figures, entry.get("after", [])))
+    known = {example.name for example in examples}
+    for example in examples:
+        for needed in example.after:
+            if needed not in known:
+                raise Broken(f"{path}: {example.name}: after: there is no example {needed!r}")
+    return examples
+
+
+def chosen(examples: Sequence[Example], patterns: Sequence[str]) -> list[Example]:
+    """The examples that a pattern names, and those that they come after, in the order of the file."""
+    by_name = {example.name: example for example in examples}
+    wanted = [example.name for example in examples if any(fnmatch.fnmatch(example.name, pattern) for pattern in patterns)]
+    if not wanted:
+        raise Broken(f"--only: {' '.join(patterns)}: there is no such example ({', '.join(by_name)})")
+    for name in wanted:  # grows while it is read
+        wanted += [needed for needed in by_name[name].after if needed not in wanted]
+    return [example for example in examples if example.name in wanted]
+
+
+def prepare(out: Path, start: str) -> Path:
+    """The folder of a start: the repository's examples and tools as they are, and runs of its own."""
+    place = out / start
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("examples", "tools"):
+        link = place / name
+        if not link.exists():
+            link.symlink_to(ROOT / name)
+    return place
+
+
+def warm_start(out: Path, start: str) -> None:
+    """The quickstart's models of the seed itself, with one weight changed where the start says so."""
+    from safetensors.torch import load_file, save_file
+
+    seed, _, change = start.partition("-")
+    theirs, mine = out / seed / "runs" / "quickstart-seed1", out / start / "runs" / "quickstart-seed1"
+    if not (theirs / "sft" / "model").is_dir():
+        raise Broken(f"--starts: {start} begins with the warm start of {seed}, which is not there: run {seed} first")
+    if (mine / "sft").exists():
+        return
+    subprocess.run(["mkdir", "-p", str(mine)], check=True)
+    for name in ("tiny", "sft"):
+        subprocess.run(["cp", "-r", str(theirs / name), str(mine / name)], check=True)
+    if change == "perturbed":
+        path = mine / "sft" / "model" / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += NUDGE
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def commands(example: Example, start: str) -> Iterator[list[str]]:
+    """What is run: this interpreter's megarl, whatever is installed beside it."""
+    seed, _, change = start.partition("-")
+    for command in example.commands:
+        if change and example.name == WARM and "train" not in command.split():
+            continue  # its models are there
+        number = int(seed) + (OTHER_SEED if change == "reseeded" else 0)
+        first, *rest = shlex.split(command.replace("{seed}", str(number)))
+        yield [sys.executable, *(["-m", "megarl.cli"] if first == "megarl" else []), *rest]
+
+
+def run(example: Example, place: Path, start: str, commit: str) -> Result:
+    """Runs the commands and reads the figures. Output goes to a log beside the runs."""
+    log = place / "logs" / f"{example.name.replace('/', '-')}.log"
+    log.parent.mkdir(exist_ok=True)
+    begun, date = time.monotonic(), datetime.datetime.now(datetime.UTC).date().isoformat()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with log.open("w") as file:
+        for command in commands(example, start):
+            if subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode:
+                return Result(commit, date, time.monotonic() - begun, {}, f"{shlex.join(command[1:])} (see {log})")
+    seconds = time.monotonic() - begun
+    return Result(commit, date, seconds, {figure.name: figure.value(place / "runs") for figure in example.figures})
+
+
+def commit_now() -> str:
+    """The commit of the working tree, with a + where files differ from it."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return head + ("+" if changed else "")
+
+
+def faults(example: Example, result: Result) -> list[str]:
+    """What was promised and is not so."""
+    if result.failed is not None:
+        return [f"failed: {result.failed}"]
+    return [
+        f"{figure.name}: {result.figures[figure.name]:.4g} is not in [{figure.low:g}, {figure.high:g}]"
+        for figure in example.figures
+        if not figure.kept(result.figures[figure.name])
+    ]
+
+
+def tables(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> str:
+    """Markdown: for each example its figures, a column for each start."""
+    lines = []
+    for example in examples:
+        done = {start: result for (name, start), result in results.items() if name == example.name and result.failed is None}
+        if not done:
+            continue
+        by = sorted({f"{result.date}, commit {result.commit}" for result in done.values()})
+        lines += [f"**`{example.name}`**: {example.title} ({'; '.join(by)})", ""]
+        lines += [f"| | band | {' | '.join(done)} |", "|---" * (2 + len(done)) + "|"]
+        for figure in example.figures:
+            values = [result.figures[figure.name] for result in done.values()]
+            cells = [f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**" for value in values]
+            lines.append(f"| {figure.name} | {figure.low:g} to {figure.high:g} | {' | '.join(cells)} |")
+        lines += [f"| minutes | | {' | '.join(f'{result.seconds / 60:.1f}' for result in done.values())} |", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
+    parser.add_argument("--starts", nargs="+", default=list(STARTS), metavar="START", help=", ".join(STARTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
+    parser.add_argument("--write", action="store_true", help="write the tables of examples/README.md")
+    given = parser.parse_args()
+    out, commit, broken = given.out.resolve(), commit_now(), 0
+    try:
+        examples = read_promises(PROMISES)
+        results: dict[tuple[str, str], Result] = {}
+        for start in given.starts:
+            place = prepare(out, start)
+            if "-" in start:
+                warm_start(out, start)
+            for example in chosen(examples, given.only):
+                kept = place / "results" / f"{example.name.replace('/', '-')}.json"
+                if commit.endswith("+") or not kept.is_file() or Result(**json.loads(kept.read_text())).commit != commit:
+                    print(f"{start}: {example.name} ...", flush=True)
+                    kept.parent.mkdir(exist_ok=True)
+                    kept.write_text(json.dumps(asdict(run(example, place, start, commit)), indent=2) + "\n")
+                result = results[example.name, start] = Result(**json.loads(kept.read_text()))
+                wrong = faults(example, result)
+                broken += bool(wrong)
+                shown = "  ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
+                print(f"{start}: {example.name}: {'; '.join(wrong) or 'kept'} ({shown}; {result.seconds:.0f} s)", flush=True)
+    except Broken as error:
+        print(f"run_examples: error: {error}", file=sys.stderr)
+        return 2
+    text = tables(examples, results)
+    print("\n" + text)
+    if given.write:
+        page = PAGE.read_text()
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    print(f"{broken} of {len(results)} promises are not kept" if broken else f"all {len(results)} promises are kept")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
