@@ -65,6 +65,9 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "reward.source.type=reward_model reward.source.path=MODEL",
             "^reward.source.path: .* is a Qwen3MoeForCausalLM, and a reward model",
         ),
+        ("reward.normalise.prompts=65", "^reward.normalise.prompts=65: data.train holds 64 prompts"),
+        ("reward.normalise.prompts=1", "^reward.normalise.prompts: .*greater than or equal to 2"),
+        ("train.on_alarm=pause", "^train.on_alarm: .*'continue' or 'stop'"),
         ("model.weights=/nowhere", "^model.weights: no such directory: /nowhere"),
         ("model.weights=MODEL", "^model.weights: .* is not a step directory"),
         ("data.train.type=null", "^data.train.type: required, and missing .*'reasoning_gym'"),
@@ -107,6 +110,40 @@ def test_a_file_that_is_no_configuration_is_refused(text: bytes, line: str, tmp_
     assert cli.main(["train", str(config)]) == 2
     [refused] = capsys.readouterr().err.splitlines()
     assert refused.startswith(f"megarl: error: config: {config} ") and line in refused
+
+
+PAIRS = """
+name: job
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false}}
+data:
+  train: &words {{type: reasoning_gym, dataset: spell_backward, seed: 7, items: 8}}
+  eval: *words
+reward: {{source: {{type: reasoning_gym}}}}
+rollout: {{max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 16}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1: a pair needs two responses"),
+        ("reward.source={type: reward_model, path: x}", "reward.source.type=reward_model: .* has no ranks .*`megarl serve`"),
+        ("reward.normalise={prompts: 8}", "reward.normalise: `megarl pairs` compares what reward.source says"),
+        ("model.weights=/nowhere", "model.weights: "),
+        ("rollout.max_response_tokens=4096", "rollout.max_response_tokens=4096: .* the model takes 512"),
+        ("pairs.per_prompt=0", "pairs.per_prompt: "),
+    ],
+)
+def test_pairs_that_cannot_be_made_are_refused(
+    override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "pairs.yaml"
+    config.write_text(PAIRS.format(runs=tmp_path / "out", model=tiny_model))
+    assert cli.main(["pairs", str(config), "--check"]) == 0
+    assert cli.main(["pairs", str(config), override]) == 2
+    assert re.search(f"^megarl: error: {line}", capsys.readouterr().err, re.M) and not (tmp_path / "out").exists()
 
 
 def test_a_language_model_is_not_served_as_a_reward_model(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

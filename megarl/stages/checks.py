@@ -43,6 +43,7 @@ from megarl.models.rows import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.http import token_of
+from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.engine import check_engine
 
@@ -178,6 +179,7 @@ def check_train(config: TrainConfig) -> Data:
     if isinstance(config.reward.source, ModelReward):
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
         check_trained_head(config.reward.source.path, "reward.source.path")
+        read_range(config.reward.source.path, "reward.source.path")
     check_reward(config.reward)
     data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),

@@ -1,0 +1,124 @@
+"""tools/run_examples.py: the promises of the examples, and the tool that checks them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import load
+from tests.test_examples import EXAMPLES, root_of
+
+ROOT = EXAMPLES.parent
+ELSEWHERE = {"large", "qwen3_30b_a3b"}  # for machines with GPUs
+NOT_RUN = {"rlhf/serve.yaml", "vapo_ablation/sft.yaml", "vapo_ablation/vapo.yaml", "vapo_ablation/variants.yaml", "promises.yaml"}
+BASES = {"recipes/tiny.yaml"}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_examples", ROOT / "tools" / "run_examples.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_examples"] = module  # where dataclasses look up the annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def configurations(tool: ModuleType) -> list[tuple[Path, list[str]]]:
+    """(file, overrides) of every `megarl` command of the promises."""
+    found = []
+    for example in tool.read_promises(tool.PROMISES):
+        for command in example.commands:
+            words = command.replace("{seed}", "1").split()
+            if words[0] == "megarl":
+                found.append((ROOT / words[2], words[3:]))
+    return found
+
+
+def test_every_command_of_the_promises_is_valid(tool: ModuleType) -> None:
+    for path, overrides in configurations(tool):
+        assert load(path, overrides, root_of(path)).seed == 1
+
+
+def test_every_example_for_this_machine_makes_a_promise(tool: ModuleType) -> None:
+    promised = {path.relative_to(EXAMPLES).as_posix() for path, _ in configurations(tool)}
+    here = {path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.yaml")}
+    assert {path.as_posix() for path in here if not ELSEWHERE & set(path.parts)} == promised | NOT_RUN | BASES
+
+
+def example(tool: ModuleType, name: str, band: list[float], **spec: Any) -> Any:
+    """An example whose one command writes a summary and two rows of metrics."""
+    write = (
+        "import json, pathlib; d = pathlib.Path('runs/it'); d.mkdir(parents=True, exist_ok=True); "
+        "(d / 'summary.json').write_text(json.dumps({'rate': {'after': 0.75, 'before': 0.25}})); "
+        "(d / 'metrics.jsonl').write_text(chr(10).join(json.dumps({'step': n, 'kl': n * {seed}, 'target': 2.0}) for n in (1, 2, 3)))"
+    )
+    figure = tool.Figure("it", spec.pop("of"), *band, **spec)
+    return tool.Example(name, "a title", [f'python -c "{write}"'], [figure])
+
+
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [
+        ({"of": "it: rate.after"}, 0.75),
+        ({"of": "it: rate.after", "less": "it: rate.before"}, 0.5),
+        ({"of": "it: kl", "last": 2}, 5.0),
+        ({"of": "it: kl", "last": 2, "by": "it: target"}, 2.5),
+    ],
+)
+def test_a_figure_is_read_and_held_against_its_band(tool: ModuleType, tmp_path: Path, spec: dict[str, Any], value: float) -> None:
+    for band, kept in (([value, 9.0], True), ([value + 1e-6, 9.0], False), ([0.0, value - 1e-6], False)):
+        one = example(tool, "one", band, **spec)
+        result = tool.run(one, tool.prepare(tmp_path, "2"), "2", "abc")
+        assert result.failed is None and result.figures == {"it": pytest.approx(value)}
+        assert (tool.faults(one, result) == []) == kept
+    assert ("**" in tool.tables([one], {("one", "2"): result})) and "commit abc" in tool.tables([one], {("one", "2"): result})
+
+
+def test_a_command_that_fails_breaks_its_promise(tool: ModuleType, tmp_path: Path) -> None:
+    broken = tool.Example("one", "a title", ['python -c "import sys; print(7); sys.exit(3)"'], [])
+    result = tool.run(broken, tool.prepare(tmp_path, "1"), "1", "abc")
+    assert "sys.exit(3)" in result.failed and tool.faults(broken, result)[0].startswith("failed: ")
+    assert (tmp_path / "1" / "logs" / "one.log").read_text() == "7\n"
+
+
+def test_what_an_example_comes_after_is_run_first(tool: ModuleType) -> None:
+    examples = tool.read_promises(tool.PROMISES)
+    assert [one.name for one in tool.chosen(examples, ["rlhf/ppo"])] == ["quickstart", "rlhf/rm", "rlhf/ppo"]
+    assert len(tool.chosen(examples, ["*"])) == len(examples)
+    with pytest.raises(tool.Broken, match="--only: nothing: there is no such example"):
+        tool.chosen(examples, ["nothing"])
+
+
+def test_other_starts_take_the_warm_start_of_their_seed(tool: ModuleType, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name, theirs = "model.layers.0.self_attn.q_proj.weight", tmp_path / "1" / "runs" / "quickstart-seed1"
+    (theirs / "sft" / "model").mkdir(parents=True)
+    (theirs / "tiny").mkdir()
+    save_file({name: torch.zeros(2, 2), "other": torch.ones(2)}, theirs / "sft" / "model" / "model.safetensors")
+    for start, changed in (("1-perturbed", 1), ("1-reseeded", 0)):
+        tool.prepare(tmp_path, start)
+        tool.warm_start(tmp_path, start)
+        mine = load_file(tmp_path / start / "runs" / "quickstart-seed1" / "sft" / "model" / "model.safetensors")
+        assert mine[name].count_nonzero() == changed and mine["other"].tolist() == [1, 1]
+    [quickstart] = tool.chosen(tool.read_promises(tool.PROMISES), ["quickstart"])
+    assert len(list(tool.commands(quickstart, "1"))) == 3
+    [only] = tool.commands(quickstart, "1-reseeded")
+    assert only[3] == "train" and only[-1] == "seed=101"
+    with pytest.raises(tool.Broken, match="run 2 first"):
+        tool.warm_start(tmp_path, "2-perturbed")
+
+
+def test_malformed_promises_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "promises.yaml"
+    path.write_text(yaml.safe_dump({"one": {"title": "t", "commands": [], "figures": {}, "after": ["two"]}}))
+    with pytest.raises(tool.Broken, match="one: after: there is no example 'two'"):
+        tool.read_promises(path)
