@@ -60,8 +60,6 @@ def root_of(path: Path) -> type[RunSettings]:
 
 NO_RUNS = ("variants.yaml", "promises.yaml")  # in test_ablation and test_run_examples
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in NO_RUNS)
-    path for path in EXAMPLES.rglob("*.yaml") if path.name not in ("variants.yaml", "promises.yaml")
-)  # test_ablation, test_run_examples
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
