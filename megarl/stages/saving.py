@@ -75,7 +75,8 @@ class Progress:
         """Stands where `state` was taken. ValueError where the prompts are others."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
-        self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
+        scale = state.get("scale")  # older checkpoints have none
+        self.scale = None if scale is None else RewardScale(*scale)
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 
