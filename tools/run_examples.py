@@ -29,9 +29,15 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
-PAGE = ROOT / "examples" / "README.md"
+PAGE = ROOT / "examples" / "README.md"  # and rlhf.png beside it
 BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
 STARTS = ("1", "2", "3", "1-perturbed", "1-reseeded")
+PICTURED = "rlhf/ppo"
+CURVES = (
+    ("reward, in deviations of the first policy's", "reward/mean"),
+    ("KL to the reference, nats a response", "actor/reference_kl"),
+    ("right answers of 256, sampled", "eval/heldout/avg@1"),
+)
 WARM = "quickstart"  # the example whose model the others start from
 NUDGE = 1e-3
 OTHER_SEED = 100  # added to the seed of all that comes after a reseeded warm start
@@ -227,6 +233,27 @@ def tables(examples: Sequence[Example], results: Mapping[tuple[str, str], Result
     return "\n".join(lines)
 
 
+def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
+    """PPO-RLHF step by step: what it is paid, how far it has gone, and the right answers that it never sees; a line for each start."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    figure = Picture(figsize=(5 * len(CURVES), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, (title, name) in zip(figure.subplots(1, len(CURVES)), CURVES, strict=True):
+        for start in starts:
+            rows = [json.loads(line) for line in (out / start / "runs" / PICTURED / "metrics.jsonl").read_text().splitlines()]
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), label=start, marker="o" if len(points) < 10 else None)
+            targets = [row["actor/kl_target"] for row in rows if "actor/kl_target" in row]
+        if name == "actor/reference_kl":
+            axis.axhline(targets[-1], color="grey", linestyle=":")
+        axis.set_title(title)
+        axis.set_xlabel("step")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(starts))
+    figure.savefig(picture, dpi=80)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
@@ -262,6 +289,9 @@ def main() -> int:
         page = PAGE.read_text()
         before, after = page.split(BEGIN)[0], page.split(END)[1]
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        pictured = [start for (name, start), result in results.items() if name == PICTURED and result.failed is None]
+        if pictured:
+            draw(out, pictured, PAGE.with_name("rlhf.png"))
     print(f"{broken} of {len(results)} promises are not kept" if broken else f"all {len(results)} promises are kept")
     return 1 if broken else 0
 
