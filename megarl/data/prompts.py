@@ -83,7 +83,7 @@ def tokenised(
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > max_prompt_tokens:
                 raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {limit_key}={max_prompt_tokens}")
-            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta, row.prompt))
+            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta, _given(row)))
     return prompts
 
 
@@ -127,6 +127,12 @@ def checked(prompt: Any, place: str) -> str | list[Message]:
 
 def _text(row: Row) -> str:
     return row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+
+
+def _given(row: Row) -> str | list[Message]:
+    """The prompt as it stands; a lone message of the user is its text."""
+    alone = isinstance(row.prompt, list) and len(row.prompt) == 1 and row.prompt[0]["role"] == "user"
+    return _text(row) if alone else row.prompt
 
 
 def _question(row: Row, section: str) -> str:

@@ -131,7 +131,7 @@ def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path
     with Run(config) as run, open_scorers(config.reward) as scorers:
         found = scalars(write_pairs(config, path, prompts, lab.engines, scorers.judges()[0], run, 0))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert found["pairs"] == len(rows) > len(prompts) and 0 < found["prompts_with_pairs"] <= 1
+    assert found["pairs"] == len(rows) > 0 and 0 < found["prompts_with_pairs"] <= 1
     for row in rows:
         better, worse = (share_of_letters(prompt="", response=row[side], answer="", meta={}) for side in ("chosen", "rejected"))
         right = row["chosen"] in {prompt.answer for prompt in prompts}
