@@ -500,11 +500,8 @@ class EvalConfig(RunSettings):
     rollout: RolloutSettings = RolloutSettings()
 
 
-class PairsData(Section):
+class PairsData(EvalData):
     train: PromptSource
-    eval: PromptSource
-    chat: bool = True
-    template: str = "{prompt}"
 
 
 class PairsSettings(Section):

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from megarl.config import ConfigError, dump
 from megarl.observe.writers import JsonLines
+from tools import ablation as tool
 
 ROOT = Path(__file__).parents[1]
 VAPO = ROOT / "examples" / "vapo_ablation" / "variants.yaml"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablation", ROOT / "tools" / "ablation.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation"] = module  # where dataclasses look up the annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 def flat(tree: Any, key: str = "") -> dict[str, Any]:
@@ -34,7 +23,7 @@ def flat(tree: Any, key: str = "") -> dict[str, Any]:
     return {name: value for part, below in tree.items() for name, value in flat(below, f"{key}.{part}".lstrip(".")).items()}
 
 
-def test_each_variant_of_vapo_leaves_out_its_part_alone(tool: ModuleType) -> None:
+def test_each_variant_of_vapo_leaves_out_its_part_alone() -> None:
     whole, *variants = tool.trials(VAPO, [1], [])
     assert whole.variant == "vapo" and len(variants) == 7, "the seven parts"
     base = flat(whole.config.model_dump())
@@ -55,7 +44,7 @@ def test_each_variant_of_vapo_leaves_out_its_part_alone(tool: ModuleType) -> Non
     assert responses == {256}, "every variant sees as many responses"
 
 
-def finished(tool: ModuleType, trial: Any, rate: float) -> None:
+def finished(trial: Any, rate: float) -> None:
     """What a run of the trial leaves: two steps of value pretraining, two of the policy."""
     directory = trial.config.directory
     directory.mkdir(parents=True)
@@ -72,11 +61,11 @@ def finished(tool: ModuleType, trial: Any, rate: float) -> None:
 
 
 def test_runs_that_are_done_are_put_side_by_side_and_not_done_again(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = f"run_dir={tmp_path}"
     for trial in tool.trials(VAPO, [1, 2], [place]):
-        finished(tool, trial, 0.5 + 0.2 * (trial.variant == "vapo") + 0.1 * (trial.seed == 2))
+        finished(trial, 0.5 + 0.2 * (trial.variant == "vapo") + 0.1 * (trial.seed == 2))
     monkeypatch.setattr(sys, "argv", ["ablation.py", str(VAPO), place, "--seeds", "1", "2"])
     assert tool.main() == 0
     table = (tmp_path / "vapo-ablation" / "table.md").read_text()
@@ -90,7 +79,7 @@ def test_runs_that_are_done_are_put_side_by_side_and_not_done_again(
     assert "vapo-ablation/vapo-seed1: was run with other settings (config.yaml); delete it" in capsys.readouterr().err
 
 
-def test_bad_variants_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+def test_bad_variants_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^config: no such file: .*none.yaml$"):
         tool.trials(tmp_path / "none.yaml", [1], [])
     (tmp_path / "odd.yaml").write_text("base: x.yaml\n")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import yaml
 
 from megarl.config import load
 from tests.test_examples import EXAMPLES, root_of
+from tools import run_examples as tool
 
 ROOT = EXAMPLES.parent
 ELSEWHERE = {"large", "qwen3_30b_a3b"}  # for machines with GPUs
@@ -20,17 +18,7 @@ NOT_RUN = {"rlhf/serve.yaml", "vapo_ablation/sft.yaml", "vapo_ablation/vapo.yaml
 BASES = {"recipes/tiny.yaml"}
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_examples", ROOT / "tools" / "run_examples.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["run_examples"] = module  # where dataclasses look up the annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-def configurations(tool: ModuleType) -> list[tuple[Path, list[str]]]:
+def configurations() -> list[tuple[Path, list[str]]]:
     """(file, overrides) of every `megarl` command of the promises."""
     found = []
     for example in tool.read_promises(tool.PROMISES):
@@ -41,25 +29,25 @@ def configurations(tool: ModuleType) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def test_every_command_of_the_promises_is_valid(tool: ModuleType) -> None:
-    for path, overrides in configurations(tool):
+def test_every_command_of_the_promises_is_valid() -> None:
+    for path, overrides in configurations():
         assert load(path, overrides, root_of(path)).seed == 1
 
 
-def test_every_example_for_this_machine_makes_a_promise(tool: ModuleType) -> None:
-    promised = {path.relative_to(EXAMPLES).as_posix() for path, _ in configurations(tool)}
+def test_every_example_for_this_machine_makes_a_promise() -> None:
+    promised = {path.relative_to(EXAMPLES).as_posix() for path, _ in configurations()}
     here = {path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.yaml")}
     assert {path.as_posix() for path in here if not ELSEWHERE & set(path.parts)} == promised | NOT_RUN | BASES
 
 
-def example(tool: ModuleType, name: str, band: list[float], **spec: Any) -> Any:
+def example(name: str, band: list[float], **spec: Any) -> Any:
     """An example whose one command writes a summary and two rows of metrics."""
     write = (
         "import json, pathlib; d = pathlib.Path('runs/it'); d.mkdir(parents=True, exist_ok=True); "
         "(d / 'summary.json').write_text(json.dumps({'rate': {'after': 0.75, 'before': 0.25}})); "
         "(d / 'metrics.jsonl').write_text(chr(10).join(json.dumps({'step': n, 'kl': n * {seed}, 'target': 2.0}) for n in (1, 2, 3)))"
     )
-    figure = tool.Figure("it", spec.pop("of"), *band, **spec)
+    figure = tool.Figure("it", spec.pop("of"), band[0], band[1], **spec)
     return tool.Example(name, "a title", [f'python -c "{write}"'], [figure])
 
 
@@ -72,23 +60,24 @@ def example(tool: ModuleType, name: str, band: list[float], **spec: Any) -> Any:
         ({"of": "it: kl", "last": 2, "by": "it: target"}, 2.5),
     ],
 )
-def test_a_figure_is_read_and_held_against_its_band(tool: ModuleType, tmp_path: Path, spec: dict[str, Any], value: float) -> None:
+def test_a_figure_is_read_and_held_against_its_band(tmp_path: Path, spec: dict[str, Any], value: float) -> None:
     for band, kept in (([value, 9.0], True), ([value + 1e-6, 9.0], False), ([0.0, value - 1e-6], False)):
-        one = example(tool, "one", band, **spec)
+        one = example("one", band, **spec)
         result = tool.run(one, tool.prepare(tmp_path, "2"), "2", "abc")
         assert result.failed is None and result.figures == {"it": pytest.approx(value)}
         assert (tool.faults(one, result) == []) == kept
     assert ("**" in tool.tables([one], {("one", "2"): result})) and "commit abc" in tool.tables([one], {("one", "2"): result})
 
 
-def test_a_command_that_fails_breaks_its_promise(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_command_that_fails_breaks_its_promise(tmp_path: Path) -> None:
     broken = tool.Example("one", "a title", ['python -c "import sys; print(7); sys.exit(3)"'], [])
     result = tool.run(broken, tool.prepare(tmp_path, "1"), "1", "abc")
-    assert "sys.exit(3)" in result.failed and tool.faults(broken, result)[0].startswith("failed: ")
+    assert result.failed is not None and "sys.exit(3)" in result.failed
+    assert tool.faults(broken, result)[0].startswith("failed: ")
     assert (tmp_path / "1" / "logs" / "one.log").read_text() == "7\n"
 
 
-def test_what_an_example_comes_after_is_run_first(tool: ModuleType) -> None:
+def test_what_an_example_comes_after_is_run_first() -> None:
     examples = tool.read_promises(tool.PROMISES)
     assert [one.name for one in tool.chosen(examples, ["rlhf/ppo"])] == ["quickstart", "rlhf/rm", "rlhf/ppo"]
     assert len(tool.chosen(examples, ["*"])) == len(examples)
@@ -96,7 +85,7 @@ def test_what_an_example_comes_after_is_run_first(tool: ModuleType) -> None:
         tool.chosen(examples, ["nothing"])
 
 
-def test_other_starts_take_the_warm_start_of_their_seed(tool: ModuleType, tmp_path: Path) -> None:
+def test_other_starts_take_the_warm_start_of_their_seed(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -117,7 +106,7 @@ def test_other_starts_take_the_warm_start_of_their_seed(tool: ModuleType, tmp_pa
         tool.warm_start(tmp_path, "2-perturbed")
 
 
-def test_malformed_promises_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+def test_malformed_promises_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "promises.yaml"
     path.write_text(yaml.safe_dump({"one": {"title": "t", "commands": [], "figures": {}, "after": ["two"]}}))
     with pytest.raises(tool.Broken, match="one: after: there is no example 'two'"):

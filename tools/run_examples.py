@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -74,7 +75,8 @@ class Figure:
             if not values:
                 raise Broken(f"{self.name}: {runs / run} has no metric {name}")
             return fmean(values[-self.last :])
-        [path] = [path for path in (runs / run / "eval.json", runs / run / "summary.json") if path.is_file()][:1]
+        evaluated = runs / run / "eval.json"
+        path = evaluated if evaluated.is_file() else runs / run / "summary.json"
         found: Any = json.loads(path.read_text())
         for part in name.split("."):
             found = found[part]
@@ -162,9 +164,8 @@ def warm_start(out: Path, start: str) -> None:
         raise Broken(f"--starts: {start} begins with the warm start of {seed}, which is not there: run {seed} first")
     if (mine / "sft").exists():
         return
-    subprocess.run(["mkdir", "-p", str(mine)], check=True)
     for name in ("tiny", "sft"):
-        subprocess.run(["cp", "-r", str(theirs / name), str(mine / name)], check=True)
+        shutil.copytree(theirs / name, mine / name, dirs_exist_ok=True)
     if change == "perturbed":
         path = mine / "sft" / "model" / "model.safetensors"
         tensors = load_file(path)

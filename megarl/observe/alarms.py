@@ -24,7 +24,7 @@ class Alarms:
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._given: set[str] = set()
-        self._biased = self._worse = self._far = self._outside = 0  # steps on end
+        self._lasted: dict[str, int] = {}  # for how many steps on end
         self._reward: float | None = None  # of the last step
         self._best: tuple[float, float | None] | None = None  # held-out pass rate, and the reward at that time
 
@@ -35,6 +35,11 @@ class Alarms:
         new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
         self._given |= new.keys()
         return new
+
+    def _lasts(self, sign: str, there: bool) -> int:
+        """For how many steps on end the sign has been there."""
+        self._lasted[sign] = self._lasted.get(sign, 0) + 1 if there else 0
+        return self._lasted[sign]
 
     def _collapses(self, values: Mapping[str, float]) -> dict[str, str]:
         found = {}
@@ -54,17 +59,17 @@ class Alarms:
         found = {}
         bias, explained = values.get("critic/position_bias"), values.get("critic/explained_variance")
         if bias is not None:
-            self._biased = self._biased + 1 if bias > BIAS else 0
-            if self._biased >= BIASED_STEPS:
+            steps = self._lasts("biased", bias > BIAS)
+            if steps >= BIASED_STEPS:
                 found["critic_position_bias"] = (
-                    f"critic position bias: for {self._biased} steps the values' bias by position has cost more than {BIAS:.0%} of the "
+                    f"critic position bias: for {steps} steps the values' bias by position has cost more than {BIAS:.0%} of the "
                     f"returns' variance, now {bias:.0%}; {_widest(values)}"
                 )
         if explained is not None:
-            self._worse = self._worse + 1 if explained < WORSE else 0
-            if self._worse >= WORSE_STEPS and "actor/grad_norm" in values:
+            steps = self._lasts("worse", explained < WORSE)
+            if steps >= WORSE_STEPS and "actor/grad_norm" in values:
                 found["critic_worse_than_mean"] = (
-                    f"critic worse than mean: it trains the policy, and for {self._worse} steps its explained variance has been below "
+                    f"critic worse than mean: it trains the policy, and for {steps} steps its explained variance has been below "
                     f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
                 )
         return found
@@ -74,18 +79,18 @@ class Alarms:
         found = {}
         kl, target = values.get("actor/reference_kl"), values.get("actor/kl_target")
         if kl is not None and target is not None:
-            self._far = self._far + 1 if kl > KL_EXCESS * target else 0
-            if self._far >= KL_STEPS:
+            steps = self._lasts("far", kl > KL_EXCESS * target)
+            if steps >= KL_STEPS:
                 found["kl_beyond_target"] = (
-                    f"KL beyond target: for {self._far} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
+                    f"KL beyond target: for {steps} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
                     "nats a response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
                 )
         outside = values.get("reward/outside/mean")
         if outside is not None:
-            self._outside = self._outside + 1 if outside > OUTSIDE else 0
-            if self._outside >= OUTSIDE_STEPS:
+            steps = self._lasts("outside", outside > OUTSIDE)
+            if steps >= OUTSIDE_STEPS:
                 found["reward_outside_range"] = (
-                    f"reward outside range: for {self._outside} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
+                    f"reward outside range: for {steps} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
                     f"beyond anything it saw in training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
                 )
         rate = values.get("eval/heldout/avg@1")

@@ -62,19 +62,23 @@ class Console:
         """A step is done. In plain text the first, the last and one a second of the others is shown."""
         self._step = step
         self._numbers = " ".join(f"{label} {form.format(values[name])}" for name, label, form in SHOWN if name in values)
-        now = time.monotonic()
-        if not self._rich.is_terminal and (step == self._steps or now - self._printed >= SECONDS_BETWEEN_LINES):
-            self._printed = now
+        if self._due(last=step == self._steps):
             times = " ".join(f"{name} {seconds:.1f}s" for name, seconds in phases.items() if seconds >= 0.05)
             self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
     def progress(self, name: str, done: int, of: int) -> None:
         """So much of a work without steps is done. In plain text the last line and one a second of the others is shown."""
         self._numbers = f"{name} {done}/{of}"
-        now = time.monotonic()
-        if not self._rich.is_terminal and (done == of or now - self._printed >= SECONDS_BETWEEN_LINES):
-            self._printed = now
+        if self._due(last=done == of):
             self._print(self._numbers)
+
+    def _due(self, last: bool) -> bool:
+        """Whether the log of plain text gets a line now."""
+        now = time.monotonic()
+        if self._rich.is_terminal or not (last or now - self._printed >= SECONDS_BETWEEN_LINES):
+            return False
+        self._printed = now
+        return True
 
     def rate(self, name: str, rates: Mapping[str, float]) -> None:
         """Pass rates of an evaluation; they stay on the screen."""

@@ -22,7 +22,6 @@ from megarl.config import (
     ModelReward,
     ModelSettings,
     PairsConfig,
-    PairsData,
     PreferenceSource,
     PromptSource,
     RmConfig,
@@ -120,7 +119,7 @@ def check_cluster(settings: ClusterSettings) -> None:
 
 
 def check_prompts(
-    config: RunSettings, data: DataSettings | EvalData | PairsData, rollout: RolloutSettings, source: PromptSource, key: str
+    config: RunSettings, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long."""
     return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
@@ -281,15 +280,20 @@ def check_serve(config: ServeConfig) -> None:
         raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
 
 
-def check_eval(config: EvalConfig) -> list[Prompt]:
-    """All checks of `megarl eval`; its prompts."""
+def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
+    """ConfigError where engines without ranks beside them could not run the model."""
     hf = check_model(config)
     if config.model.weights is not None:
         raise ConfigError(
-            "model.weights: `megarl eval` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
+            f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+
+
+def check_eval(config: EvalConfig) -> list[Prompt]:
+    """All checks of `megarl eval`; its prompts."""
+    check_engines_alone(config, "eval")
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
@@ -298,13 +302,7 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
 
 def check_pairs(config: PairsConfig) -> Data:
     """All checks of `megarl pairs`; the prompts of both files."""
-    hf = check_model(config)
-    if config.model.weights is not None:
-        raise ConfigError(
-            "model.weights: `megarl pairs` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
-        )
-    check_length(hf, config.rollout)
-    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    check_engines_alone(config, "pairs")
     if isinstance(config.reward.source, ModelReward):
         raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
     for key in ("normalise", "overlong", "eval"):

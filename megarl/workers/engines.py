@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings
+from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout.engine import Sampling
 from megarl.workers.cluster import Group
@@ -48,7 +48,7 @@ class Engines:
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
 
 
-def start_engines(config: EvalConfig | PairsConfig) -> Engines:
+def start_engines(config: EvalConfig | PairsConfig | TrainConfig) -> Engines:
     """Engines alone, ready."""
     engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
     engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)

@@ -16,7 +16,7 @@ from megarl.stages.judge import open_scorers
 from megarl.stages.saving import find
 from megarl.trainer import learn
 from megarl.workers.cluster import Group, ray_session
-from megarl.workers.engines import Engines
+from megarl.workers.engines import Engines, start_engines
 from megarl.workers.model_worker import ModelWorker
 from megarl.workers.ranks import create_ranks, reserve_workers
 from megarl.workers.team import Team, build_team, cast, objective
@@ -31,7 +31,7 @@ class Lab:
 
     def __init__(self, model: Path, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        self.engines = _open_engines(config)
+        self.engines = start_engines(config)
         self._ranks: list[Any] = []  # processes that wait for a part
 
     def run(self, job: Job) -> Job:
@@ -51,7 +51,7 @@ class Lab:
     def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
         """The ranks and engines of a run. Ranks that fail are not used again."""
         own = config.model.path != self._model
-        engines = _open_engines(config) if own else Engines(self.engines.group, config.rollout)
+        engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
         parts = [(roles, layout, rank) for roles, layout in cast(config) for rank in range(layout.ranks)]
         ranks = self._take(config, len(parts))
         try:
@@ -104,12 +104,6 @@ def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[Group]:
 def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor)
-
-
-def _open_engines(config: TrainConfig) -> Engines:
-    engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
-    engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
-    return engines
 
 
 @contextmanager
