@@ -4,7 +4,10 @@
 
 A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
 model and other draws of the engines. Every start has a folder of its own below --out, in which the commands of examples/promises.yaml are
-run as they stand. What is done at this commit is not done again. Exit status: 1 where a command failed or a promise was not kept.
+run as they stand. What is done at this commit is not done again; a commit that changes only pages and tests counts as the one before it.
+
+All of it takes hours on two cores, so it can be done in parts: `--write` adds what was run now to examples/figures.json, and makes the
+tables from the whole of that file. Exit status: 1 where a command failed or a promise was not kept.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +34,10 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
-PAGE = ROOT / "examples" / "README.md"  # and rlhf.png beside it
+PAGE = ROOT / "examples" / "README.md"
+FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all that the page says
+PICTURE = ROOT / "examples" / "rlhf.png"
+COUNTS = ("megarl", "tools", "examples/*.yaml", "examples/*.sh")  # what a figure depends on
 BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
 STARTS = ("1", "2", "3", "1-perturbed", "1-reseeded")
 PICTURED = "rlhf/ppo"
@@ -60,15 +67,15 @@ class Figure:
     by: str | None = None
     last: int | None = None
 
-    def value(self, runs: Path) -> float:
+    def value(self, runs: Path, seed: int) -> float:
         """The number, from what the runs have left."""
-        found = self._read(runs, self.of)
+        found = self._read(runs, self.of, seed)
         if self.less is not None:
-            found -= self._read(runs, self.less)
-        return found / self._read(runs, self.by) if self.by is not None else found
+            found -= self._read(runs, self.less, seed)
+        return found / self._read(runs, self.by, seed) if self.by is not None else found
 
-    def _read(self, runs: Path, place: str) -> float:
-        run, _, name = place.partition(": ")
+    def _read(self, runs: Path, place: str, seed: int) -> float:
+        run, _, name = place.replace("{seed}", str(seed)).partition(": ")
         if self.last is not None:
             rows = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
             values = [row[name] for row in rows if name in row]
@@ -95,6 +102,8 @@ class Example:
     commands: Sequence[str]
     figures: Sequence[Figure]
     after: Sequence[str] = ()
+    family: str = ""  # its name in the file, with {item} in it where there are several
+    item: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ def read_promises(path: Path) -> list[Example]:
                 for low, high in [spec["band"]]
             ]
             commands = [filled(command) for command in entry["commands"]]
-            examples.append(Example(filled(name), filled(entry["title"]), commands, figures, entry.get("after", [])))
+            examples.append(Example(filled(name), filled(entry["title"]), commands, figures, entry.get("after", []), name, item))
     known = {example.name for example in examples}
     for example in examples:
         for needed in example.after:
@@ -173,14 +182,18 @@ def warm_start(out: Path, start: str) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
+def seed_of(start: str) -> int:
+    """The seed of what comes after the warm start."""
+    seed, _, change = start.partition("-")
+    return int(seed) + (OTHER_SEED if change == "reseeded" else 0)
+
+
 def commands(example: Example, start: str) -> Iterator[list[str]]:
     """What is run: this interpreter's megarl, whatever is installed beside it."""
-    seed, _, change = start.partition("-")
     for command in example.commands:
-        if change and example.name == WARM and "train" not in command.split():
+        if "-" in start and example.name == WARM and "train" not in command.split():
             continue  # its models are there
-        number = int(seed) + (OTHER_SEED if change == "reseeded" else 0)
-        first, *rest = shlex.split(command.replace("{seed}", str(number)))
+        first, *rest = shlex.split(command.replace("{seed}", str(seed_of(start))))
         yield [sys.executable, *(["-m", "megarl.cli"] if first == "megarl" else []), *rest]
 
 
@@ -195,14 +208,16 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
             if subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode:
                 return Result(commit, date, time.monotonic() - begun, {}, f"{shlex.join(command[1:])} (see {log})")
     seconds = time.monotonic() - begun
-    return Result(commit, date, seconds, {figure.name: figure.value(place / "runs") for figure in example.figures})
+    return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(start)) for figure in example.figures})
 
 
 def commit_now() -> str:
-    """The commit of the working tree, with a + where files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    return head + ("+" if changed else "")
+    """The last commit that changed what figures depend on, with a + where files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words, "--", *COUNTS], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h") + ("+" if git("status", "--porcelain") else "")
 
 
 def faults(example: Example, result: Result) -> list[str]:
@@ -216,22 +231,59 @@ def faults(example: Example, result: Result) -> list[str]:
     ]
 
 
-def tables(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> str:
-    """Markdown: for each example its figures, a column for each start."""
+def tables(examples: Sequence[Example], published: Mapping[str, Mapping[str, Result]]) -> str:
+    """Markdown: a table for each family of examples, a column for each start. What lies outside its band is bold."""
     lines = []
-    for example in examples:
-        done = {start: result for (name, start), result in results.items() if name == example.name and result.failed is None}
-        if not done:
+    for _, group in groupby(examples, key=lambda example: example.family):
+        family = [example for example in group if published.get(example.name)]
+        if not family:
             continue
-        by = sorted({f"{result.date}, commit {result.commit}" for result in done.values()})
-        lines += [f"**`{example.name}`**: {example.title} ({'; '.join(by)})", ""]
-        lines += [f"| | band | {' | '.join(done)} |", "|---" * (2 + len(done)) + "|"]
-        for figure in example.figures:
-            values = [result.figures[figure.name] for result in done.values()]
-            cells = [f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**" for value in values]
-            lines.append(f"| {figure.name} | {figure.low:g} to {figure.high:g} | {' | '.join(cells)} |")
-        lines += [f"| minutes | | {' | '.join(f'{result.seconds / 60:.1f}' for result in done.values())} |", ""]
+        starts = [start for start in STARTS if any(start in published[example.name] for example in family)]
+        results = [result for example in family for result in published[example.name].values()]
+        by = sorted({f"{result.date}, commit {result.commit}" for result in results})
+        title = family[0].title if len(family) == 1 else family[0].title.replace(family[0].item, "each")
+        lines += [f"**`{family[0].family}`**: {title} ({'; '.join(by)})", ""]
+        lines += [f"| | band | {' | '.join(starts)} |", "|---" * (2 + len(starts)) + "|"]
+        for example in family:
+            row = published[example.name]
+            for figure in example.figures:
+                name = f"`{example.item}`, {figure.name}" if example.item else figure.name
+                cells = [_cell(figure, row.get(start)) for start in starts]
+                lines.append(f"| {name} | {figure.low:g} to {figure.high:g} | {' | '.join(cells)} |")
+        minutes = [
+            fmean([row[start].seconds / 60 for row in (published[example.name] for example in family) if start in row]) for start in starts
+        ]
+        lines += [f"| minutes{' each' if len(family) > 1 else ''} | | {' | '.join(f'{value:.1f}' for value in minutes)} |", ""]
     return "\n".join(lines)
+
+
+def _cell(figure: Figure, result: Result | None) -> str:
+    if result is None:
+        return ""
+    if result.failed is not None:
+        return "**failed**"
+    value = result.figures[figure.name]
+    return f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**"
+
+
+def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> None:
+    """Adds the results to figures.json, and writes the page's tables from all that it holds of today's examples."""
+    held = read_figures(FIGURES)
+    for (name, start), result in results.items():
+        held.setdefault(name, {})[start] = result
+    ordered = {example.name: held[example.name] for example in examples if example.name in held}
+    plain = {name: {start: asdict(ordered[name][start]) for start in STARTS if start in ordered[name]} for name in ordered}
+    FIGURES.write_text(json.dumps(plain, indent=1) + "\n")
+    page = PAGE.read_text()
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{tables(examples, ordered)}\n{END}{after}")
+
+
+def read_figures(path: Path) -> dict[str, dict[str, Result]]:
+    """What was published; nothing where there is no file."""
+    if not path.is_file():
+        return {}
+    return {name: {start: Result(**result) for start, result in row.items()} for name, row in json.loads(path.read_text()).items()}
 
 
 def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
@@ -260,7 +312,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
     parser.add_argument("--starts", nargs="+", default=list(STARTS), metavar="START", help=", ".join(STARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
-    parser.add_argument("--write", action="store_true", help="write the tables of examples/README.md")
+    parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/README.md")
     given = parser.parse_args()
     out, commit, broken = given.out.resolve(), commit_now(), 0
     try:
@@ -284,15 +336,11 @@ def main() -> int:
     except Broken as error:
         print(f"run_examples: error: {error}", file=sys.stderr)
         return 2
-    text = tables(examples, results)
-    print("\n" + text)
     if given.write:
-        page = PAGE.read_text()
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        publish(examples, results)
         pictured = [start for (name, start), result in results.items() if name == PICTURED and result.failed is None]
         if pictured:
-            draw(out, pictured, PAGE.with_name("rlhf.png"))
+            draw(out, pictured, PICTURE)
     print(f"{broken} of {len(results)} promises are not kept" if broken else f"all {len(results)} promises are kept")
     return 1 if broken else 0
 
