@@ -415,6 +415,7 @@ class LearnSettings(Section):
     micro_batch_tokens: Positive = 16384
     max_tokens: Positive = 2048  # longest prompt + response
     eval_every: NonNegative = 0  # 0: only before the first and after the last step
+    patience: NonNegative = 0  # so many evaluations in a row without a better one end the stage, with the best one's model; 0: all steps
 
 
 class LearnConfig(TrainingSettings):
@@ -427,6 +428,12 @@ class LearnConfig(TrainingSettings):
         """The stage's own section."""
         return getattr(self, self.section)
 
+    @model_validator(mode="after")
+    def _patience_has_evaluations(self) -> LearnConfig:
+        if self.learn.patience and not self.learn.eval_every:
+            raise ValueError(f"{self.section}.patience={self.learn.patience}: {self.section}.eval_every=0 evaluates nothing on the way")
+        return self
+
 
 class SftConfig(LearnConfig):
     """`megarl sft`: supervised training on response tokens."""
@@ -435,6 +442,12 @@ class SftConfig(LearnConfig):
     optimizer: OptimizerSettings = OptimizerSettings()
     data: SftData
     sft: LearnSettings
+
+    @model_validator(mode="after")
+    def _patience_has_data(self) -> SftConfig:
+        if self.sft.patience and self.data.eval is None:
+            raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
+        return self
 
 
 class GymPreferenceSource(ReasoningGymSource):

@@ -89,6 +89,10 @@ class Console:
         """Numbers of a measurement; they stay on the screen."""
         self._print(f"{name}: " + "  ".join(f"{metric} {value:.4g}" for metric, value in values.items()))
 
+    def note(self, message: str) -> None:
+        """Something that stays on the screen."""
+        self._print(message)
+
     def warn(self, message: str) -> None:
         """Something that the user must see; it stays on the screen."""
         self._print(f"warning: {message}")

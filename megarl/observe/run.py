@@ -24,6 +24,7 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import open_writers, read_json_lines
 from megarl.rewards.score import Score
 
+BEST = "best"  # folder of a stage with `patience`: its best model so far, until that becomes model/
 # What a run writes.
 KEPT = (
     "config.yaml",
@@ -34,6 +35,7 @@ KEPT = (
     "wandb",
     "model",
     "critic",
+    BEST,
     "eval.json",
     "checkpoints",
     "checkpoints-critic",
@@ -123,6 +125,10 @@ class Run:
     def progress(self, name: str, done: int, of: int) -> None:
         """Shows how far a long work without steps has come."""
         self._console.progress(name, done, of)
+
+    def note(self, message: str) -> None:
+        """Something that the user wants to know."""
+        self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
         """Shows the first message of each kind of failure of the reward function, once a run."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.demonstrations import Demonstration
 from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
-from megarl.observe.metrics import Sum
-from megarl.observe.run import Run
+from megarl.observe.metrics import Metric, Sum, scalars
+from megarl.observe.run import BEST, Run
 from megarl.stages.checks import Pairs
 from megarl.stages.saving import Checkpoints, every, find
 from megarl.workers.cluster import ray_session
@@ -23,17 +25,39 @@ from megarl.workers.learner import Goal, Learners, Lesson, MiniBatch, mini_batch
 class Course:
     """Where a supervised run stands between two steps."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, best: Path) -> None:
         self.step, self.sampler = 0, sampler
+        self._best = best
+        self._record: tuple[float, float] | None = None  # held-out accuracy and -loss of the best evaluation
+        self._step = self.waited = 0  # the best evaluation's step, and how many evaluations have come since
+
+    @property
+    def best(self) -> Path:
+        """Where the model of the best evaluation is kept."""
+        return self._best / f"{self._step:06d}"
+
+    def improves(self, accuracy: float, loss: float) -> bool:
+        """Takes an evaluation of this step: is it better than all before? Of two with the same accuracy, the lower loss is."""
+        if self._record is not None and (accuracy, -loss) <= self._record:
+            self.waited += 1
+            return False
+        self._record, self._step, self.waited = (accuracy, -loss), self.step, 0
+        return True
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return {"step": self.step, "sampler": self.sampler.state()}
+        return {"step": self.step, "sampler": self.sampler.state(), "best": [self._record, self._step, self.waited]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where it was taken over other data."""
+        """Stands where `state` was taken. ValueError where it was taken over other data.
+
+        Where the best model is gone, a better one had come after `state` and taken its place: that one will come again.
+        """
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
+        record, step, waited = state.get("best", [None, 0, 0])  # older checkpoints have none
+        if record is not None and (self._best / f"{step:06d}").is_dir():
+            self._record, self._step, self.waited = tuple(record), step, waited
 
 
 def learn(
@@ -46,42 +70,60 @@ def learn(
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
     Each step's mini-batch is what `draw` makes of the step's number and its indices below `items`. `held_out` is measured before, every
-    `eval_every` steps and after; returns its last numbers. Without a step to take nothing is saved: the model is as it was.
-    A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
+    `eval_every` steps and after; returns the numbers of the model that is left: the last, or with `patience` the best.
+    Without a step to take nothing is saved: the model is as it was. A run of this name that was cut off goes on from its newest
+    checkpoint, bit for bit.
     """
     settings = config.learn
     found = find(config, config.section, items) if settings.steps else None
     with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))
-        course = Course(Sampler(max(1, items), config.seed, shuffle=True))
+        course = Course(Sampler(max(1, items), config.seed, shuffle=True), run.directory / BEST)
         checkpoints = Checkpoints(config, config.section, run, learners)
         if found is not None:
             checkpoints.load(found, course)
-        else:
-            _measure(learners, held_out, run, "held-out before" if settings.steps else "held-out", 0)
-        while course.step < settings.steps:
+        elif held_out is not None:
+            run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
+        while course.step < settings.steps and not (settings.patience and course.waited >= settings.patience):
             course.step += 1
             plan = draw(course.step, course.sampler.take(settings.batch_size))
             with run.phase("update"):
                 metrics = learners.train(plan)
             run.log(course.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-            if every(settings.eval_every, course.step) or course.step == settings.steps:
-                _measure(learners, held_out, run, "held-out after", course.step)
+            if held_out is not None and (every(settings.eval_every, course.step) or course.step == settings.steps):
+                metrics = _measure(learners, held_out, run)
+                numbers = scalars(metrics)
+                better = course.improves(numbers[f"{config.section}/accuracy"], numbers[f"{config.section}/loss"])
+                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, course.step)
+                if better and settings.patience:
+                    _keep(learners, run, course.best)
             if every(config.save.every, course.step):
                 checkpoints.save(course.state())
         checkpoints.finish()
-        if settings.steps:
+        if settings.patience and settings.steps:
+            run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")
+            course.best.rename(run.directory / "model")
+            shutil.rmtree(run.directory / BEST)
+        elif settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
         return dict(run.results.get("held-out after", {}))
 
 
-def _measure(learners: Learners, held_out: MiniBatch | None, run: Run, name: str, step: int) -> None:
-    if held_out is not None:
-        with run.phase("eval"):
-            metrics = learners.measure(held_out)
-        run.held_out(name, metrics, step)
+def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
+    with run.phase("eval"):
+        return learners.measure(held_out)
+
+
+def _keep(learners: Learners, run: Run, best: Path) -> None:
+    """Saves the model as the best so far, in the place of the one before."""
+    with run.phase("save"):
+        shutil.rmtree(best, ignore_errors=True)  # of a process that went further before it was killed
+        learners.save(best)
+        for other in best.parent.iterdir():
+            if other != best:
+                shutil.rmtree(other)
 
 
 def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> dict[str, float]:

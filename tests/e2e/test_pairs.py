@@ -54,7 +54,7 @@ def summary(job: Job) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    return run(tmp_path_factory.mktemp("rm"), tiny_model, "rm", "layout.ranks=2", "layout.tp=2", "layout.ep=2")
+    return run(tmp_path_factory.mktemp("rm"), tiny_model, "rm", "layout.ranks=2", "layout.tp=2", "layout.ep=2", "rm.patience=2")
 
 
 def test_a_reward_model_learns_to_rank_held_out_pairs(reward_model: Job) -> None:
@@ -66,6 +66,12 @@ def test_a_reward_model_learns_to_rank_held_out_pairs(reward_model: Job) -> None
     assert measured == [0, 6, 12]
     assert all(row["rm/grad_norm"] > 0 and row["perf/tokens"] > 0 for row in reward_model.rows() if "rm/loss" in row)
     assert (reward_model.runs / "job" / "report.png").is_file()
+    best = max((row for row in reward_model.rows() if row["step"] and "eval/heldout/rm/accuracy" in row), key=how_good)
+    assert after["rm/loss"] == best["eval/heldout/rm/loss"] and not (reward_model.runs / "job" / "best").exists()
+
+
+def how_good(row: dict[str, float]) -> tuple[float, float]:
+    return row["eval/heldout/rm/accuracy"], -row["eval/heldout/rm/loss"]
 
 
 def test_a_saved_reward_model_is_measured_without_a_step_and_by_transformers(reward_model: Job, tmp_path: Path) -> None:
