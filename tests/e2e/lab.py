@@ -35,8 +35,12 @@ class Lab:
         self._ranks: list[Any] = []  # processes that wait for a part
 
     def run(self, job: Job) -> Job:
-        """`megarl train` in this process, to the end; a job of another model has an engine of its own."""
-        config = load(job.write(), list(job.overrides), TrainConfig)
+        """`megarl train` in this process, to the end."""
+        self.train(load(job.write(), list(job.overrides), TrainConfig))
+        return job
+
+    def train(self, config: TrainConfig) -> None:
+        """The same from a configuration; a model of another shape has an engine of its own."""
         data = check_train(config)
         found = find(config, "train", len(data.train))
         with (
@@ -45,12 +49,11 @@ class Lab:
             self.workers(config) as (team, engines),
         ):
             learn(config, data, found, run, scorers, team, engines)
-        return job
 
     @contextmanager
     def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
         """The ranks and engines of a run. Ranks that fail are not used again."""
-        own = config.model.path != self._model
+        own = shape(config.model.path) != shape(self._model)
         engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
         parts = [(roles, layout, rank) for roles, layout in cast(config) for rank in range(layout.ranks)]
         ranks = self._take(config, len(parts))
@@ -78,6 +81,10 @@ class Lab:
         waiting = [*self._ranks, *create_ranks(ModelWorker, config, config.layout, places, objective(config, ()), ()).actors]
         self._ranks = waiting[count:]
         return waiting[:count]
+
+
+def shape(model: Path) -> str:
+    return (model / "config.json").read_text()
 
 
 def _begin(worker: Any, *part: Any) -> None:

@@ -1,0 +1,108 @@
+"""Each family of examples in short: its own files with fewer steps on short words, and a promise that so few steps can keep.
+
+The promises in full are examples/promises.yaml, and tools/run_examples.py checks them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import pytest
+
+from megarl.config import DpoConfig, PairsConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl.stages import learning, pairs
+from megarl.stages.dpo import dpo
+from megarl.stages.rm import rm
+from megarl.stages.sft import sft
+from tests.e2e.lab import Lab
+from tests.test_examples import EXAMPLES
+
+WORDS = tuple(f"data.{part}.params={{min_word_len: 3, max_word_len: 4}}" for part in ("train", "train.exclude", "eval"))
+SUMS = tuple(
+    f"data.{part}.params={{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}" for part in ("train", "train.exclude", "eval")
+)
+HALF = ("train.prompts_per_step=16", "train.eval_every=0", "data.eval.items=128", "data.train.exclude.items=128")
+WARM = "quickstart-seed1/sft/model"
+Root = TypeVar("Root", bound=RunSettings)
+
+
+class Short:
+    """The runs of the examples in one folder and one Ray session."""
+
+    def __init__(self, runs: Path, lab: Lab) -> None:
+        self.runs, self.lab = runs, lab
+        self.warm = f"model.path={runs / WARM}"
+
+    def config(self, root: type[Root], example: str, *overrides: str) -> Root:
+        return load(EXAMPLES / f"{example}.yaml", [f"run_dir={self.runs}", *overrides], root)
+
+    def summary(self, run: str) -> dict[str, Any]:
+        return json.loads((self.runs / run / "summary.json").read_text())
+
+    def rose(self, run: str) -> float:
+        """By how much RL raised the held-out pass rate, sampled."""
+        rates = self.summary(run)
+        return rates["pass_rate_rl"]["sampled"] - rates["pass_rate_sft"]["sampled"]
+
+    def metric(self, run: str, name: str) -> list[float]:
+        """The metric of all steps."""
+        rows = [json.loads(line) for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()]
+        return [row[name] for row in rows if name in row]
+
+
+@contextmanager
+def lab_session(*_: Any) -> Iterator[None]:
+    """In the place of a Ray session of the stage's own: the lab's is there."""
+    yield
+
+
+@pytest.fixture(scope="module")
+def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Short]:
+    """After the quickstart's warm start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "ray_session", lab_session)
+        patch.setattr(pairs, "ray_session", lab_session)
+        found = Short(tmp_path_factory.mktemp("short"), lab)
+        sft(found.config(SftConfig, "quickstart/sft", *WORDS, f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=64"))
+        yield found
+
+
+def test_quickstart(short: Short) -> None:
+    short.lab.train(short.config(TrainConfig, "quickstart/rl", *WORDS, short.warm, *HALF, "model.base=null", "train.steps=6"))
+    assert short.rose("quickstart-seed1/rl") > 0.08
+
+
+def test_recipes(short: Short) -> None:
+    short.lab.train(short.config(TrainConfig, "recipes/dapo", *WORDS, short.warm, *HALF, "train.steps=6"))
+    assert short.rose("recipes/dapo") > 0.15
+
+
+def test_rlhf(short: Short) -> None:
+    pairs.pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
+    files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
+    rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=80", "rm.eval_every=40", "rm.batch_size=48", "layout.ranks=1"))
+    assert short.summary("rlhf/rm")["results"]["held-out after"]["rm/accuracy"] > 0.85
+    model = short.runs / "rlhf" / "rm" / "model"
+    places = (short.warm, f"critic.path={model}", f"reward.source.path={model}")
+    sizes = (*HALF, "train.prompts_per_step=32", "train.steps=6", "critic.pretrain_steps=2", "reward.normalise.prompts=128")
+    short.lab.train(short.config(TrainConfig, "rlhf/ppo", *WORDS, *places, *sizes))
+    assert short.rose("rlhf/ppo") > 0.1, "right answers, which training never sees"
+
+
+def test_dpo(short: Short) -> None:
+    dpo(short.config(DpoConfig, "rlhf/dpo", *WORDS, short.warm, "dpo.steps=20", "dpo.batch_size=64", "layout.ranks=1"))
+    after = short.summary("rlhf/dpo")["results"]["held-out after"]
+    assert after["dpo/accuracy"] > 0.9 and after["dpo/margin"] > 0.15
+
+
+def test_chain_sum(short: Short, tiny_model: Path) -> None:
+    sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=150", "sft.batch_size=64"))
+    sizes = (*HALF, "train.steps=6", "critic.pretrain_steps=2")
+    short.lab.train(short.config(TrainConfig, "chain_sum/vapo", *SUMS, f"model.path={short.runs}/chain-sum/sft/model", *sizes))
+    rewards = short.metric("chain-sum/vapo", "reward/mean")
+    assert len(rewards) == 8 and fmean(rewards[-2:]) - fmean(rewards[:3]) > 0.08, "three steps are of the first policy"
