@@ -1,10 +1,11 @@
 """Runs the examples for several seeds, checks every figure against its band, and writes the tables of examples/README.md.
 
-    python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed 1-reseeded] [--out runs/examples] [--write]
+    python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
 A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
-model and other draws of the engines. Every start has a folder of its own below --out, in which the commands of examples/promises.yaml are
-run as they stand. What is done at this commit is not done again; a commit that changes only pages and tests counts as the one before it.
+model and other draws of the engines, `1-threads` the same with two threads where the others have one. Every start has a folder of its own
+below --out, in which the commands of examples/promises.yaml are run as they stand. What is done at this commit is not done again; a commit
+that changes only pages and tests counts as the one before it.
 
 All of it takes hours on two cores, so it can be done in parts: `--write` adds what was run now to examples/figures.json, and makes the
 tables from the whole of that file. Exit status: 1 where a command failed or a promise was not kept.
@@ -39,7 +40,7 @@ FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all 
 PICTURE = ROOT / "examples" / "rlhf.png"
 COUNTS = ("megarl", "tools", "examples/*.yaml", "examples/*.sh")  # what a figure depends on
 BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
-STARTS = ("1", "2", "3", "1-perturbed", "1-reseeded")
+STARTS = ("1", "2", "3", "1-perturbed", "1-reseeded", "1-threads")
 PICTURED = "rlhf/ppo"
 CURVES = (
     ("reward, in deviations of the first policy's", "reward/mean"),
@@ -114,7 +115,7 @@ class Result:
     date: str
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    failed: str | None = None  # the command that did
+    failed: str | None = None  # the command that did, or the metric that is not there
 
 
 def read_promises(path: Path) -> list[Example]:
@@ -202,13 +203,16 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
     log = place / "logs" / f"{example.name.replace('/', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     begun, date = time.monotonic(), datetime.datetime.now(datetime.UTC).date().isoformat()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if start.endswith("-threads") else "1"}
     with log.open("w") as file:
         for command in commands(example, start):
             if subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode:
                 return Result(commit, date, time.monotonic() - begun, {}, f"{shlex.join(command[1:])} (see {log})")
     seconds = time.monotonic() - begun
-    return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(start)) for figure in example.figures})
+    try:
+        return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(start)) for figure in example.figures})
+    except Broken as error:
+        return Result(commit, date, seconds, {}, str(error))
 
 
 def commit_now() -> str:
