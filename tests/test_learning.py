@@ -74,7 +74,18 @@ def test_it_ends_when_patience_does_with_the_best_model(tmp_path: Path, monkeypa
     directory, numbers = learned(tmp_path, monkeypatch, [0.5, 0.7, 0.9, 0.8, 0.85, 0.95, 0.95])
     assert steps_of(directory) == (8, 4) and numbers["rm/accuracy"] == 0.9
     assert json.loads((directory / "summary.json").read_text())["results"]["held-out later"]["rm/accuracy"] == 0.85
-    assert not (directory / "best").exists()
+    assert [path.name for path in (directory / "best").iterdir()] == ["000004"]
+
+
+def test_a_run_that_is_done_and_started_again_leaves_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy, saved = [0.5, 0.7, 0.9, 0.8, 0.85, 0.95, 0.95], list[Any]()
+    monkeypatch.setattr(learning.Checkpoints, "save", lambda self, state: saved.append(json.loads(json.dumps([state, self._run.state()]))))
+    directory, _ = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
+    [(progress, run)] = saved
+    monkeypatch.setattr(learning, "find", lambda *_: SimpleNamespace(progress=progress, run=run))
+    monkeypatch.setattr(learning.Checkpoints, "load", lambda self, found, course: course.restore(found.progress))
+    again, numbers = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
+    assert again == directory and steps_of(directory) == (8, 4) and numbers["rm/accuracy"] == 0.9
 
 
 def test_of_two_with_one_accuracy_the_lower_loss_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

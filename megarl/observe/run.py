@@ -24,7 +24,7 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import open_writers, read_json_lines
 from megarl.rewards.score import Score
 
-BEST = "best"  # folder of a stage with `patience`: its best model so far, until that becomes model/
+BEST = "best"  # folder of a stage with `patience`: the best model so far
 # What a run writes.
 KEPT = (
     "config.yaml",

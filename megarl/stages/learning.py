@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,10 +102,9 @@ def learn(
             if every(config.save.every, course.step):
                 checkpoints.save(course.state())
         checkpoints.finish()
-        if settings.patience and settings.steps:
+        if settings.patience and course.best.is_dir():
             run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")
-            course.best.rename(run.directory / "model")
-            shutil.rmtree(run.directory / BEST)
+            shutil.copytree(course.best, run.directory / "model", copy_function=_link)
         elif settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
@@ -124,6 +124,14 @@ def _keep(learners: Learners, run: Run, best: Path) -> None:
         for other in best.parent.iterdir():
             if other != best:
                 shutil.rmtree(other)
+
+
+def _link(source: str, target: str) -> None:
+    """Two names for one file, where the file system has that: a model may be large, and a run that is started again finds its best one."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> dict[str, float]:
