@@ -203,9 +203,12 @@ class OverlongSettings(Section):
 
 
 class NormaliseSettings(Section):
-    """Rewards relative to those of the policy that the run starts from (see megarl.rewards.scale)."""
+    """Rewards relative to those of the policy that the run starts from (see megarl.rewards.scale).
 
-    prompts: Annotated[int, Field(ge=2)] = 256  # of data.train, with one response each: their rewards give mean and standard deviation
+    All that comes after them is on this scale: overlong.scale, and thresholds of an algorithm (RAFT's, VAPO's positive_above).
+    """
+
+    prompts: Annotated[int, Field(ge=2)] = 256  # drawn from data.train, with one response each: their rewards give mean and deviation
     clip: Annotated[float, Field(gt=0)] | None = None  # standard deviations beyond which a reward counts no more
 
 
@@ -296,6 +299,8 @@ class LogSettings(Section):
 
 class RunSettings(Section):
     """What every stage has: a name, a place, a seed, a model on ranks."""
+
+    leaves: ClassVar[tuple[str, ...]] = ()  # files of its own in the run's directory
 
     name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$")]  # a path below run_dir
     run_dir: Path = Path("runs")
@@ -521,13 +526,14 @@ class PairsSettings(Section):
     """What becomes of the responses to one prompt."""
 
     per_prompt: Positive = 1  # most pairs of a prompt
-    answers: bool = False  # the prompt's answer, as the data has it, is one of the responses, with a score of 1
+    answers: bool = False  # the prompt's answer, as the data has it, is scored and paired like a response
     prompts_per_call: Positive = 256  # are sampled and scored together
 
 
 class PairsConfig(RunSettings):
     """`megarl pairs`: pairs of a policy's own responses, the better scored one first, for `megarl rm` and `megarl dpo`."""
 
+    leaves: ClassVar[tuple[str, ...]] = ("train.jsonl", "eval.jsonl")
     data: PairsData
     reward: RewardSettings
     rollout: RolloutSettings = RolloutSettings()

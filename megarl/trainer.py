@@ -61,8 +61,7 @@ def learn(config: TrainConfig, data: Data, found: Found | None, run: Run, scorer
             progress.evaluated = progress.step
         if progress.learned >= config.train.steps:
             break
-        if run.alarm is not None and config.train.on_alarm == "stop":
-            checkpoints.stop(progress, run.alarm)
+        checkpoints.stop_at_alarm(progress, config.train.on_alarm)
         with checkpoints.kept(progress):
             train_step(place, progress, data.train)
         if every(config.save.every, progress.step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,8 +49,10 @@ class Counting:
     def settle(self) -> None: ...
 
 
-def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[float], *overrides: str) -> tuple[Path, dict[str, float]]:
-    """What a run leaves and says."""
+def learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[float], *overrides: str
+) -> tuple[Path, Mapping[str, float]]:
+    """A run's directory, and the numbers of the model that it leaves."""
 
     @contextmanager
     def no_ray(*_: Any) -> Iterator[None]:
@@ -61,7 +63,10 @@ def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[
     (tmp_path / "job.yaml").write_text(RM.format(runs=tmp_path))
     config = load(tmp_path / "job.yaml", list(overrides), RmConfig)
     plan: Any = SimpleNamespace(tokens=8)
-    return config.directory, learning.learn(config, BradleyTerry(), 8, lambda *_: plan, plan)
+    finished = list[tuple[Path, Mapping[str, float]]]()
+    learning.learn(config, BradleyTerry(), 8, lambda *_: plan, plan, lambda *left: finished.append(left))
+    [(model, numbers)] = finished
+    return model.parent, numbers
 
 
 def steps_of(directory: Path) -> tuple[int, int]:

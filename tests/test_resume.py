@@ -9,6 +9,7 @@ import pytest
 
 from megarl.checkpoints.resume import MAY_DIFFER, compare
 from megarl.config import Section, TrainConfig, load
+from megarl.stages.saving import resolved
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "rl.yaml"
 
@@ -20,6 +21,14 @@ def tree(*overrides: str) -> dict[str, Any]:
 
 def test_the_same_run_may_be_resumed() -> None:
     assert compare(tree(), tree()) == []
+
+
+def test_what_an_older_version_did_not_know_has_its_default() -> None:
+    saved = tree()
+    del saved["reward"]["normalise"], saved["train"]["drop_truncated"]
+    assert len(compare(saved, tree())) == 2 and compare(resolved(saved, TrainConfig), tree()) == []
+    saved["train"]["gone"] = 1
+    assert len(compare(resolved(saved, TrainConfig), tree())) == 3, "a key that nobody knows any more is told"
 
 
 @pytest.mark.parametrize(

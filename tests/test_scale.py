@@ -24,17 +24,23 @@ def test_a_reward_far_away_is_clipped_and_keeps_what_it_was() -> None:
     scale = RewardScale(mean=2.0, std=0.5, clip=3.0)
     scores = [scale(Score(value, {"model": value})) for value in (2.5, 10.0, -10.0)]
     assert [score.value for score in scores] == [1.0, 3.0, -3.0]
-    assert scores[1].parts == {"model": 10.0, "raw": 10.0}
+    assert scores[1].parts == {"model": 10.0, "unnormalised": 10.0}
 
 
-def test_a_response_that_could_not_be_judged_is_neither_good_nor_bad() -> None:
-    failed = Score(0.0, {}, "timeout")
-    assert RewardScale(mean=2.0, std=0.5, clip=None)(failed) == failed
+def test_a_response_that_could_not_be_judged_is_no_better_than_a_wrong_one() -> None:
+    scale = RewardScale(mean=0.4, std=0.5, clip=None)
+    assert scale(Score(0.0, {}, "timeout")).value == scale(Score(0.0)).value == pytest.approx(-0.8)
 
 
-def test_equal_rewards_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.normalise: the 3 reference responses all score 0\.5, and have no spread"):
-        RewardScale.of([0.5] * 3, None)
+@pytest.mark.parametrize(("value", "count"), [(0.5, 3), (0.1, 256), (-0.7, 300), (0.0, 2)])  # numpy's std of 256 times 0.1 is 1e-17
+def test_equal_rewards_are_refused(value: float, count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.normalise: the {count} reference responses all score {value:g}, and have no spread"):
+        RewardScale.of([value] * count, None)
+
+
+def test_too_few_judged_responses_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.normalise: 1 of the reference responses could be judged"):
+        RewardScale.of([0.5], None)
 
 
 def test_the_range_of_a_reward_model_comes_back(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
     python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
 A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
-model and other draws of the engines, `1-threads` the same with two threads where the others have one. Every start has a folder of its own
-below --out, in which the commands of examples/promises.yaml are run as they stand. What is done at this commit is not done again; a commit
-that changes only pages and tests counts as the one before it.
+model with seed 101 in all that comes after, `1-threads` the same with two threads in each model rank where the others have one. Every start
+of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is done there is
+not done again; a commit that changes only pages and tests counts as the one before it.
 
 All of it takes hours on two cores, so it can be done in parts: `--write` adds what was run now to examples/figures.json, and makes the
 tables from the whole of that file. Exit status: 1 where a command failed or a promise was not kept.
@@ -47,6 +47,7 @@ CURVES = (
     ("KL to the reference, nats a response", "actor/reference_kl"),
     ("right answers of 256, sampled", "eval/heldout/avg@1"),
 )
+CHANGED = "+"  # at the end of a commit's name: files differ from it
 WARM = "quickstart"  # the example whose model the others start from
 NUDGE = 1e-3
 OTHER_SEED = 100  # added to the seed of all that comes after a reseeded warm start
@@ -156,6 +157,8 @@ def chosen(examples: Sequence[Example], patterns: Sequence[str]) -> list[Example
 def prepare(out: Path, start: str) -> Path:
     """The folder of a start: the repository's examples and tools as they are, and runs of its own."""
     place = out / start
+    if out.name.endswith(CHANGED):
+        shutil.rmtree(place, ignore_errors=True)  # of other changes
     place.mkdir(parents=True, exist_ok=True)
     for name in ("examples", "tools"):
         link = place / name
@@ -172,15 +175,18 @@ def warm_start(out: Path, start: str) -> None:
     theirs, mine = out / seed / "runs" / "quickstart-seed1", out / start / "runs" / "quickstart-seed1"
     if not (theirs / "sft" / "model").is_dir():
         raise Broken(f"--starts: {start} begins with the warm start of {seed}, which is not there: run {seed} first")
-    if (mine / "sft").exists():
+    if mine.exists():
         return
+    partial = mine.with_name(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
     for name in ("tiny", "sft"):
-        shutil.copytree(theirs / name, mine / name, dirs_exist_ok=True)
+        shutil.copytree(theirs / name, partial / name)
     if change == "perturbed":
-        path = mine / "sft" / "model" / "model.safetensors"
+        path = partial / "sft" / "model" / "model.safetensors"
         tensors = load_file(path)
         tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += NUDGE
         save_file(tensors, path, metadata={"format": "pt"})
+    partial.rename(mine)
 
 
 def seed_of(start: str) -> int:
@@ -202,7 +208,7 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
     """Runs the commands and reads the figures. Output goes to a log beside the runs."""
     log = place / "logs" / f"{example.name.replace('/', '-')}.log"
     log.parent.mkdir(exist_ok=True)
-    begun, date = time.monotonic(), datetime.datetime.now(datetime.UTC).date().isoformat()
+    begun, date = time.monotonic(), today()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if start.endswith("-threads") else "1"}
     with log.open("w") as file:
         for command in commands(example, start):
@@ -211,17 +217,27 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
     seconds = time.monotonic() - begun
     try:
         return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(start)) for figure in example.figures})
-    except Broken as error:
-        return Result(commit, date, seconds, {}, str(error))
+    except (Broken, OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return Result(commit, date, seconds, {}, f"{type(error).__name__}: {error}")
+
+
+def done(kept: Path) -> Result | None:
+    """What was kept of an example; None where there is nothing, or it failed."""
+    result = Result(**json.loads(kept.read_text())) if kept.is_file() else None
+    return None if result is None or result.failed is not None else result
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def commit_now() -> str:
-    """The last commit that changed what figures depend on, with a + where files differ from it."""
+    """The last commit that changed what figures depend on, with CHANGED where files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words, "--", *COUNTS], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    return git("log", "-1", "--format=%h") + ("+" if git("status", "--porcelain") else "")
+    return git("log", "-1", "--format=%h") + (CHANGED if git("status", "--porcelain") else "")
 
 
 def faults(example: Example, result: Result) -> list[str]:
@@ -266,7 +282,9 @@ def _cell(figure: Figure, result: Result | None) -> str:
         return ""
     if result.failed is not None:
         return "**failed**"
-    value = result.figures[figure.name]
+    value = result.figures.get(figure.name)
+    if value is None:  # of a promise that was made later
+        return ""
     return f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**"
 
 
@@ -277,10 +295,10 @@ def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Resul
         held.setdefault(name, {})[start] = result
     ordered = {example.name: held[example.name] for example in examples if example.name in held}
     plain = {name: {start: asdict(ordered[name][start]) for start in STARTS if start in ordered[name]} for name in ordered}
-    FIGURES.write_text(json.dumps(plain, indent=1) + "\n")
     page = PAGE.read_text()
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{tables(examples, ordered)}\n{END}{after}")
+    FIGURES.write_text(json.dumps(plain, indent=1) + "\n")
 
 
 def read_figures(path: Path) -> dict[str, dict[str, Result]]:
@@ -314,11 +332,12 @@ def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
-    parser.add_argument("--starts", nargs="+", default=list(STARTS), metavar="START", help=", ".join(STARTS))
+    parser.add_argument("--starts", nargs="+", default=list(STARTS), choices=STARTS, metavar="START", help=", ".join(STARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
     parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/README.md")
     given = parser.parse_args()
-    out, commit, broken = given.out.resolve(), commit_now(), 0
+    commit, broken = commit_now(), 0
+    out = given.out.resolve() / commit
     try:
         examples = read_promises(PROMISES)
         results: dict[tuple[str, str], Result] = {}
@@ -328,11 +347,22 @@ def main() -> int:
                 warm_start(out, start)
             for example in chosen(examples, given.only):
                 kept = place / "results" / f"{example.name.replace('/', '-')}.json"
-                if commit.endswith("+") or not kept.is_file() or Result(**json.loads(kept.read_text())).commit != commit:
+                result = done(kept)
+                if result is None:
                     print(f"{start}: {example.name} ...", flush=True)
+                    missing = [name for name in example.after if results[name, start].failed is not None]
+                    result = (
+                        run(example, place, start, commit) if not missing else Result(commit, today(), 0, {}, f"{missing[0]} has failed")
+                    )
+                    if commit_now() != commit:
+                        raise Broken(
+                            f"{start}: {example.name}: the files changed while it ran; this result and all later ones are of no commit"
+                        )
                     kept.parent.mkdir(exist_ok=True)
-                    kept.write_text(json.dumps(asdict(run(example, place, start, commit)), indent=2) + "\n")
-                result = results[example.name, start] = Result(**json.loads(kept.read_text()))
+                    partial = kept.with_suffix(".partial")
+                    partial.write_text(json.dumps(asdict(result), indent=2) + "\n")
+                    partial.replace(kept)
+                results[example.name, start] = result
                 wrong = faults(example, result)
                 broken += bool(wrong)
                 shown = "  ".join(f"{name} {value:.4g}" for name, value in result.figures.items())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
+RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
 SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
@@ -77,7 +78,7 @@ def described(source: Path, dtype: str | None, changes: Mapping[str, Any] = Mapp
         config["torch_dtype"] = dtype
     files = {CONFIG: (source / CONFIG).read_bytes() if config == given else (json.dumps(config, indent=2) + "\n").encode()}
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION):
+        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION, RANGE_FILE):
             files[file.name] = file.read_bytes()
     return files
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 
 # A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
 COLLAPSE = {
@@ -15,7 +17,8 @@ WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below t
 PROFILE = "critic_by_position/"
 KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, so many steps on end
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
-FALL = 0.08  # of the held-out pass rate below its best while the reward has risen: about 2.5 standard errors of 256 prompts
+FALL = 3.0  # standard errors by which the held-out pass rate lies below its best, while the reward has risen
+SMOOTHED = 3  # steps whose mean reward counts
 
 
 class Alarms:
@@ -25,7 +28,7 @@ class Alarms:
         self._first: dict[str, float] = {}
         self._given: set[str] = set()
         self._lasted: dict[str, int] = {}  # for how many steps on end
-        self._reward: float | None = None  # of the last step
+        self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
         self._best: tuple[float, float | None] | None = None  # held-out pass rate, and the reward at that time
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
@@ -91,28 +94,30 @@ class Alarms:
             if steps >= OUTSIDE_STEPS:
                 found["reward_outside_range"] = (
                     f"reward outside range: for {steps} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
-                    f"beyond anything it saw in training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
+                    f"beyond all held-out pairs of its training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
                 )
-        rate = values.get("eval/heldout/avg@1")
-        if rate is not None:
-            found |= self._held_out(rate)
+        rate, prompts = values.get("eval/heldout/avg@1"), values.get("eval/heldout/prompts")
+        if rate is not None and prompts is not None and 0 <= rate <= 1:  # what is outside is no pass rate
+            found |= self._held_out(rate, prompts)
         if "reward/mean" in values:
-            self._reward = values["reward/mean"]
+            self._rewards.append(values["reward/mean"])
             if self._best is not None and self._best[1] is None:
-                self._best = (self._best[0], self._reward)
+                self._best = (self._best[0], self._rewards[-1])
         return found
 
-    def _held_out(self, rate: float) -> dict[str, str]:
+    def _held_out(self, rate: float, prompts: float) -> dict[str, str]:
         """A pass rate that falls while the reward rises."""
+        reward = fmean(self._rewards) if self._rewards else None
         if self._best is None or rate > self._best[0]:
-            self._best = (rate, self._reward)
+            self._best = (rate, reward)
             return {}
         best, then = self._best
-        if then is None or self._reward is None or self._reward <= then or rate >= best - FALL:
+        fall = FALL * math.sqrt((best * (1 - best) + rate * (1 - rate)) / prompts)
+        if then is None or reward is None or reward <= then or rate >= best - fall:
             return {}
         return {
             "over_optimisation": f"over-optimisation: the held-out pass rate is {rate:.1%} and was {best:.1%}, while the reward has risen "
-            f"from {then:.3g} to {self._reward:.3g}; stop at the best evaluation, lower algorithm.kl_target, or train a better reward model"
+            f"from {then:.3g} to {reward:.3g}; stop at the best evaluation, raise algorithm.kl_coef (lower kl_target) or mend the reward"
         }
 
 

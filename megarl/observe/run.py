@@ -78,7 +78,7 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                _set_aside(self.directory, self._config, KEPT)
+                _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
             else:
                 self._go_on(self._resumed)
                 _set_aside(self.directory, self._config, RESULTS)
@@ -138,12 +138,12 @@ class Run:
                 self._failed.add(kind)
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
-    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, failures: Mapping[str, Metric] | None = None) -> None:
+    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """The held-out pass rates {"sampled": x, "greedy": y} of the weights called `name` (base, sft or rl); the last one counts."""
         self._pass_rates[name] = dict(rates)
         prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
         values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}
-        self._write(step, values | scalars(failures or {}) | scalars(_timing(self._phases.take())))
+        self._write(step, values | scalars(metrics or {}) | scalars(_timing(self._phases.take())))
         self._console.rate(name, rates)
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
@@ -173,10 +173,14 @@ class Run:
             "results": self._results,
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
+            "alarm": self.alarm,
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Takes the metrics back to where `state` was taken. ConfigError where they are gone."""
+        """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
+        alarm = state.get("alarm")  # older checkpoints have none
+        if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
+            raise ConfigError(f"train.on_alarm: stop, and an alarm has ended this run ({alarm}); with continue it goes on")
         path, size = self.directory / METRICS, state["metrics_bytes"]
         if not path.is_file() or path.stat().st_size < size:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")

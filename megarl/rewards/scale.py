@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import ConfigError
+from megarl.models.hf import RANGE_FILE
 from megarl.rewards.score import Score
 
-RANGE_FILE = "scores.json"  # in a reward model's directory
+ROUNDING = 1e-9  # rewards that differ by less than this share of their size are equal
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class ScoreRange:
 
 def write_range(model: Path, found: ScoreRange) -> None:
     """Writes the range into the directory of a reward model."""
-    (model / RANGE_FILE).write_text(json.dumps(asdict(found)) + "\n")
+    partial = model / f".{RANGE_FILE}"
+    partial.write_text(json.dumps(asdict(found)) + "\n")
+    partial.replace(model / RANGE_FILE)
 
 
 def read_range(model: Path, key: str) -> ScoreRange | None:
@@ -60,19 +63,19 @@ class RewardScale:
     clip: float | None  # the largest distance that counts
 
     def __call__(self, score: Score) -> Score:
-        """The score on this scale; what it was is its part "raw". A response that could not be judged keeps its 0, the mean."""
-        if score.error is not None:
-            return score
+        """The score on this scale; what it was is its part "unnormalised"."""
         value = (score.value - self.mean) / self.std
         if self.clip is not None:
             value = min(max(value, -self.clip), self.clip)
-        return replace(score, value=value, parts={**score.parts, "raw": score.value})
+        return replace(score, value=value, parts={**score.parts, "unnormalised": score.value})
 
     @classmethod
     def of(cls, reward_N: Sequence[float], clip: float | None) -> RewardScale:
-        """The scale on which these rewards have mean 0 and standard deviation 1. ConfigError where they are all equal."""
+        """The scale on which these rewards have mean 0 and standard deviation 1. ConfigError where they are too few, or all equal."""
+        if len(reward_N) < 2:
+            raise ConfigError(f"reward.normalise: {len(reward_N)} of the reference responses could be judged, and two are the fewest")
         mean, std = float(np.mean(reward_N, dtype=np.float64)), float(np.std(reward_N, dtype=np.float64))
-        if not std > 0:
+        if max(reward_N) - min(reward_N) <= ROUNDING * max(map(abs, reward_N)):
             raise ConfigError(f"reward.normalise: the {len(reward_N)} reference responses all score {mean:g}, and have no spread")
         return cls(mean, std, clip)
 

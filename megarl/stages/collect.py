@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ def reference_scale(config: TrainConfig, prompts: Sequence[Prompt], engines: Eng
     settings = config.reward.normalise
     if settings is None:
         return None
-    chosen = prompts[: settings.prompts]
+    chosen = random.Random(config.seed).sample(prompts, settings.prompts)
     sampling = Sampling(1, config.rollout.temperature, config.rollout.max_response_tokens, call_seed(config.seed, 0))
     with run.phase("rollout"):
         responses = engines.generate(chosen, sampling)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
-from megarl.observe.metrics import Metric, merge
+from megarl.observe.metrics import Last, Metric, merge
 from megarl.observe.run import Run
 from megarl.observe.signs import reward_failures
 from megarl.observe.summary import write_json
@@ -30,7 +30,7 @@ def evaluate(name: str, prompts: Sequence[Prompt], engines: Engines, judge: Judg
             rates[kind] = sum(score.value for score in scores) / len(scores)
             failures = merge([failures, reward_failures(scores)])
             run.failures(scores)
-    run.pass_rate(name, rates, step, failures)
+    run.pass_rate(name, rates, step, failures | {"eval/heldout/prompts": Last(float(len(prompts)))})
     return rates
 
 

@@ -39,13 +39,12 @@ class Judge:
             return self.scorer.score(requests(prompts, responses))
         assert self.team is not None and isinstance(self.settings.source, ModelReward)
         values, cut = self.team.rewards(responses) if responses else [], self.settings.source.unfinished
-        return [
-            Score(value if response.finished or cut is None else cut, {"model": value, **self._place(value)})
-            for response, value in zip(responses, values, strict=True)
-        ]
-
-    def _place(self, value: float) -> dict[str, float]:
-        return {} if self.known is None else {"outside": float(not self.known.has(value))}
+        scores = []
+        for response, value in zip(responses, values, strict=True):
+            used = value if response.finished or cut is None else cut
+            outside = {} if self.known is None else {"outside": float(used is value and not self.known.has(value))}
+            scores.append(Score(used, {"model": value, **outside}))
+        return scores
 
 
 @dataclass(frozen=True)

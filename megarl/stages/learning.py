@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,13 +68,14 @@ def learn(
     items: int,
     draw: Callable[[int, list[int]], MiniBatch],
     held_out: MiniBatch | None,
-) -> dict[str, float]:
+    finish: Callable[[Path, Mapping[str, float]], None] | None = None,
+) -> None:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
     Each step's mini-batch is what `draw` makes of the step's number and its indices below `items`. `held_out` is measured before, every
-    `eval_every` steps and after; returns the numbers of the model that is left: the last, or with `patience` the best.
-    Without a step to take nothing is saved: the model is as it was. A run of this name that was cut off goes on from its newest
-    checkpoint, bit for bit.
+    `eval_every` steps and after. The model that is left is the last, or with `patience` the best; `finish` is given its directory and
+    its held-out numbers. Without a step to take nothing is saved: the model is as it was. A run of this name that was cut off goes on
+    from its newest checkpoint, bit for bit.
     """
     settings = config.learn
     found = find(config, config.section, items) if settings.steps else None
@@ -104,11 +106,14 @@ def learn(
         checkpoints.finish()
         if settings.patience and course.best.is_dir():
             run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")
-            shutil.copytree(course.best, run.directory / "model", copy_function=_link)
+            partial = run.directory / ".model.partial-best"
+            shutil.copytree(course.best, partial, copy_function=_link)
+            partial.rename(run.directory / "model")
         elif settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
-        return dict(run.results.get("held-out after", {}))
+        if settings.steps and finish is not None:
+            finish(run.directory / "model", run.results["held-out after"])
 
 
 def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
@@ -119,11 +124,17 @@ def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Met
 def _keep(learners: Learners, run: Run, best: Path) -> None:
     """Saves the model as the best so far, in the place of the one before."""
     with run.phase("save"):
-        shutil.rmtree(best, ignore_errors=True)  # of a process that went further before it was killed
+        if best.exists():  # of a process that went further before it was killed
+            _discard(best)
         learners.save(best)
         for other in best.parent.iterdir():
             if other != best:
-                shutil.rmtree(other)
+                _discard(other)
+
+
+def _discard(model: Path) -> None:
+    """Removes a directory; under its name it is there whole or not at all."""
+    shutil.rmtree(model.rename(model.with_name(f".{secrets.token_hex(4)}")))
 
 
 def _link(source: str, target: str) -> None:
@@ -134,7 +145,9 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> dict[str, float]:
+def learn_pairs(
+    config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs, finish: Callable[[Path, Mapping[str, float]], None] | None = None
+) -> None:
     """`learn` from pairs of responses."""
 
     def plan(chosen: Sequence[Preference]) -> MiniBatch:
@@ -145,7 +158,7 @@ def learn_pairs(config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs) -> d
     def draw(_: int, indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
-    return learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out))
+    learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out), finish)
 
 
 def sample(shown: Demonstration) -> Sample:

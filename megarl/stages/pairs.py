@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, PairsConfig, PairsSettings
+from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
@@ -52,12 +52,15 @@ def write_pairs(
             )
             with run.phase("rollout"):
                 responses = engines.generate(asked, sampling)
+            known = answers(asked) if settings.answers else []
             with run.phase("reward"):
-                scores = judge.scores(asked, responses)
+                scores = judge.scores(asked, [*responses, *known])
                 run.failures(scores)
-            for index, said in enumerate(grouped(len(asked), responses, scores)):
-                prompt = asked[index]
-                rows = list(pairs_of(prompt, said, settings, random.Random(f"{config.seed}/{number}/{prompt.id}")))
+            groups = grouped(len(asked), responses, scores[: len(responses)])
+            right = grouped(len(asked), known, scores[len(responses) :])
+            for prompt, said, answer in zip(asked, groups, right, strict=True):
+                draw = random.Random(f"{config.seed}/{number}/{prompt.id}")
+                rows = list(pairs_of(prompt, [*answer, *said], settings.per_prompt, draw))
                 found.append(counted(rows, said))
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             run.progress(path.stem, first + len(asked), len(prompts))
@@ -78,12 +81,15 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
     return [list(group.items()) for group in groups]
 
 
-def pairs_of(prompt: Prompt, said: Sequence[Said], settings: PairsSettings, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """At most `settings.per_prompt` pairs of one prompt, drawn at random from all that there are."""
-    if settings.answers and prompt.answer.strip():
-        said = [(prompt.answer, 1.0), *(one for one in said if one[0].strip() != prompt.answer.strip())]
+def answers(prompts: Sequence[Prompt]) -> list[Response]:
+    """The answers that the data has, as if the policy had given them."""
+    return [Response(index, prompt.answer, 0, 0, True, None, 0) for index, prompt in enumerate(prompts)]
+
+
+def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
+    """At most `count` pairs of one prompt, drawn at random from all that there are."""
     every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(said, 2) if one[1] != other[1]]
-    for better, worse in draw.sample(every, min(settings.per_prompt, len(every))):
+    for better, worse in draw.sample(every, min(count, len(every))):
         yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1]}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import RmConfig
 from megarl.rewards.scale import ScoreRange, write_range
@@ -14,6 +17,8 @@ def rm(config: RmConfig) -> None:
 
     Beside the model it writes which scores the held-out responses got: a policy whose responses score beyond them has left what it knows.
     """
-    measured = learn_pairs(config, BradleyTerry(), check_rm(config))
-    if config.rm.steps:
-        write_range(config.directory / "model", ScoreRange(measured["rm/lowest"], measured["rm/highest"]))
+
+    def finish(model: Path, measured: Mapping[str, float]) -> None:
+        write_range(model, ScoreRange(measured["rm/lowest"], measured["rm/highest"]))
+
+    learn_pairs(config, BradleyTerry(), check_rm(config), finish)

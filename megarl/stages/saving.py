@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import yaml
+from pydantic import ValidationError
 
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import Entry, Verified, verified, verify
@@ -104,7 +105,7 @@ def find(config: TrainingSettings, verb: str, items: int) -> Found | None:
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
         if any(found is None for found in steps.values()):
             continue
-        differing = compare(yaml.safe_load(saved["config"]), config.model_dump(mode="json"))
+        differing = compare(resolved(yaml.safe_load(saved["config"]), type(config)), config.model_dump(mode="json"))
         before = saved["progress"]["sampler"]["count"]
         if saved["verb"] != verb:
             differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
@@ -114,6 +115,14 @@ def find(config: TrainingSettings, verb: str, items: int) -> Found | None:
             raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
         return Found({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
     return None
+
+
+def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
+    """A saved configuration with today's defaults for the keys that it did not know; as it is where it is not valid any more."""
+    try:
+        return root.model_validate(tree).model_dump(mode="json")
+    except ValidationError:
+        return tree
 
 
 class Checkpoints:
@@ -159,12 +168,14 @@ class Checkpoints:
                 self._team.settle()
             raise
 
-    def stop(self, progress: Standing, alarm: str) -> NoReturn:
-        """Saves, and ends the run for an alarm."""
+    def stop_at_alarm(self, progress: Standing, on_alarm: str) -> None:
+        """Saves and ends the run, where `on_alarm` is stop and there was an alarm."""
+        if on_alarm != "stop" or self._run.alarm is None:
+            return
         self.save(progress.state())
         with self._failures():
             self._team.settle()
-        raise Alarmed(f"{alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on from here)")
+        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
 
     def finish(self) -> None:
         """Waits for what is being written."""

@@ -48,6 +48,7 @@ def pretrain_value(config: TrainConfig) -> None:
         if found is None:
             run.log(0, synced | scale_metrics(progress.scale) | measure(place, held_out, progress.kl_coef))
         while progress.pretraining.active:
+            checkpoints.stop_at_alarm(progress, config.train.on_alarm)
             with checkpoints.kept(progress):
                 experience = gather(place, progress.step + 1, partial(progress.draw, data.train), progress.kl_coef, monte_carlo=True)
             progress.step += 1

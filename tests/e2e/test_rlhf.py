@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import PairsConfig, PreferenceData, PreferenceFileSource, load
+from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceFileSource, load
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import encode, load_tokenizer, render_chats
 from megarl.errors import Alarmed
@@ -134,8 +134,7 @@ def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path
     assert found["pairs"] == len(rows) > 0 and 0 < found["prompts_with_pairs"] <= 1
     for row in rows:
         better, worse = (share_of_letters(prompt="", response=row[side], answer="", meta={}) for side in ("chosen", "rejected"))
-        right = row["chosen"] in {prompt.answer for prompt in prompts}
-        assert row["margin"] == pytest.approx((1.0 if right else better) - worse) and row["margin"] > 0
+        assert row["margin"] == pytest.approx(better - worse) and row["margin"] > 0
     assert {row["prompt"] for row in rows} <= {prompt.text for prompt in prompts}
     source = PreferenceFileSource(path=path)
     read = load_preferences(
@@ -158,10 +157,12 @@ def test_rewards_are_relative_to_the_first_policy_and_told_where_the_reward_mode
     with pytest.raises(Alarmed, match=r"step 3: reward outside range: for 3 steps .* now 100%.*train\.on_alarm=continue"):
         lab.run(job)
     assert len(job.updates()) == 3 and "warning: step 3: reward outside range" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"^train\.on_alarm: stop, and an alarm has ended this run \(step 3: reward outside range"):
+        lab.run(job)
     job.overrides = (*job.overrides, "train.on_alarm=continue")
     rows = lab.run(job).updates()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all(row["reward/outside/mean"] == 1 for row in rows)
     assert all(-2 <= row["reward/min"] < row["reward/max"] <= 2 for row in rows)
     [first] = [row for row in job.rows() if "reward/reference_mean" in row]
-    assert abs(rows[0]["reward/raw/mean"] - first["reward/reference_mean"]) < first["reward/reference_std"]
+    assert abs(rows[0]["reward/unnormalised/mean"] - first["reward/reference_mean"]) < first["reward/reference_std"]
     assert "reward_outside_range" in json.loads((tmp_path / "job" / "summary.json").read_text())["alarms"]
