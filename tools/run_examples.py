@@ -3,9 +3,9 @@
     python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
 A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
-model with seed 101 in all that comes after, `1-threads` the same with two threads in each model rank where the others have one. Every start
-of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is done there is
-not done again; a commit that changes only pages and tests counts as the one before it.
+model with seed 101 in all that comes after, `1-threads` the same with two threads in each model rank where the others have one. Every
+start of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is done
+there is not done again; a commit that changes only pages and tests counts as the one before it.
 
 All of it takes hours on two cores, so it can be done in parts: `--write` adds what was run now to examples/figures.json, and makes the
 tables from the whole of that file. Exit status: 1 where a command failed or a promise was not kept.
