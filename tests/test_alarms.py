@@ -18,7 +18,7 @@ def given(rows: Sequence[Row]) -> list[tuple[int, str]]:
 
 
 def evaluated(rate: float) -> dict[str, float]:
-    return {"eval/heldout/avg@1": rate, "eval/heldout/greedy": rate, "eval/heldout/prompts": 256.0}
+    return {"eval/heldout/avg@1": rate, "eval/heldout/greedy": rate, "eval/heldout/stderr": 0.03}
 
 
 def stepped(reward: float) -> Row:
@@ -29,9 +29,7 @@ def test_reward_up_and_pass_rate_down() -> None:
     rows = [evaluated(0.25), stepped(1.0), stepped(2.0), evaluated(0.5), stepped(3.0), evaluated(0.45), stepped(4.0), evaluated(0.2)]
     assert given([*rows, evaluated(0.0)]) == [(7, "over_optimisation")]
     [message] = [text for alarms in [Alarms()] for number, row in enumerate(rows) for text in alarms.check(number, row).values()]
-    assert message.startswith(
-        "step 7: over-optimisation: the held-out pass rate is 20.0% and was 50.0%, while the reward has risen from 1.5 to 3"
-    )
+    assert message.startswith("step 7: over-optimisation: the held-out score is 0.2 and was 0.5, while the reward has risen from 1.5 to 3")
 
 
 @pytest.mark.parametrize(
@@ -39,9 +37,8 @@ def test_reward_up_and_pass_rate_down() -> None:
     [
         [evaluated(0.5), stepped(2.0), stepped(1.0), evaluated(0.2)],  # both fall: a collapse, and no over-optimisation
         [evaluated(0.5), stepped(1.0), stepped(2.0), evaluated(0.4)],  # noise: 2.3 standard errors
-        [evaluated(0.5), stepped(1.0), stepped(2.0), evaluated(0.2) | {"eval/heldout/prompts": 16.0}],  # of few prompts
+        [evaluated(0.5), stepped(1.0), stepped(2.0), evaluated(0.2) | {"eval/heldout/stderr": 0.1}],  # of few prompts
         [evaluated(0.5), stepped(2.0), stepped(1.0), stepped(1.1), stepped(2.1), evaluated(0.2)],  # the reward of one step
-        [evaluated(5.0), stepped(1.0), stepped(2.0), evaluated(-2.0)],  # scores of a reward model, no pass rates
         [evaluated(0.5), evaluated(0.2)],  # nothing was trained
         [evaluated(0.2), stepped(1.0), stepped(2.0), evaluated(0.5)],
     ],

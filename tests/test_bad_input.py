@@ -52,6 +52,10 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("model.trust_remote_code=true", "model.trust_remote_code: "),
         ("algorithm.type=gpso", "^algorithm.type: unknown: 'gpso' .*'grpo'.*'gspo'"),
         ("algorithm.type=vapo", "^critic: algorithm.type=vapo needs a critic"),
+        (
+            'reward.source={"type":"reasoning_gym"} data.eval.dataset=countdown data.eval.params={}',
+            "^data.eval.dataset: countdown: reasoning-gym's scorer evaluates the response as Python",
+        ),
         ("critic.pretrain_steps=3", "^critic: algorithm.type=gspo has no critic"),
         ("algorithm.type=vapo critic.path=/nowhere", "^critic.path: .*/nowhere"),
         ("algorithm.type=rloo rollout.samples_per_prompt=1", "^rollout.samples_per_prompt=1: algorithm.type=rloo .* at least 2"),

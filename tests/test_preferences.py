@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from megarl import cli
 from megarl.config import ConfigError, GymPreferenceSource, PreferenceData, PreferenceFileSource
 from megarl.data.corruption import corrupted
 from megarl.data.preferences import Preference, load_preferences
-from megarl.data.prompts import load_prompts
+from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
+from megarl.stages.pairs import pairs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,3 +223,17 @@ def test_a_stage_is_refused_before_it_starts(
     assert shown.startswith(f"megarl: error: {line.format(**places)}")
     assert not (tmp_path / "runs").exists()
     assert cli.main([verb, str(tmp_path / "stage.yaml"), "--check"]) == 0
+
+
+def test_pairs_of_what_was_said_hold_each_text_once_and_the_better_one_first() -> None:
+    prompt = Prompt(0, "dog", array("I", [1]), "god", {}, "dog")
+    said = [("god", 1.0), ("dgo", 0.0), ("god ", 1.0), ("gdo", 0.0), ("og", 0.5)]
+    rows = list(pairs_of(prompt, said, 99, random.Random(0)))
+    assert sorted((row["chosen"], row["rejected"], row["margin"]) for row in rows) == [
+        ("god", "dgo", 1.0),
+        ("god", "gdo", 1.0),
+        ("god", "og", 0.5),
+        ("og", "dgo", 0.5),
+        ("og", "gdo", 0.5),
+    ]
+    assert len(list(pairs_of(prompt, said, 2, random.Random(0)))) == 2

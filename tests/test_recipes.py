@@ -1,6 +1,6 @@
 """The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base.
 
-And README's example of a new algorithm, as it stands there.
+And the example of a new algorithm in megarl/algorithms/README.md, as it stands there.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> No
 
 def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is imported as it stands, and the formula beside it joins those of the suite."""
-    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "megarl" / "algorithms" / "README.md").read_text(), re.DOTALL)
     [source] = [block for block in blocks if "class Sapo" in block]
     [formula] = [block for block in blocks if "def sapo" in block]
     path = tmp_path / "readme_sapo.py"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from megarl.config import ConfigError, FunctionReward, MathReward, ReasoningGymR
 from megarl.rewards.processes import ProcessScorer as Scorer
 from megarl.rewards.score import Request, Score, errors_by_kind
 from megarl.rewards.sources import check
+from megarl.rewards.verifiers import EVALUATING, load
 
 FUNCTIONS = '''
 import ctypes, os, signal, sys, time
@@ -290,3 +293,20 @@ def test_no_scoring_process_outlives_the_run(ending: signal.Signals) -> None:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)
     driver.stdout.close()
+
+
+def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> None:
+    """Of the installed reasoning-gym: a data set that comes to do so with another version fails here, and one that no longer does."""
+    from reasoning_gym.factory import DATASETS
+
+    call = re.compile(r"\b(eval|exec|parse_expr|sympify)\((answer|response|user\w*)\b")
+    modules = {name: inspect.getsource(sys.modules[dataset.__module__]) for name, (dataset, _) in DATASETS.items()}
+    assert {name for name, text in modules.items() if call.search(text)} == EVALUATING
+
+
+def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    meta = {"source_dataset": "string_insertion", "source_params": {}}
+    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, and is not used"):
+        load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})("q", f"[open({str(touched)!r}, 'w')]", "a", meta)
+    assert not touched.exists()

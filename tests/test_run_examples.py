@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,43 @@ def test_malformed_promises_are_refused(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"one": {"title": "t", "commands": [], "figures": {}, "after": ["two"]}}))
     with pytest.raises(tool.Broken, match="one: after: there is no example 'two'"):
         tool.read_promises(path)
+
+
+PROMISES = """
+one: {{title: t, commands: ["{command}"], figures: {{}}}}
+two: {{title: t, after: [one], commands: [python -c pass], figures: {{}}}}
+"""
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, commits: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Exit status and words of the tool over two examples; `commits` are what the tree is at each question, the last one from then on."""
+    (tmp_path / "promises.yaml").write_text(PROMISES.format(command=command))
+    asked = iter([*commits[:-1], *([commits[-1]] * 9)])
+    monkeypatch.setattr(tool, "PROMISES", tmp_path / "promises.yaml")
+    monkeypatch.setattr(tool, "commit_now", lambda: next(asked))
+    monkeypatch.setattr(sys, "argv", ["run_examples.py", "--starts", "1", "--out", str(tmp_path / "out")])
+    status = tool.main()
+    words = capsys.readouterr()
+    return status, words.out + words.err
+
+
+def test_what_is_done_is_not_done_again_and_what_failed_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, words = told(monkeypatch, tmp_path, "python -c exit(1)", ["abc"], capsys)
+    assert status == 1 and "two: failed: one has failed" in words and "2 of 2 promises are not kept" in words
+    status, words = told(monkeypatch, tmp_path, "python -c pass", ["abc"], capsys)
+    assert status == 0 and "1: one ..." in words and "1: two ..." in words and "all 2 promises are kept" in words
+    status, words = told(monkeypatch, tmp_path, "python -c pass", ["abc"], capsys)
+    assert status == 0 and "..." not in words
+    status, words = told(monkeypatch, tmp_path, "python -c pass", ["abd"], capsys)
+    assert status == 0 and "1: one ..." in words, "another commit"
+
+
+def test_files_that_change_meanwhile_spoil_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, words = told(monkeypatch, tmp_path, "python -c pass", ["abc", "abc+"], capsys)
+    assert status == 2 and "1: one: the files changed while it ran" in words and not (tmp_path / "out" / "abc" / "1").exists()

@@ -135,11 +135,13 @@ def read_promises(path: Path) -> list[Example]:
             ]
             commands = [filled(command) for command in entry["commands"]]
             examples.append(Example(filled(name), filled(entry["title"]), commands, figures, entry.get("after", []), name, item))
-    known = {example.name for example in examples}
+    known = [example.name for example in examples]
     for example in examples:
         for needed in example.after:
             if needed not in known:
                 raise Broken(f"{path}: {example.name}: after: there is no example {needed!r}")
+            if known.index(needed) > known.index(example.name):
+                raise Broken(f"{path}: {example.name}: after: {needed!r} comes later in the file")
     return examples
 
 
@@ -329,6 +331,30 @@ def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
     figure.savefig(picture, dpi=80)
 
 
+def results_of(examples: Sequence[Example], start: str, out: Path, commit: str) -> Iterator[tuple[Example, Result]]:
+    """Each example from one start: as it was kept, or run now. Broken where the files change meanwhile."""
+    place, failed = prepare(out, start), set[str]()
+    if "-" in start:
+        warm_start(out, start)
+    for example in examples:
+        kept = place / "results" / f"{example.name.replace('/', '-')}.json"
+        result = done(kept)
+        if result is None:
+            print(f"{start}: {example.name} ...", flush=True)
+            missing = [name for name in example.after if name in failed]
+            result = Result(commit, today(), 0, {}, f"{missing[0]} has failed") if missing else run(example, place, start, commit)
+            if commit_now() != commit:
+                place.rename(place.with_name(f".{start}-{time.time_ns()}"))  # nobody takes it for what this commit does
+                raise Broken(f"{start}: {example.name}: the files changed while it ran; what was run from this start is of no commit")
+            kept.parent.mkdir(exist_ok=True)
+            partial = kept.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(result), indent=2) + "\n")
+            partial.replace(kept)
+        if result.failed is not None:
+            failed.add(example.name)
+        yield example, result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
@@ -336,45 +362,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
     parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/README.md")
     given = parser.parse_args()
-    commit, broken = commit_now(), 0
+    commit, broken, error = commit_now(), 0, None
     out = given.out.resolve() / commit
+    results: dict[tuple[str, str], Result] = {}
     try:
         examples = read_promises(PROMISES)
-        results: dict[tuple[str, str], Result] = {}
+        wanted = chosen(examples, given.only)
         for start in given.starts:
-            place = prepare(out, start)
-            if "-" in start:
-                warm_start(out, start)
-            for example in chosen(examples, given.only):
-                kept = place / "results" / f"{example.name.replace('/', '-')}.json"
-                result = done(kept)
-                if result is None:
-                    print(f"{start}: {example.name} ...", flush=True)
-                    missing = [name for name in example.after if results[name, start].failed is not None]
-                    result = (
-                        run(example, place, start, commit) if not missing else Result(commit, today(), 0, {}, f"{missing[0]} has failed")
-                    )
-                    if commit_now() != commit:
-                        raise Broken(
-                            f"{start}: {example.name}: the files changed while it ran; this result and all later ones are of no commit"
-                        )
-                    kept.parent.mkdir(exist_ok=True)
-                    partial = kept.with_suffix(".partial")
-                    partial.write_text(json.dumps(asdict(result), indent=2) + "\n")
-                    partial.replace(kept)
+            for example, result in results_of(wanted, start, out, commit):
                 results[example.name, start] = result
                 wrong = faults(example, result)
                 broken += bool(wrong)
                 shown = "  ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
                 print(f"{start}: {example.name}: {'; '.join(wrong) or 'kept'} ({shown}; {result.seconds:.0f} s)", flush=True)
-    except Broken as error:
-        print(f"run_examples: error: {error}", file=sys.stderr)
-        return 2
-    if given.write:
+    except Broken as found:
+        error = found
+    if given.write and results:
         publish(examples, results)
         pictured = [start for (name, start), result in results.items() if name == PICTURED and result.failed is None]
         if pictured:
             draw(out, pictured, PICTURE)
+    if error is not None:
+        print(f"run_examples: error: {error}", file=sys.stderr)
+        return 2
     print(f"{broken} of {len(results)} promises are not kept" if broken else f"all {len(results)} promises are kept")
     return 1 if broken else 0
 

@@ -67,10 +67,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def described(source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, bytes]:
+def described(
+    source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({}), trained: bool = False
+) -> dict[str, bytes]:
     """The files that say what a model's weights are, by name: config.json (of `source`, with `changes`), generation defaults, tokenizer.
 
     Where nothing changes, config.json is the source's, byte for byte. `dtype`: torch's name of the weights', None where it is as it was.
+    `trained`: the weights are not the source's any more, and neither are its scores (`RANGE_FILE`).
     """
     given = _json_object(source / CONFIG)
     config = {**given, **changes, **({"dtype": dtype} if dtype is not None else {})}
@@ -78,7 +81,7 @@ def described(source: Path, dtype: str | None, changes: Mapping[str, Any] = Mapp
         config["torch_dtype"] = dtype
     files = {CONFIG: (source / CONFIG).read_bytes() if config == given else (json.dumps(config, indent=2) + "\n").encode()}
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION, RANGE_FILE):
+        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION, *([RANGE_FILE] * trained)):
             files[file.name] = file.read_bytes()
     return files
 
@@ -165,7 +168,7 @@ class Writer:
     def _commit(self) -> None:
         self._flush()
         self._name_shards()
-        for name, data in described(self.source, self.dtype, self.changes).items():
+        for name, data in described(self.source, self.dtype, self.changes, trained=True).items():
             (self._aside / name).write_bytes(data)
         for file in self._aside.glob("*.safetensors"):
             shutil.copymode(self._aside / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask

@@ -17,7 +17,7 @@ WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below t
 PROFILE = "critic_by_position/"
 KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, so many steps on end
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
-FALL = 3.0  # standard errors by which the held-out pass rate lies below its best, while the reward has risen
+FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
 SMOOTHED = 3  # steps whose mean reward counts
 
 
@@ -29,7 +29,7 @@ class Alarms:
         self._given: set[str] = set()
         self._lasted: dict[str, int] = {}  # for how many steps on end
         self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
-        self._best: tuple[float, float | None] | None = None  # held-out pass rate, and the reward at that time
+        self._best: tuple[float, float | None, float] | None = None  # held-out score, the reward at that time, the score's standard error
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
@@ -96,27 +96,27 @@ class Alarms:
                     f"reward outside range: for {steps} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
                     f"beyond all held-out pairs of its training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
                 )
-        rate, prompts = values.get("eval/heldout/avg@1"), values.get("eval/heldout/prompts")
-        if rate is not None and prompts is not None and 0 <= rate <= 1:  # what is outside is no pass rate
-            found |= self._held_out(rate, prompts)
+        rate, error = values.get("eval/heldout/avg@1"), values.get("eval/heldout/stderr")
+        if rate is not None and error is not None:
+            found |= self._held_out(rate, error)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
             if self._best is not None and self._best[1] is None:
-                self._best = (self._best[0], self._rewards[-1])
+                self._best = (self._best[0], self._rewards[-1], self._best[2])
         return found
 
-    def _held_out(self, rate: float, prompts: float) -> dict[str, str]:
-        """A pass rate that falls while the reward rises."""
+    def _held_out(self, rate: float, error: float) -> dict[str, str]:
+        """A held-out score that falls while the reward rises. `error`: its standard error."""
         reward = fmean(self._rewards) if self._rewards else None
         if self._best is None or rate > self._best[0]:
-            self._best = (rate, reward)
+            self._best = (rate, reward, error)
             return {}
-        best, then = self._best
-        fall = FALL * math.sqrt((best * (1 - best) + rate * (1 - rate)) / prompts)
+        best, then, best_error = self._best
+        fall = FALL * math.hypot(best_error, error)
         if then is None or reward is None or reward <= then or rate >= best - fall:
             return {}
         return {
-            "over_optimisation": f"over-optimisation: the held-out pass rate is {rate:.1%} and was {best:.1%}, while the reward has risen "
+            "over_optimisation": f"over-optimisation: the held-out score is {rate:.3g} and was {best:.3g}, while the reward has risen "
             f"from {then:.3g} to {reward:.3g}; stop at the best evaluation, raise algorithm.kl_coef (lower kl_target) or mend the reward"
         }
 

@@ -68,6 +68,7 @@ class Run:
         self._failed: set[str] = set()
         self._warnings: dict[str, str] = {}
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
+        self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
         self._step = self._learned = 0  # the last step, and how many trained a policy
         self._console = Console(config.name, _steps(config), self._phases.current)
@@ -173,12 +174,12 @@ class Run:
             "results": self._results,
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
-            "alarm": self.alarm,
+            "ended_by": self.ended_by,
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
-        alarm = state.get("alarm")  # older checkpoints have none
+        alarm = state.get("ended_by")  # older checkpoints have none
         if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
             raise ConfigError(f"train.on_alarm: stop, and an alarm has ended this run ({alarm}); with continue it goes on")
         path, size = self.directory / METRICS, state["metrics_bytes"]

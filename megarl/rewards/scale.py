@@ -75,7 +75,7 @@ class RewardScale:
         if len(reward_N) < 2:
             raise ConfigError(f"reward.normalise: {len(reward_N)} of the reference responses could be judged, and two are the fewest")
         mean, std = float(np.mean(reward_N, dtype=np.float64)), float(np.std(reward_N, dtype=np.float64))
-        if max(reward_N) - min(reward_N) <= ROUNDING * max(map(abs, reward_N)):
+        if not std > ROUNDING * max(map(abs, reward_N)):
             raise ConfigError(f"reward.normalise: the {len(reward_N)} reference responses all score {mean:g}, and have no spread")
         return cls(mean, std, clip)
 

@@ -19,6 +19,13 @@ from typing import Any
 Verifier = Callable[[str, str, str, dict[str, Any]], tuple[float, dict[str, float]]]
 
 OURS = ("prompt", "response", "answer", "meta")
+# Data sets of reasoning-gym 0.1.25 whose scorer evaluates the response as Python (eval, sympy's parse_expr): what a model writes would run.
+EVALUATING = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's compute_score
 
 
@@ -42,6 +49,8 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
 
     @cache
     def dataset(name: str, params: str) -> Any:
+        if name in EVALUATING:  # named by a prompt file; `megarl.stages.checks` refuses it in a data source
+            raise ValueError(f"the scorer of {name} evaluates the response as Python, and is not used")
         return create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:

@@ -24,6 +24,9 @@ from megarl.config import (
     PairsConfig,
     PreferenceSource,
     PromptSource,
+    ReasoningGymReward,
+    ReasoningGymSource,
+    RewardSettings,
     RmConfig,
     RolloutSettings,
     RunSettings,
@@ -34,7 +37,7 @@ from megarl.config import (
 from megarl.data.demonstrations import Demonstration, demonstrations
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.data.tokenizer import check_same_tokenizer, encode, load_tokenizer
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
@@ -44,6 +47,7 @@ from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.http import token_of
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
+from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.engine import check_engine
 
 if TYPE_CHECKING:
@@ -119,10 +123,19 @@ def check_cluster(settings: ClusterSettings) -> None:
 
 
 def check_prompts(
-    config: RunSettings, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
+    config: TrainConfig | EvalConfig | PairsConfig, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
-    """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long."""
+    """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long, and where scoring it would run code."""
+    if isinstance(source, ReasoningGymSource) and source.dataset in EVALUATING and _scored_by_gym(config.reward):
+        raise ConfigError(
+            f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+            "never runs; give another reward (reward.source.type=function)"
+        )
     return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
+
+
+def _scored_by_gym(reward: RewardSettings) -> bool:
+    return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
 
 
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
@@ -309,10 +322,20 @@ def check_pairs(config: PairsConfig) -> Data:
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
     check_reward(config.reward)
-    return Data(
+    data = Data(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
         eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
     )
+    if config.pairs.answers:
+        tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
+        for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):
+            for number, tokens in enumerate(encode(tokenizer, [prompt.answer for prompt in prompts], special=False)):
+                if len(tokens) > most:
+                    raise ConfigError(
+                        f"pairs.answers: the answer of {key}, prompt {number}, has {len(tokens)} tokens, more than "
+                        f"rollout.max_response_tokens={most}"
+                    )
+    return data
 
 
 def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import pstdev
 
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
@@ -21,16 +23,17 @@ EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so
 
 def evaluate(name: str, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, seed: int, step: int = 0) -> dict[str, float]:
     """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
-    rates, failures = dict[str, float](), dict[str, Metric]()
+    rates, errors, failures = dict[str, float](), dict[str, float](), dict[str, Metric]()
     with run.phase("eval"):
         for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
             sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
             responses = engines.generate(prompts, sampling)
             scores = judge.scores(prompts, responses)
             rates[kind] = sum(score.value for score in scores) / len(scores)
+            errors[kind] = pstdev(score.value for score in scores) / math.sqrt(len(scores))
             failures = merge([failures, reward_failures(scores)])
             run.failures(scores)
-    run.pass_rate(name, rates, step, failures | {"eval/heldout/prompts": Last(float(len(prompts)))})
+    run.pass_rate(name, rates, step, failures | {"eval/heldout/stderr": Last(errors["sampled"])})
     return rates
 
 

@@ -41,9 +41,9 @@ class Judge:
         values, cut = self.team.rewards(responses) if responses else [], self.settings.source.unfinished
         scores = []
         for response, value in zip(responses, values, strict=True):
-            used = value if response.finished or cut is None else cut
-            outside = {} if self.known is None else {"outside": float(used is value and not self.known.has(value))}
-            scores.append(Score(used, {"model": value, **outside}))
+            constant = None if response.finished else cut
+            outside = {} if self.known is None else {"outside": float(constant is None and not self.known.has(value))}
+            scores.append(Score(value if constant is None else constant, {"model": value, **outside}))
         return scores
 
 

@@ -88,6 +88,7 @@ def learn(
             checkpoints.load(found, course)
         elif held_out is not None:
             run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
+        measured = None  # the step that "held-out after" is of
         while course.step < settings.steps and not (settings.patience and course.waited >= settings.patience):
             course.step += 1
             plan = draw(course.step, course.sampler.take(settings.batch_size))
@@ -95,7 +96,7 @@ def learn(
                 metrics = learners.train(plan)
             run.log(course.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
             if held_out is not None and (every(settings.eval_every, course.step) or course.step == settings.steps):
-                metrics = _measure(learners, held_out, run)
+                metrics, measured = _measure(learners, held_out, run), course.step
                 numbers = scalars(metrics)
                 better = course.improves(numbers[f"{config.section}/accuracy"], numbers[f"{config.section}/loss"])
                 run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, course.step)
@@ -104,6 +105,8 @@ def learn(
             if every(config.save.every, course.step):
                 checkpoints.save(course.state())
         checkpoints.finish()
+        if held_out is not None and settings.steps and measured != course.step and not course.best.is_dir():
+            run.held_out("held-out after", _measure(learners, held_out, run), course.step)
         if settings.patience and course.best.is_dir():
             run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")
             partial = run.directory / ".model.partial-best"

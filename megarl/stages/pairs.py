@@ -83,12 +83,15 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
 
 def answers(prompts: Sequence[Prompt]) -> list[Response]:
     """The answers that the data has, as if the policy had given them."""
-    return [Response(index, prompt.answer, 0, 0, True, None, 0) for index, prompt in enumerate(prompts)]
+    return [Response(index, prompt.answer, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """At most `count` pairs of one prompt, drawn at random from all that there are."""
-    every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(said, 2) if one[1] != other[1]]
+    """At most `count` pairs of one prompt, drawn at random from all that there are. What differs in its margins alone is said once."""
+    once: dict[str, Said] = {}
+    for one in said:
+        once.setdefault(one[0].strip(), one)
+    every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(once.values(), 2) if one[1] != other[1]]
     for better, worse in draw.sample(every, min(count, len(every))):
         yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1]}
 

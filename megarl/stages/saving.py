@@ -172,6 +172,7 @@ class Checkpoints:
         """Saves and ends the run, where `on_alarm` is stop and there was an alarm."""
         if on_alarm != "stop" or self._run.alarm is None:
             return
+        self._run.ended_by = self._run.alarm
         self.save(progress.state())
         with self._failures():
             self._team.settle()

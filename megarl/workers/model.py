@@ -54,7 +54,7 @@ class Model:
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
-        self._described = directory.described(path, dtype, labels) if optimizer is not None and grid.rank == 0 else {}
+        self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
     def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
         """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere.
