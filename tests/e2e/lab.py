@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
-from megarl.config import TrainConfig, load
+from megarl.config import DpoConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
 from megarl.observe.run import Run
+from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
+from megarl.stages.dpo import dpo
 from megarl.stages.judge import open_scorers
+from megarl.stages.rm import rm
 from megarl.stages.saving import find
+from megarl.stages.sft import sft
 from megarl.trainer import learn
 from megarl.workers.cluster import Group, ray_session
 from megarl.workers.engines import Engines, start_engines
@@ -22,6 +27,11 @@ from megarl.workers.ranks import create_ranks, reserve_workers
 from megarl.workers.team import Team, build_team, cast, objective
 from tests.e2e.job import Job
 
+STAGES: dict[str, tuple[type[RunSettings], Callable[[Any], None]]] = {
+    "sft": (SftConfig, sft),
+    "rm": (RmConfig, rm),
+    "dpo": (DpoConfig, dpo),
+}
 ACTORS = 64  # over all runs: places are not given back
 LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
 
@@ -49,6 +59,13 @@ class Lab:
             self.workers(config) as (team, engines),
         ):
             learn(config, data, found, run, scorers, team, engines)
+
+    def learn(self, job: Job) -> Job:
+        """`megarl sft`, `rm` or `dpo` in this process, to the end, on ranks of its own."""
+        root, stage = STAGES[job.verb]
+        with in_this_session():
+            stage(load(job.write(), list(job.overrides), root))
+        return job
 
     @contextmanager
     def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
@@ -81,6 +98,20 @@ class Lab:
         waiting = [*self._ranks, *create_ranks(ModelWorker, config, config.layout, places, objective(config, ()), ()).actors]
         self._ranks = waiting[count:]
         return waiting[:count]
+
+
+@contextmanager
+def in_this_session() -> Iterator[None]:
+    """A stage inside asks for a Ray session, and finds the lab's."""
+
+    @contextmanager
+    def session(*_: Any) -> Iterator[None]:
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "ray_session", session)
+        patch.setattr(pairs, "ray_session", session)
+        yield
 
 
 def shape(model: Path) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -15,11 +14,11 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.config import DpoConfig, PairsConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
-from megarl.stages import learning, pairs
 from megarl.stages.dpo import dpo
+from megarl.stages.pairs import pairs
 from megarl.stages.rm import rm
 from megarl.stages.sft import sft
-from tests.e2e.lab import Lab
+from tests.e2e.lab import Lab, in_this_session
 from tests.test_examples import EXAMPLES
 
 WORDS = tuple(f"data.{part}.params={{min_word_len: 3, max_word_len: 4}}" for part in ("train", "train.exclude", "eval"))
@@ -55,18 +54,10 @@ class Short:
         return [row[name] for row in rows if name in row]
 
 
-@contextmanager
-def lab_session(*_: Any) -> Iterator[None]:
-    """In the place of a Ray session of the stage's own: the lab's is there."""
-    yield
-
-
 @pytest.fixture(scope="module")
 def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Short]:
     """After the quickstart's warm start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning, "ray_session", lab_session)
-        patch.setattr(pairs, "ray_session", lab_session)
+    with in_this_session():
         found = Short(tmp_path_factory.mktemp("short"), lab)
         sft(found.config(SftConfig, "quickstart/sft", *WORDS, f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=64"))
         yield found
@@ -83,13 +74,13 @@ def test_recipes(short: Short) -> None:
 
 
 def test_rlhf(short: Short) -> None:
-    pairs.pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
+    pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
     files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
-    rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=80", "rm.eval_every=40", "rm.batch_size=48", "layout.ranks=1"))
+    rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=60", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
     assert short.summary("rlhf/rm")["results"]["held-out after"]["rm/accuracy"] > 0.85
     model = short.runs / "rlhf" / "rm" / "model"
     places = (short.warm, f"critic.path={model}", f"reward.source.path={model}")
-    sizes = (*HALF, "train.prompts_per_step=32", "train.steps=6", "critic.pretrain_steps=2", "reward.normalise.prompts=128")
+    sizes = (*HALF, "train.prompts_per_step=32", "train.steps=5", "critic.pretrain_steps=2", "reward.normalise.prompts=128")
     short.lab.train(short.config(TrainConfig, "rlhf/ppo", *WORDS, *places, *sizes))
     assert short.rose("rlhf/ppo") > 0.1, "right answers, which training never sees"
 
@@ -101,8 +92,8 @@ def test_dpo(short: Short) -> None:
 
 
 def test_chain_sum(short: Short, tiny_model: Path) -> None:
-    sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=150", "sft.batch_size=64"))
-    sizes = (*HALF, "train.steps=6", "critic.pretrain_steps=2")
+    sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=48"))
+    sizes = (*HALF, "data.eval.items=32", "train.steps=6", "critic.pretrain_steps=2")
     short.lab.train(short.config(TrainConfig, "chain_sum/vapo", *SUMS, f"model.path={short.runs}/chain-sum/sft/model", *sizes))
     rewards = short.metric("chain-sum/vapo", "reward/mean")
     assert len(rewards) == 8 and fmean(rewards[-2:]) - fmean(rewards[:3]) > 0.08, "three steps are of the first policy"

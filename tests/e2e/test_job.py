@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.job import Job, assert_same_step, listeners, read
+from tests.e2e.lab import Lab
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
@@ -44,9 +45,9 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> N
     assert straight.gone()
 
 
-def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name(straight: Job) -> None:
+def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name(straight: Job, lab: Lab) -> None:
     before = straight.steps()
-    again = Job(straight.runs, straight.model).run()
+    again = lab.run(Job(straight.runs, straight.model))
     assert again.steps() == before
     directory = straight.runs / "job"
     first, second = (load_file(place / "model" / "model.safetensors") for place in (directory / "earlier-1", directory))

@@ -1,4 +1,4 @@
-"""The stages that learn from pairs, from the command line: accuracy and margin rise on held-out pairs, and stay what they were."""
+"""The stages that learn from pairs: accuracy and margin rise on held-out pairs, and stay what they were."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megarl.data.demonstrations import Demonstration
 from megarl.data.preferences import Preference
 from megarl.stages.checks import check_dpo, check_rm
 from tests.e2e.job import Job
+from tests.e2e.lab import Lab
 
 STAGE = """
 name: job
@@ -41,11 +42,11 @@ def write_pairs(path: Path, seed: int, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run(runs: Path, model: Path, verb: str, *overrides: str) -> Job:
+def run(lab: Lab, runs: Path, model: Path, verb: str, *overrides: str) -> Job:
     runs.mkdir(parents=True, exist_ok=True)
     write_pairs(runs / "train.jsonl", 1, 192)
     write_pairs(runs / "eval.jsonl", 2, 33)
-    return Job(runs, model, overrides, verb=verb, template=f"{STAGE}{verb}: {STEPS}").run()
+    return lab.learn(Job(runs, model, overrides, verb=verb, template=f"{STAGE}{verb}: {STEPS}"))
 
 
 def summary(job: Job) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def summary(job: Job) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    return run(tmp_path_factory.mktemp("rm"), tiny_model, "rm", "layout.ranks=2", "layout.tp=2", "layout.ep=2", "rm.patience=2")
+def reward_model(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    return run(lab, tmp_path_factory.mktemp("rm"), tiny_model, "rm", "layout.ranks=2", "layout.tp=2", "layout.ep=2", "rm.patience=2")
 
 
 def test_a_reward_model_learns_to_rank_held_out_pairs(reward_model: Job) -> None:
@@ -74,11 +75,11 @@ def how_good(row: dict[str, float]) -> tuple[float, float]:
     return row["eval/heldout/rm/accuracy"], -row["eval/heldout/rm/loss"]
 
 
-def test_a_saved_reward_model_is_measured_without_a_step_and_by_transformers(reward_model: Job, tmp_path: Path) -> None:
+def test_a_saved_reward_model_is_measured_without_a_step_and_by_transformers(lab: Lab, reward_model: Job, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     saved, after = reward_model.runs / "job" / "model", summary(reward_model)["held-out after"]
-    again = run(tmp_path, saved, "rm", "rm.steps=0")
+    again = run(lab, tmp_path, saved, "rm", "rm.steps=0")
     assert summary(again) == {"held-out": pytest.approx(after, rel=1e-4, abs=1e-6)}
     assert not (tmp_path / "job" / "model").exists()
     pairs = check_rm(load(tmp_path / "job.yaml", [], RmConfig)).held_out
@@ -93,8 +94,8 @@ def test_a_saved_reward_model_is_measured_without_a_step_and_by_transformers(rew
     assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(reward_model.model).get_vocab()
 
 
-def test_dpo_raises_the_margin_of_held_out_pairs(tmp_path: Path, tiny_model: Path) -> None:
-    job = run(tmp_path, tiny_model, "dpo", "layout.ranks=2", "layout.cp=2", "algorithm.label_smoothing=0.1")
+def test_dpo_raises_the_margin_of_held_out_pairs(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    job = run(lab, tmp_path, tiny_model, "dpo", "layout.ranks=2", "layout.cp=2", "algorithm.label_smoothing=0.1")
     before, after = summary(job)["held-out before"], summary(job)["held-out after"]
     assert abs(before["dpo/margin"]) < 1e-5 and before["dpo/loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert after["dpo/accuracy"] > 0.9 and after["dpo/margin"] > 0.5 and after["dpo/loss"] < before["dpo/loss"]
