@@ -29,26 +29,29 @@ class Course:
 
     def __init__(self, sampler: Sampler, best: Path) -> None:
         self.step, self.sampler = 0, sampler
-        self._best = best
+        self.measured = 0  # the last step after which the held-out numbers were taken
+        self._folder = best
         self._record: tuple[float, float] | None = None  # held-out accuracy and -loss of the best evaluation
-        self._step = self.waited = 0  # the best evaluation's step, and how many evaluations have come since
+        self._best_step = self.waited = 0  # the best evaluation's step, and how many evaluations have come since
 
     @property
     def best(self) -> Path:
         """Where the model of the best evaluation is kept."""
-        return self._best / f"{self._step:06d}"
+        return self._folder / f"{self._best_step:06d}"
 
     def improves(self, accuracy: float, loss: float) -> bool:
         """Takes an evaluation of this step: is it better than all before? Of two with the same accuracy, the lower loss is."""
+        self.measured = self.step
         if self._record is not None and (accuracy, -loss) <= self._record:
             self.waited += 1
             return False
-        self._record, self._step, self.waited = (accuracy, -loss), self.step, 0
+        self._record, self._best_step, self.waited = (accuracy, -loss), self.step, 0
         return True
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return {"step": self.step, "sampler": self.sampler.state(), "best": [self._record, self._step, self.waited]}
+        best = [self._record, self._best_step, self.waited]
+        return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": best}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stands where `state` was taken. ValueError where it was taken over other data.
@@ -57,9 +60,10 @@ class Course:
         """
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
-        record, step, waited = state.get("best", [None, 0, 0])  # older checkpoints have none
-        if record is not None and (self._best / f"{step:06d}").is_dir():
-            self._record, self._step, self.waited = tuple(record), step, waited
+        self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
+        record, step, waited = state.get("best", [None, 0, 0])
+        if record is not None and (self._folder / f"{step:06d}").is_dir():
+            self._record, self._best_step, self.waited = tuple(record), step, waited
 
 
 def learn(
@@ -88,7 +92,6 @@ def learn(
             checkpoints.load(found, course)
         elif held_out is not None:
             run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-        measured = None  # the step that "held-out after" is of
         while course.step < settings.steps and not (settings.patience and course.waited >= settings.patience):
             course.step += 1
             plan = draw(course.step, course.sampler.take(settings.batch_size))
@@ -96,7 +99,7 @@ def learn(
                 metrics = learners.train(plan)
             run.log(course.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
             if held_out is not None and (every(settings.eval_every, course.step) or course.step == settings.steps):
-                metrics, measured = _measure(learners, held_out, run), course.step
+                metrics = _measure(learners, held_out, run)
                 numbers = scalars(metrics)
                 better = course.improves(numbers[f"{config.section}/accuracy"], numbers[f"{config.section}/loss"])
                 run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, course.step)
@@ -105,7 +108,7 @@ def learn(
             if every(config.save.every, course.step):
                 checkpoints.save(course.state())
         checkpoints.finish()
-        if held_out is not None and settings.steps and measured != course.step and not course.best.is_dir():
+        if held_out is not None and course.measured != course.step and not course.best.is_dir():  # it was to take more steps once
             run.held_out("held-out after", _measure(learners, held_out, run), course.step)
         if settings.patience and course.best.is_dir():
             run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")

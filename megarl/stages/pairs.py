@@ -87,7 +87,7 @@ def answers(prompts: Sequence[Prompt]) -> list[Response]:
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """At most `count` pairs of one prompt, drawn at random from all that there are. What differs in its margins alone is said once."""
+    """At most `count` pairs of one prompt, drawn at random from all that there are. Texts that differ in outer spaces alone count once."""
     once: dict[str, Said] = {}
     for one in said:
         once.setdefault(one[0].strip(), one)
