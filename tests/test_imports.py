@@ -1,34 +1,91 @@
-"""Imports without garbage collection."""
+"""The import law of the house: which package may be imported where."""
 
 from __future__ import annotations
 
-import gc
-import importlib
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megarl.imports import uncollected
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "megarl").rglob("*.py"))
+ALLOWED = {
+    "megatron": ("megarl/parallel/", "megarl/models/build.py", "megarl/sync/"),
+    "torch.distributed": ("megarl/parallel/", "megarl/models/build.py", "megarl/sync/"),
+    "ray": ("megarl/workers/", "megarl/rollout/vllm.py", "megarl/trainer.py", "megarl/stages/"),
+    "vllm": ("megarl/rollout/", "megarl/sync/"),
+    "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
+}
+ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.algorithms")
 
 
-def test_the_collector_rests_and_leaves_alone_what_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "imported_for_the_first_time.py").write_text("held = [[] for _ in range(1000)]")
-    monkeypatch.syspath_prepend(tmp_path)
-    frozen = gc.get_freeze_count()
-    with uncollected():
-        assert not gc.isenabled()
-        importlib.import_module("imported_for_the_first_time")
-    assert gc.isenabled() and gc.get_freeze_count() >= frozen + 1000
+@cache
+def imported(file: str, types: bool = True) -> frozenset[str]:
+    """Dotted names that a file imports at any depth, and the `torch.x` that it reaches as attributes; `types`: for annotations too."""
+    return frozenset(_names(ast.parse((ROOT / file).read_text()), types))
 
 
-def test_nothing_is_left_alone_where_nothing_was_imported() -> None:
-    frozen = gc.get_freeze_count()
-    with uncollected():
-        held: list[list[int]] = [[] for _ in range(1000)]
-    assert held and gc.isenabled() and gc.get_freeze_count() <= frozen
+def _names(node: ast.AST, types: bool) -> Iterator[str]:
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        yield str(node.module)
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        yield f"torch.{node.attr}"
+    for child in ast.iter_child_nodes(node):
+        yield from _names(child, types)
 
 
-def test_the_collector_comes_back_after_a_failure() -> None:
-    with pytest.raises(ModuleNotFoundError), uncollected():
-        importlib.import_module("no_such_module_anywhere")
-    assert gc.isenabled()
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_package_is_imported_only_where_the_law_allows(package: str) -> None:
+    users = {file for file in FILES if any(inside(name, package) for name in imported(file))}
+    assert [file for file in sorted(users) if not file.startswith(ALLOWED[package])] == []
+
+
+def test_algorithms_import_torch_and_the_batch_alone() -> None:
+    foreign = {
+        (file, name)
+        for file in FILES
+        if file.startswith("megarl/algorithms/")
+        for name in imported(file)
+        if name.partition(".")[0] not in sys.stdlib_module_names and not any(inside(name, allowed) for allowed in ALGORITHMS_MAY)
+    }
+    assert foreign == set()
+
+
+def reached(start: str) -> set[str]:
+    """Every file of megarl that may be loaded when `start` is, whatever it calls."""
+    seen: set[str] = set()
+    queue = [start]
+    while queue:
+        file = queue.pop()
+        if file in FILES and file not in seen:
+            seen.add(file)
+            bases = [name.replace(".", "/") for name in imported(file, types=False)]
+            queue += [f"{base}.py" for base in bases] + [f"{base}/__init__.py" for base in bases]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("start", "package"), [("megarl/workers/model_worker.py", "vllm"), ("megarl/workers/rollout_worker.py", "megatron")]
+)
+def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> None:
+    assert start in FILES
+    assert [file for file in sorted(reached(start)) if any(inside(name, package) for name in imported(file))] == []
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, megarl.cli; megarl.cli.parser(); print(sorted({'torch', 'pydantic', 'ray', 'numpy', 'yaml'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
