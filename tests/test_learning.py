@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import ConfigError, RmConfig, SftConfig, load
 from megarl.observe.metrics import Last, Metric
 from megarl.stages import learning
+from tests.e2e.lab import in_this_session
 from tests.test_examples import EXAMPLES
 
 RM = """
@@ -53,18 +53,13 @@ def learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[float], *overrides: str
 ) -> tuple[Path, Mapping[str, float]]:
     """A run's directory, and the numbers of the model that it leaves."""
-
-    @contextmanager
-    def no_ray(*_: Any) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(learning, "ray_session", no_ray)
     monkeypatch.setattr(learning, "start_learners", lambda *_: Counting(accuracy))
     (tmp_path / "job.yaml").write_text(RM.format(runs=tmp_path))
     config = load(tmp_path / "job.yaml", list(overrides), RmConfig)
     plan: Any = SimpleNamespace(tokens=8)
     finished = list[tuple[Path, Mapping[str, float]]]()
-    learning.learn(config, BradleyTerry(), 8, lambda *_: plan, plan, lambda *left: finished.append(left))
+    with in_this_session():
+        learning.learn(config, BradleyTerry(), 8, lambda *_: plan, plan, lambda *left: finished.append(left))
     [(model, numbers)] = finished
     return model.parent, numbers
 

@@ -47,7 +47,7 @@ def example(name: str, band: list[float], **spec: Any) -> Any:
     write = (
         "import json, pathlib; d = pathlib.Path('runs/it'); d.mkdir(parents=True, exist_ok=True); "
         "(d / 'summary.json').write_text(json.dumps({'rate': {'after': 0.75, 'before': 0.25}})); "
-        "(d / 'metrics.jsonl').write_text(chr(10).join(json.dumps({'step': n, 'kl': n * {seed}, 'target': 2.0}) for n in (1, 2, 3)))"
+        "(d / 'metrics.jsonl').write_text(''.join(json.dumps({'step': n, 'kl': n * {seed}, 'target': 2.0}) + chr(10) for n in (1, 2, 3)))"
     )
     figure = tool.Figure("it", spec.pop("of"), band[0], band[1], **spec)
     return tool.Example(name, "a title", [f'python -c "{write}"'], [figure])

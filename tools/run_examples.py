@@ -33,6 +33,8 @@ from typing import Any
 
 import yaml
 
+from megarl.observe.writers import read_json_lines
+
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
 PAGE = ROOT / "examples" / "README.md"
@@ -79,8 +81,7 @@ class Figure:
     def _read(self, runs: Path, place: str, seed: int) -> float:
         run, _, name = place.replace("{seed}", str(seed)).partition(": ")
         if self.last is not None:
-            rows = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
-            values = [row[name] for row in rows if name in row]
+            values = [row[name] for row in read_json_lines(runs / run / "metrics.jsonl") if name in row]
             if not values:
                 raise Broken(f"{self.name}: {runs / run} has no metric {name}")
             return fmean(values[-self.last :])
@@ -319,7 +320,7 @@ def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
     FigureCanvasAgg(figure)
     for axis, (title, name) in zip(figure.subplots(1, len(CURVES)), CURVES, strict=True):
         for start in starts:
-            rows = [json.loads(line) for line in (out / start / "runs" / PICTURED / "metrics.jsonl").read_text().splitlines()]
+            rows = read_json_lines(out / start / "runs" / PICTURED / "metrics.jsonl")
             points = [(row["step"], row[name]) for row in rows if name in row]
             axis.plot(*zip(*points, strict=True), label=start, marker="o" if len(points) < 10 else None)
             targets = [row["actor/kl_target"] for row in rows if "actor/kl_target" in row]

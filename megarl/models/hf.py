@@ -80,8 +80,9 @@ def described(
     if "torch_dtype" in config and dtype is not None:
         config["torch_dtype"] = dtype
     files = {CONFIG: (source / CONFIG).read_bytes() if config == given else (json.dumps(config, indent=2) + "\n").encode()}
+    left_out = {CONFIG, INDEX, CONVERSION} | ({RANGE_FILE} if trained else set())
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in (CONFIG, INDEX, CONVERSION, *([RANGE_FILE] * trained)):
+        if file.is_file() and file.suffix in _COPIED and file.name not in left_out:
             files[file.name] = file.read_bytes()
     return files
 

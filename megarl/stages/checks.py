@@ -134,6 +134,14 @@ def check_prompts(
     return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
 
 
+def check_data(config: TrainConfig | PairsConfig) -> Data:
+    """`check_prompts` of both sources."""
+    return Data(
+        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
+        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
+    )
+
+
 def _scored_by_gym(reward: RewardSettings) -> bool:
     return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
 
@@ -193,10 +201,7 @@ def check_train(config: TrainConfig) -> Data:
         check_trained_head(config.reward.source.path, "reward.source.path")
         read_range(config.reward.source.path, "reward.source.path")
     check_reward(config.reward)
-    data = Data(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
+    data = check_data(config)
     normalise = config.reward.normalise
     for key, wanted in (
         ("train.prompts_per_step", config.train.prompts_per_step),
@@ -322,10 +327,7 @@ def check_pairs(config: PairsConfig) -> Data:
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
     check_reward(config.reward)
-    data = Data(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
+    data = check_data(config)
     if config.pairs.answers:
         tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
         for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):

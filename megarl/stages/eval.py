@@ -8,10 +8,11 @@ from statistics import pstdev
 
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
-from megarl.observe.metrics import Last, Metric, merge
+from megarl.observe.metrics import Last, merge
 from megarl.observe.run import Run
 from megarl.observe.signs import reward_failures
 from megarl.observe.summary import write_json
+from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
 from megarl.stages.judge import Judge, open_scorers
@@ -23,17 +24,17 @@ EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so
 
 def evaluate(name: str, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, seed: int, step: int = 0) -> dict[str, float]:
     """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
-    rates, errors, failures = dict[str, float](), dict[str, float](), dict[str, Metric]()
+    found = dict[str, list[Score]]()
     with run.phase("eval"):
         for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
             sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
             responses = engines.generate(prompts, sampling)
-            scores = judge.scores(prompts, responses)
-            rates[kind] = sum(score.value for score in scores) / len(scores)
-            errors[kind] = pstdev(score.value for score in scores) / math.sqrt(len(scores))
-            failures = merge([failures, reward_failures(scores)])
-            run.failures(scores)
-    run.pass_rate(name, rates, step, failures | {"eval/heldout/stderr": Last(errors["sampled"])})
+            found[kind] = judge.scores(prompts, responses)
+            run.failures(found[kind])
+    rates = {kind: sum(score.value for score in scores) / len(scores) for kind, scores in found.items()}
+    error = pstdev(score.value for score in found["sampled"]) / math.sqrt(len(prompts))
+    failures = merge([reward_failures(scores) for scores in found.values()])
+    run.pass_rate(name, rates, step, failures | {"eval/heldout/stderr": Last(error)})
     return rates
 
 

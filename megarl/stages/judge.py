@@ -22,7 +22,7 @@ class Judge:
     settings: RewardSettings
     scorer: Scorer | None  # None: the reward model's word counts
     team: Team | None = None
-    known: ScoreRange | None = None  # the reward model's scores in its own training
+    known: ScoreRange | None = None  # of the reward model's scores on the held-out pairs of its training
     scale: RewardScale | None = None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.config import DpoConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl import cli
+from megarl.config import TrainConfig, load
 from megarl.observe.run import Run
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
-from megarl.stages.dpo import dpo
 from megarl.stages.judge import open_scorers
-from megarl.stages.rm import rm
 from megarl.stages.saving import find
-from megarl.stages.sft import sft
 from megarl.trainer import learn
 from megarl.workers.cluster import Group, ray_session
 from megarl.workers.engines import Engines, start_engines
@@ -27,11 +26,6 @@ from megarl.workers.ranks import create_ranks, reserve_workers
 from megarl.workers.team import Team, build_team, cast, objective
 from tests.e2e.job import Job
 
-STAGES: dict[str, tuple[type[RunSettings], Callable[[Any], None]]] = {
-    "sft": (SftConfig, sft),
-    "rm": (RmConfig, rm),
-    "dpo": (DpoConfig, dpo),
-}
 ACTORS = 64  # over all runs: places are not given back
 LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
 
@@ -62,9 +56,12 @@ class Lab:
 
     def learn(self, job: Job) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end, on ranks of its own."""
-        root, stage = STAGES[job.verb]
-        with in_this_session():
-            stage(load(job.write(), list(job.overrides), root))
+        before = signal.getsignal(signal.SIGTERM)  # the command line takes it over
+        try:
+            with in_this_session():
+                assert cli.main([job.verb, str(job.write()), *job.overrides]) == 0
+        finally:
+            signal.signal(signal.SIGTERM, before)
         return job
 
     @contextmanager
@@ -102,7 +99,7 @@ class Lab:
 
 @contextmanager
 def in_this_session() -> Iterator[None]:
-    """A stage inside asks for a Ray session, and finds the lab's."""
+    """A stage inside asks for a Ray session, and gets none of its own."""
 
     @contextmanager
     def session(*_: Any) -> Iterator[None]:

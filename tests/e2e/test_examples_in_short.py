@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.config import DpoConfig, PairsConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl.observe.writers import read_json_lines
 from megarl.stages.dpo import dpo
 from megarl.stages.pairs import pairs
 from megarl.stages.rm import rm
@@ -50,8 +51,7 @@ class Short:
 
     def metric(self, run: str, name: str) -> list[float]:
         """The metric of all steps."""
-        rows = [json.loads(line) for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()]
-        return [row[name] for row in rows if name in row]
+        return [row[name] for row in read_json_lines(self.runs / run / "metrics.jsonl") if name in row]
 
 
 @pytest.fixture(scope="module")
