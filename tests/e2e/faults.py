@@ -73,23 +73,23 @@ class Processes:
 
 @dataclass(frozen=True)
 class Aim:
-    """What is to be killed, where, and not before which step is under way."""
+    """What is to be killed, in which phases at once, and not before which step is under way."""
 
-    phase: Phase
+    phases: frozenset[Phase]
     victim: Victim
     step: int
 
     def hit(self, job: Job, random: np.random.Generator) -> str:
-        """Kills at a random moment inside the phase and says what was met. A moment that came too late is awaited anew."""
+        """Kills at a random moment inside the phases and says what was met. A moment that came too late is awaited anew."""
         job.wait_for("actors", lambda: "sync ..." in job.text())
         processes = Processes.of(job)
         pid = {"driver": job.process.pid, "rank": processes.rank, "engine core": processes.core}[self.victim]
         job.wait_for(f"step {self.step}", lambda: done(job) >= self.step - 1, pause_s=0.02)
         for delay_s in pauses(random):
-            job.wait_for(self.phase, lambda: self.phase in processes.phases(), pause_s=0.002)
+            job.wait_for(" + ".join(self.phases), lambda: self.phases <= processes.phases(), pause_s=0.002)
             time.sleep(delay_s)
             met = processes.phases()
-            if self.phase not in met:
+            if not self.phases <= met:
                 continue
             os.kill(pid, signal.SIGKILL)
             step = done(job) + 1

@@ -157,6 +157,10 @@ class Job:
 def assert_same_step(job: Job, one: Job) -> None:
     """Two steps of a job on any layout: the first is that of one rank."""
     assert len(job.steps()) == 2
+    assert_same_first_step(job, one)
+
+
+def assert_same_first_step(job: Job, one: Job) -> None:
     mine, first = job.steps()[0], one.steps()[0]
     # The responses of the first step come from the same weights; what follows may differ by routers' near ties.
     for name in ("reward/mean", "response_length/mean", "perf/tokens"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,20 @@ import pytest
 import ray
 
 from megarl import cli
-from megarl.config import TrainConfig, load
+from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe.run import Run
+from megarl.stages import eval as evaluation
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
 from megarl.stages.judge import open_scorers
 from megarl.stages.saving import find
 from megarl.trainer import learn
+from megarl.workers import learner
 from megarl.workers.cluster import Group, ray_session
 from megarl.workers.engines import Engines, start_engines
 from megarl.workers.model_worker import ModelWorker
-from megarl.workers.ranks import create_ranks, reserve_workers
+from megarl.workers.rank import Rank
+from megarl.workers.ranks import build_ranks, reserve_workers
 from megarl.workers.team import Team, build_team, cast, objective
 from tests.e2e.job import Job
 
@@ -36,7 +41,7 @@ class Lab:
     def __init__(self, model: Path, config: TrainConfig) -> None:
         self._model, self._config = model, config
         self.engines = start_engines(config)
-        self._ranks: list[Any] = []  # processes that wait for a part
+        self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
 
     def run(self, job: Job) -> Job:
         """`megarl train` in this process, to the end."""
@@ -55,46 +60,111 @@ class Lab:
             learn(config, data, found, run, scorers, team, engines)
 
     def learn(self, job: Job) -> Job:
-        """`megarl sft`, `rm` or `dpo` in this process, to the end, on ranks of its own."""
-        before = signal.getsignal(signal.SIGTERM)  # the command line takes it over
-        try:
-            with in_this_session():
-                assert cli.main([job.verb, str(job.write()), *job.overrides]) == 0
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        """`megarl sft`, `rm` or `dpo` in this process, to the end."""
+        with self.stage():
+            assert command(job) == 0
         return job
 
     @contextmanager
+    def stage(self) -> Iterator[None]:
+        """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model."""
+        played: list[Any] = []
+
+        def play(kind: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+            group = Group("rank", self._take(len(places)))
+            played.extend(group.actors)
+            _begin(group, kind, config, layout, *arguments)
+            build_ranks([group], config)
+            return group
+
+        def engines_of(config: EvalConfig | PairsConfig) -> Engines:
+            again = self._config.model_copy(update={"model": config.model})
+            with self.workers(again) as (team, engines):
+                team.sync(engines, 0)
+            return Engines(engines.group, config.rollout)
+
+        with in_this_session(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learner, "reserve_workers", lambda config, ranks: [None] * ranks)
+            patch.setattr(learner, "start_ranks", play)
+            patch.setattr(pairs, "start_engines", engines_of)
+            patch.setattr(evaluation, "start_engines", engines_of)
+            with self._returned(played):
+                yield
+
+    @contextmanager
     def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
-        """The ranks and engines of a run. Ranks that fail are not used again."""
+        """The ranks and engines of a run."""
         own = shape(config.model.path) != shape(self._model)
         engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
-        parts = [(roles, layout, rank) for roles, layout in cast(config) for rank in range(layout.ranks)]
-        ranks = self._take(config, len(parts))
+        ranks = self._take(sum(layout.ranks for _, layout in cast(config)))
         try:
-            plays = [
-                actor.__ray_call__.remote(_begin, rank, config, layout, objective(config, roles), roles)
-                for actor, (roles, layout, rank) in zip(ranks, parts, strict=True)
-            ]
-            ray.get(plays)
-            yield build_team(config, _dealt(ranks, [layout.ranks for _, layout in cast(config)])), engines
-            ray.get([actor.__ray_call__.remote(_end) for actor in ranks])
-        except BaseException:
-            _kill(ranks)
-            raise
-        else:
-            self._ranks += ranks
+            with self._returned(ranks):
+                groups = _dealt(ranks, [layout.ranks for _, layout in cast(config)])
+                for group, (roles, layout) in zip(groups, cast(config), strict=True):
+                    _begin(group, ModelWorker, config, layout, objective(config, roles), roles)
+                yield build_team(config, groups), engines
         finally:
             if own:
                 _kill(engines.group.actors)
 
-    def _take(self, config: TrainConfig, count: int) -> list[Any]:
+    def pids(self) -> list[int]:
+        """The processes that wait for a part; the first are taken first."""
+        return ray.get([actor.pid.remote() for actor in self._ranks])
+
+    def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
         missing = max(0, count - len(self._ranks))
         places = reserve_workers(self._config, ranks=missing) if missing else []
-        waiting = [*self._ranks, *create_ranks(ModelWorker, config, config.layout, places, objective(config, ()), ()).actors]
+        new = [ray.remote(Player).options(num_cpus=1, scheduling_strategy=place).remote() for place in places]
+        waiting = [*self._ranks, *new]
         self._ranks = waiting[count:]
         return waiting[:count]
+
+    @contextmanager
+    def _returned(self, ranks: Sequence[Any]) -> Iterator[None]:
+        """Ranks that were taken wait again after it; where it fails they are not used again."""
+        try:
+            yield
+            ray.get([actor.end.remote() for actor in ranks])
+        except BaseException:
+            _kill(ranks)
+            raise
+        self._ranks += ranks
+
+
+class Player:
+    """A process that is a rank of one run after the other, of whatever kind."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def begin(self, kind: type[Rank], *arguments: Any) -> None:
+        self.part = kind(*arguments)
+
+    def end(self) -> None:
+        """What the part held is gone."""
+        from megarl.parallel.grid import destroy_grid
+
+        destroy_grid()
+        self.part.__dict__.clear()
+        gc.collect()
+
+
+def _played(name: str) -> Callable[..., Any]:
+    return lambda player, *arguments: getattr(player.part, name)(*arguments)
+
+
+for _name in {name for kind in (ModelWorker, learner.Learner) for name in dir(kind) if not name.startswith("_")}:
+    setattr(Player, _name, _played(_name))
+
+
+def command(job: Job) -> int:
+    """The exit status of the job's command line in this process."""
+    before = signal.getsignal(signal.SIGTERM)  # which it takes over
+    try:
+        return cli.main([job.verb, str(job.write()), *job.overrides])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -106,8 +176,8 @@ def in_this_session() -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning, "ray_session", session)
-        patch.setattr(pairs, "ray_session", session)
+        for stage in (learning, pairs, evaluation):
+            patch.setattr(stage, "ray_session", session)
         yield
 
 
@@ -115,20 +185,8 @@ def shape(model: Path) -> str:
     return (model / "config.json").read_text()
 
 
-def _begin(worker: Any, *part: Any) -> None:
-    """In a rank's process: it becomes the worker of another run."""
-    worker.__init__(*part)
-
-
-def _end(worker: Any) -> None:
-    """In a rank's process: what it held is gone."""
-    import gc
-
-    from megarl.parallel.grid import destroy_grid
-
-    destroy_grid()
-    worker.__dict__.clear()
-    gc.collect()
+def _begin(group: Group, kind: type[Rank], config: RunSettings, layout: Layout, *arguments: Any) -> None:
+    ray.get([actor.begin.remote(kind, rank, config, layout, *arguments) for rank, actor in enumerate(group.actors)])
 
 
 def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[Group]:

@@ -6,7 +6,6 @@ The promises in full are examples/promises.yaml, and tools/run_examples.py check
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from megarl.stages.dpo import dpo
 from megarl.stages.pairs import pairs
 from megarl.stages.rm import rm
 from megarl.stages.sft import sft
-from tests.e2e.lab import Lab, in_this_session
+from tests.e2e.lab import Lab
 from tests.test_examples import EXAMPLES
 
 WORDS = tuple(f"data.{part}.params={{min_word_len: 3, max_word_len: 4}}" for part in ("train", "train.exclude", "eval"))
@@ -55,12 +54,12 @@ class Short:
 
 
 @pytest.fixture(scope="module")
-def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Short]:
+def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Short:
     """After the quickstart's warm start."""
-    with in_this_session():
-        found = Short(tmp_path_factory.mktemp("short"), lab)
+    found = Short(tmp_path_factory.mktemp("short"), lab)
+    with lab.stage():
         sft(found.config(SftConfig, "quickstart/sft", *WORDS, f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=64"))
-        yield found
+    return found
 
 
 def test_quickstart(short: Short) -> None:
@@ -74,9 +73,11 @@ def test_recipes(short: Short) -> None:
 
 
 def test_rlhf(short: Short) -> None:
-    pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
+    with short.lab.stage():
+        pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
     files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
-    rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=60", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
+    with short.lab.stage():
+        rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=60", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
     assert short.summary("rlhf/rm")["results"]["held-out after"]["rm/accuracy"] > 0.85
     model = short.runs / "rlhf" / "rm" / "model"
     places = (short.warm, f"critic.path={model}", f"reward.source.path={model}")
@@ -86,13 +87,15 @@ def test_rlhf(short: Short) -> None:
 
 
 def test_dpo(short: Short) -> None:
-    dpo(short.config(DpoConfig, "rlhf/dpo", *WORDS, short.warm, "dpo.steps=20", "dpo.batch_size=64", "layout.ranks=1"))
+    with short.lab.stage():
+        dpo(short.config(DpoConfig, "rlhf/dpo", *WORDS, short.warm, "dpo.steps=20", "dpo.batch_size=64", "layout.ranks=1"))
     after = short.summary("rlhf/dpo")["results"]["held-out after"]
     assert after["dpo/accuracy"] > 0.9 and after["dpo/margin"] > 0.15
 
 
 def test_chain_sum(short: Short, tiny_model: Path) -> None:
-    sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=48"))
+    with short.lab.stage():
+        sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=48"))
     sizes = (*HALF, "data.eval.items=32", "train.steps=6", "critic.pretrain_steps=2")
     short.lab.train(short.config(TrainConfig, "chain_sum/vapo", *SUMS, f"model.path={short.runs}/chain-sum/sft/model", *sizes))
     rewards = short.metric("chain-sum/vapo", "reward/mean")

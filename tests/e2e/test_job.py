@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.job import Job, assert_same_step, listeners, read
+from megarl.config import SftConfig, load
+from megarl.stages.sft import sft
+from tests.e2e.job import Job, assert_same_first_step, listeners, read
 from tests.e2e.lab import Lab
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -54,11 +56,12 @@ def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name
     assert all(bool((first[name] == second[name]).all()) for name in first)
 
 
-def test_supervised_training_and_evaluation_from_the_command_line(tmp_path: Path, tiny_model: Path) -> None:
+def test_supervised_training_and_evaluation_of_what_it_left_from_the_command_line(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     examples = Path(__file__).parents[2] / "examples" / "quickstart"
     places = (f"run_dir={tmp_path}", f"model.path={tiny_model}")
-    config = (examples / "sft.yaml", "name=sft", *places, "sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2")
-    assert megarl("sft", *config, "layout.ep=2") == 0
+    sizes = ("sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2", "layout.ep=2")
+    with lab.stage():
+        sft(load(examples / "sft.yaml", ["name=sft", *places, *sizes], SftConfig))
     rows = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["sft/loss"] for row in rows if "sft/loss" in row]
     assert len(losses) == 3 and losses[-1] < losses[0]
@@ -70,16 +73,14 @@ def test_supervised_training_and_evaluation_from_the_command_line(tmp_path: Path
     assert result["prompts"] == 16 and set(result) == {"model", "prompts", "sampled", "greedy"}
 
 
-def test_the_job_runs_on_two_ranks_and_two_engines(straight: Job, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_job_of_two_ranks_and_two_engines_that_was_closed_to_the_network_and_leaves_no_process(
+    straight: Job, tmp_path: Path, tiny_model: Path
+) -> None:
     layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "rollout.replicas=2")
-    job = Job(tmp_path, straight.model, ("train.steps=2", *layout)).run()
-    assert_same_step(job, straight)
-
-
-def test_ctrl_c_ends_a_job_that_was_closed_to_the_network_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
-    job = Job(tmp_path, tiny_model, ("train.steps=1000",)).start()
+    job = Job(tmp_path, tiny_model, ("train.steps=1000", *layout)).start()
     try:
-        job.wait_for("first step", lambda: len(job.steps()) >= 1)
+        job.wait_for("second step", lambda: len(job.steps()) >= 2)
+        assert_same_first_step(job, straight)
         pids = job.pids()
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.getpriority(os.PRIO_PROCESS, 0)}, "none yields to strangers"
         addresses = listeners(pids)
