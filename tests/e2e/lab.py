@@ -15,6 +15,7 @@ import ray
 
 from megarl import cli
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
+from megarl.observe import report
 from megarl.observe.run import Run
 from megarl.stages import eval as evaluation
 from megarl.stages import learning, pairs
@@ -53,10 +54,12 @@ class Lab:
         data = check_train(config)
         found = find(config, "train", len(data.train))
         with (
+            pytest.MonkeyPatch.context() as patch,
             Run(config, None if found is None else found.run) as run,
             open_scorers(config.reward) as scorers,
             self.workers(config) as (team, engines),
         ):
+            patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             learn(config, data, found, run, scorers, team, engines)
 
     def learn(self, job: Job) -> Job:

@@ -49,10 +49,10 @@ def small(name: str, runs: Path, model: Path) -> TrainConfig:
 def switch(team: Team, config: TrainConfig) -> Team:
     """The living rank goes on with another algorithm: what depends on it is asked anew in every call."""
 
-    def swap(worker: Any) -> None:
+    def swap(player: Any) -> None:
         from dataclasses import replace
 
-        worker._objective = replace(worker._objective, algorithm=config.algorithm)
+        player.part._objective = replace(player.part._objective, algorithm=config.algorithm)
 
     ray.get([actor.__ray_call__.remote(swap) for actor in team.policy.group.actors])
     return Team(config, team.groups)
