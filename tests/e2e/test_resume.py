@@ -260,15 +260,15 @@ optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
-sft: {{steps: 20, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 7}}
+sft: {{steps: 12, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
 save: {{every: 3}}
 """
 
 
 def test_supervised_training_that_is_killed_goes_on_too(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
-    job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 10)
-    assert done(job) < 20
+    job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 6)
+    assert done(job) < 12
     straight = lab.learn(Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT))
     again = lab.learn(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT))
     assert_same(again, straight, "model")
