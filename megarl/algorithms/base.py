@@ -41,21 +41,29 @@ class Loss:
 class PolicyAlgorithm(BaseModel):
     """A policy-gradient algorithm: rewards to advantages, and a loss per token."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     aggregation: ClassVar[Aggregation]  # how the tokens' losses become one number; the paper's
     min_group: ClassVar[int] = 1  # fewest responses to a prompt that give it a signal
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
 
-    kl_coef: NonNegative = 0.0  # weight of the KL to the reference; above 0 a frozen reference is kept
-    kl_in: Literal["loss", "reward"] = "loss"  # a term of the loss, or subtracted from the reward (always k1)
-    kl_kind: KlKind = "k3"  # its estimator
-    kl_straight_through: bool = False  # the estimator's value with the gradient of k2, which is the KL's own
-    kl_target: Positive | None = None  # nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2)
-    kl_horizon: Annotated[int, Field(ge=1)] = 10_000  # responses in which kl_coef may grow or shrink by a fifth of itself, about
-    entropy_coef: NonNegative = 0.0  # entropy bonus
-    correction: Correction | None = None  # of the gap between the engine's and the trainer's probabilities
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the reference; above 0 a frozen reference is kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
+    kl_kind: KlKind = "k3"
+    """The KL's estimator."""
+    kl_straight_through: bool = False
+    """Take the estimator's value with the gradient of k2, which is the KL's own."""
+    kl_target: Positive | None = None
+    """Nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef stays."""
+    kl_horizon: Annotated[int, Field(ge=1)] = 10_000
+    """Responses in which kl_coef may grow or shrink by about a fifth of itself."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    correction: Correction | None = None
+    """Importance weights for the gap between the engine's and the trainer's probabilities."""
 
     @model_validator(mode="before")
     @classmethod

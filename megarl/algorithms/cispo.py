@@ -18,7 +18,9 @@ class Cispo(PolicyAlgorithm):
     min_group: ClassVar[int] = 2
 
     clip_low: Fraction = 1.0
+    """The weight is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 4.0
+    """The weight is clipped above at 1 + clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)

@@ -14,8 +14,11 @@ class Clipped(PolicyAlgorithm):
     """loss_t = max(-r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t); at most -c A_t where A_t < 0 and `dual_clip` c is given."""
 
     clip_low: Fraction = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 0.2
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # a bound of 1 or less would cut tokens that have not moved
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: largest loss of a token with negative advantage, in units of |A|; 1 or less would cut tokens that have not moved."""
 
     def policy_term(self, block: Block) -> Term:
         return clipped_surrogate(block.d_T.exp(), block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 
 class _Correction(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     level: Literal["token", "sequence"] = "token"
-    veto: Annotated[float, Field(gt=0, lt=1)] | None = None  # a sequence with any ratio below this floor gets weight 0
+    """One weight for each token, or one for each sequence."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A sequence with any ratio below this floor gets weight 0."""
 
     def sequence_terms(self, d_T: Tensor) -> list[Tensor]:
         """The numbers of each token, from d (0 at masked entries), whose sums over whole sequences `weight` needs."""
@@ -39,6 +41,7 @@ class Tis(_Correction):
 
     type: Literal["tis"] = "tis"
     cap: Annotated[float, Field(gt=0)] = 2.0
+    """Largest weight."""
 
     def of_log_ratio(self, d_T: Tensor) -> Tensor:
         return d_T.clamp(max=math.log(self.cap)).exp_()
@@ -46,7 +49,9 @@ class Tis(_Correction):
 
 class _Masked(_Correction):
     lo: Annotated[float, Field(ge=0)] = 0.5
+    """Smallest ratio that keeps its weight."""
     hi: Annotated[float, Field(gt=0)] = 2.0
+    """Largest ratio that keeps its weight."""
 
     @model_validator(mode="after")
     def _ordered(self) -> _Masked:
@@ -70,7 +75,9 @@ class IcePop(_Masked):
 
     type: Literal["icepop"] = "icepop"
     hi: Annotated[float, Field(gt=0)] = 5.0
+    """Largest ratio that keeps its weight."""
     level: Literal["token"] = "token"
+    """One weight for each token, or one for each sequence."""
 
 
 Correction = Annotated[Tis | Mis | IcePop, Field(discriminator="type")]

@@ -22,6 +22,7 @@ class Dapo(Clipped):
     min_group: ClassVar[int] = 2
 
     clip_high: NonNegative = 0.28
+    """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)

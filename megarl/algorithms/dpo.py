@@ -18,10 +18,12 @@ from megarl.batch import Batch
 class Dpo(BaseModel):
     """z = beta ((lp_c - ref_c) - (lp_r - ref_r)), summed over tokens; loss = mean of -(1-e) log sigmoid(z) - e log sigmoid(-z)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # e: the share of labels that are taken to be wrong
+    """Weight of the implicit KL to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the labels that are taken to be wrong (cDPO)."""
 
     def weights(self, count_N: Tensor) -> Tensor:
         """1 / (pairs of the global mini-batch), float64 [N]."""

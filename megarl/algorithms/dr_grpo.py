@@ -18,7 +18,8 @@ class DrGrpo(Clipped):
     aggregation: ClassVar[Aggregation] = "seq-mean-token-sum-norm"
     min_group: ClassVar[int] = 2
 
-    horizon: Annotated[int, Field(ge=1)]  # L, the maximum response length
+    horizon: Annotated[int, Field(ge=1)]
+    """The constant that a sequence's loss is divided by: the maximum response length."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_centred(reward_N, group_N).float()

@@ -24,7 +24,9 @@ class Gspo(PolicyAlgorithm):
     min_group: ClassVar[int] = 2
 
     clip_low: Fraction = 3e-4
+    """The sequence's ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 4e-4
+    """The sequence's ratio is clipped above at 1 + clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)

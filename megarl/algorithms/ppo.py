@@ -19,9 +19,13 @@ class ActorCritic(Clipped):
     needs_critic: ClassVar[bool] = True
 
     kl_in: Literal["loss", "reward"] = "reward"
+    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
     gamma: Fraction = 1.0
-    whiten: bool = False  # advantages, over all loss tokens of the step
-    value_clip: Positive | None = None  # how far the critic may move from its values before the step
+    """Discount of a token's reward to the token before."""
+    whiten: bool = False
+    """Whiten the advantages over all loss tokens of the step."""
+    value_clip: Positive | None = None
+    """How far the critic may move from its values before the step; null: as far as it wants."""
 
     @property
     def kl_per_sequence(self) -> bool:
@@ -63,8 +67,11 @@ class Ppo(ActorCritic):
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
 
     whiten: bool = True
+    """Whiten the advantages over all loss tokens of the step."""
     value_clip: Positive | None = 0.2
+    """How far the critic may move from its values before the step; null: as far as it wants."""
     gae_lambda: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
 
     def policy_lambda(self, batch: Batch) -> float:
         return self.gae_lambda

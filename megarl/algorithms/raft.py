@@ -18,6 +18,7 @@ class Raft(PolicyAlgorithm):
     aggregation: ClassVar[Aggregation] = "token-mean"
 
     threshold: float | None = None
+    """Keep all responses with a reward above this; null: the best response to each prompt."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         """1: what is kept counts alike."""

@@ -18,6 +18,7 @@ class PolicyGradient(PolicyAlgorithm):
     aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
 
     kl_in: Literal["loss", "reward"] = "reward"
+    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
 
     def policy_term(self, block: Block) -> Term:
         slope_T = block.d_T.exp().mul_(block.advantage_T).neg_()
@@ -33,7 +34,9 @@ class Reinforce(PolicyGradient):
     type: Literal["reinforce"] = "reinforce"
 
     gamma: Fraction = 1.0
+    """Discount of a token's reward to the token before."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
+    """Subtracted from the reward: the mean reward of the step, or nothing."""
 
     @property
     def kl_per_sequence(self) -> bool:

@@ -34,7 +34,9 @@ class ReinforcePp(_Whitened):
     type: Literal["reinforce_pp"] = "reinforce_pp"
 
     kl_in: Literal["loss", "reward"] = "reward"
+    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
     gamma: Fraction = 1.0
+    """Discount of a token's reward to the token before."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return reward_N.float()
@@ -50,6 +52,7 @@ class ReinforcePpBaseline(_Whitened):
     min_group: ClassVar[int] = 2
 
     kl_kind: KlKind = "k2"
+    """The KL's estimator."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_centred(reward_N, group_N).float()

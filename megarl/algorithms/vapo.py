@@ -29,13 +29,20 @@ class Vapo(ActorCritic):
 
     type: Literal["vapo"] = "vapo"
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # type: ignore[misc]  # a setting here, a constant elsewhere
+    """Mean over all tokens, or over responses of the mean over their tokens."""
 
     clip_high: NonNegative = 0.28
+    """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""
     alpha: Positive | None = 0.05
-    lambda_policy: Fraction = 0.95  # read where `alpha` is null
+    """Length-adaptive GAE: lambda_policy = 1 - 1 / (alpha l) for a response of l tokens; null: the same lambda_policy for all."""
+    lambda_policy: Fraction = 0.95
+    """Lambda of the policy's advantages where `alpha` is null."""
     lambda_critic: Fraction | None = 1.0
+    """Lambda of the critic's targets; null: the policy's."""
     mu: NonNegative = 0.1
+    """Weight of the NLL of correct responses."""
     positive_above: float = 0.0
+    """A response with a reward above this is correct."""
 
     def policy_lambda(self, batch: Batch) -> float | Tensor:
         return self.lambda_policy if self.alpha is None else length_adaptive_lambda(batch.count_N, self.alpha)

@@ -19,7 +19,9 @@ class VcPpo(ActorCritic):
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
 
     lambda_policy: Fraction = 0.95
+    """Lambda of the policy's advantages."""
     lambda_critic: Fraction = 1.0
+    """Lambda of the critic's targets."""
 
     def policy_lambda(self, batch: Batch) -> float | Tensor:
         return self.lambda_policy

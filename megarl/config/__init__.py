@@ -1,0 +1,65 @@
+"""The one typed configuration tree: every default of megarl lives in this folder and nowhere else.
+
+A tree for each verb is in `stages`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
+"""
+
+from megarl.config.data import (
+    DataSettings,
+    EvalData,
+    FileSource,
+    GymPreferenceSource,
+    PreferenceData,
+    PreferenceFileSource,
+    PreferenceSource,
+    PromptSource,
+    ReasoningGymSource,
+)
+from megarl.config.loading import dump, load
+from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
+from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
+from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
+from megarl.config.section import Section
+from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig
+from megarl.errors import ConfigError
+
+__all__ = [
+    "CheckpointSettings",
+    "ClusterSettings",
+    "ConfigError",
+    "CriticSettings",
+    "DataSettings",
+    "DpoConfig",
+    "EvalConfig",
+    "EvalData",
+    "FileSource",
+    "FunctionReward",
+    "GymPreferenceSource",
+    "HttpReward",
+    "Layout",
+    "LearnConfig",
+    "LogSettings",
+    "MathReward",
+    "ModelReward",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PairsConfig",
+    "PreferenceData",
+    "PreferenceFileSource",
+    "PreferenceSource",
+    "PromptSource",
+    "ReasoningGymReward",
+    "ReasoningGymSource",
+    "RewardSettings",
+    "RmConfig",
+    "RolloutSettings",
+    "RunSettings",
+    "Section",
+    "ServeConfig",
+    "SftConfig",
+    "SyncSettings",
+    "TrainConfig",
+    "TrainingSettings",
+    "dump",
+    "load",
+]

@@ -1,0 +1,124 @@
+"""The models of a run: weights, layout over the ranks, optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.config.section import Beta, Fraction, NonNegative, Positive, Section
+
+
+class ModelSettings(Section):
+    """Which weights, in which precision."""
+
+    path: Path
+    """A Hugging Face directory: config.json, safetensors, tokenizer."""
+    weights: Path | None = None
+    """A step directory of `megarl convert` or of a run: its policy's weights are trained instead of those in `path`."""
+    base: Path | None = None
+    """`megarl train` also evaluates these weights (of the same shape), for comparison."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of weights and activations; the optimizer keeps float32 main weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
+    trust_remote_code: Literal[False] = False
+    """Not offered: code in a model directory is never run."""
+    megatron: dict[str, Any] = {}
+    """Any fields of megatron.core's TransformerConfig, checked against its fields."""
+    drop_mtp: bool = False
+    """Leave out a checkpoint's multi-token prediction layers, which are not trained; without it such a checkpoint is refused."""
+
+
+class Layout(Section):
+    """How the model ranks share one model. The data-parallel size is what is left: ranks / (tp * pp * cp)."""
+
+    ranks: Positive = 1
+    """Processes that hold the model together."""
+    tp: Positive = 1
+    """Tensor parallel size; sequence parallelism goes with it whenever tp > 1."""
+    pp: Positive = 1
+    """Pipeline stages."""
+    vpp: Annotated[int, Field(ge=2)] | None = None
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    cp: Positive = 1
+    """Context parallel size."""
+    ep: Positive = 1
+    """Expert parallel size."""
+    etp: Positive = 1
+    """Tensor parallel size inside an expert."""
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the dense layers."""
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Layout:
+        dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
+        if self.ranks % dense:
+            raise ValueError(f"layout.ranks={self.ranks} is not divisible by tp*pp*cp={self.tp}*{self.pp}*{self.cp}={dense}")
+        if self.ranks % expert:
+            raise ValueError(f"layout.ranks={self.ranks} is not divisible by etp*ep*pp={self.etp}*{self.ep}*{self.pp}={expert}")
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1, and it is 1")
+        return self
+
+
+class OptimizerSettings(Section):
+    """AdamW through Megatron's distributed optimizer."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate after the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global norm of the gradient; a longer one is scaled down to it."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    decay: Literal["constant", "cosine"] = "constant"
+    """Schedule of the learning rate after the warm-up."""
+    min_lr_fraction: Fraction = 0.1
+    """Where the cosine ends, as a share of `lr`."""
+
+
+class CriticSettings(Section):
+    """The value model of the value-based algorithms: the policy's architecture with a scalar head."""
+
+    path: Path | None = None
+    """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
+    optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
+    """Its own AdamW."""
+    epochs: Positive = 1
+    """Passes of the critic over a step's mini-batches."""
+    micro_batch_tokens: Positive | None = None
+    """Most tokens of one of its micro-batches; null: `train.micro_batch_tokens`.
+
+    It may be larger than the policy's, since a critic produces no logits. Where both share ranks, the critic takes several of the
+    policy's micro-batches as one.
+    """
+    pretrain_steps: NonNegative = 0
+    """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
+    pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
+    """Value pretraining ends early when 10 steps have lowered the value loss by less than this share."""
+
+
+class Placement(Section):
+    """Which models have ranks of their own, laid out as said here; the others share the policy's (`layout`).
+
+    Policy and critic are trained at the same time where they share no ranks.
+    """
+
+    critic: Layout | None = None
+    """Ranks of the critic."""
+    reference: Layout | None = None
+    """Ranks of the reference model."""
+    reward: Layout | None = None
+    """Ranks of the reward model."""
+    offload: bool = False
+    """Models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)."""

@@ -1,0 +1,119 @@
+"""Where rewards come from, and what is done to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from megarl.config.section import EnvironmentVariable, Fraction, Positive, Seconds, Section
+
+
+class ReasoningGymReward(Section):
+    """reasoning-gym's own scorer; partial credit below `threshold` counts 0, from it on 1."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    threshold: Fraction = 1.0
+    """From this score on a response counts 1, below it 0."""
+    extract: str | None = None
+    """Regular expression whose last match (its first group) is the answer; null: the whole response, stripped."""
+
+
+class MathReward(Section):
+    """math-verify: 1 where the answer in the response equals the ground truth symbolically."""
+
+    type: Literal["math_verify"] = "math_verify"
+
+
+class FunctionReward(Section):
+    """A user's function, called as f(prompt=, response=, answer=, meta=) -> float or dict with key `score`."""
+
+    type: Literal["function"] = "function"
+    path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """module:name; called as f(prompt=, response=, answer=, meta=) -> float or dict with key `score`."""
+
+
+class HttpReward(Section):
+    """A server that scores batches of responses; what it is sent and answers: megarl.rewards.http."""
+
+    type: Literal["http"] = "http"
+    url: str
+    """Its address, such as http://127.0.0.1:8000/score."""
+    token_env: EnvironmentVariable | None = None
+    """The environment variable that holds a bearer token."""
+    batch_size: Positive = 64
+    """Most responses in one request."""
+    timeout_s: Seconds = 30.0
+    """Longest time of one request with its answer."""
+    attempts: Positive = 5
+    """Attempts of one request."""
+    backoff_s: Annotated[float, Field(ge=0)] = 1.0
+    """Pause before the second attempt; twice as long before each further one, 30 s at most."""
+    deadline_s: Seconds = 300.0
+    """Longest time for all responses of a step, further attempts included."""
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
+        if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        if place.username is not None or place.password is not None:
+            raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
+        return url
+
+
+class ModelReward(Section):
+    """A reward model on Megatron ranks (`megarl rm` trains one): its score of the response's last token."""
+
+    type: Literal["reward_model"] = "reward_model"
+    path: Path
+    """A Hugging Face directory in the layout of sequence classification, with the policy's tokenizer."""
+    unfinished: float | None = None
+    """What a response cut by the length limit scores; null: what the model says of it."""
+
+
+TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward, Field(discriminator="type")]
+RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward | ModelReward, Field(discriminator="type")]
+
+
+class OverlongSettings(Section):
+    """DAPO's soft punishment of answers that run into the length limit (see megarl.rewards.shaping)."""
+
+    buffer_tokens: Positive
+    """The punishment grows from 0 to `scale` over this many last tokens before rollout.max_response_tokens."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """The largest punishment."""
+
+
+class NormaliseSettings(Section):
+    """Rewards relative to those of the policy that the run starts from (see megarl.rewards.scale).
+
+    All that comes after them is on this scale: overlong.scale, and thresholds of an algorithm (RAFT's, VAPO's positive_above).
+    """
+
+    prompts: Annotated[int, Field(ge=2)] = 256
+    """Prompts drawn from data.train, with one response each, whose rewards give mean and standard deviation."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Normalised rewards are clipped to so many standard deviations on both sides; null: not at all."""
+
+
+class RewardSettings(Section):
+    """How responses are scored."""
+
+    source: RewardSource
+    """What scores the responses that are trained on."""
+    normalise: NormaliseSettings | None = None
+    """Rewards relative to the first policy's."""
+    eval: TextReward | None = None
+    """What evaluations count instead of `source`: pass rates, where a reward model trains."""
+    overlong: OverlongSettings | None = None
+    """Soft punishment of overlong answers."""
+    require_finished: bool = True
+    """A response cut by the length limit scores 0."""
+    timeout_s: Seconds = 10.0
+    """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
+    workers: Positive = 1
+    """Scoring processes, or connections to a server."""

@@ -1,0 +1,51 @@
+"""The engines: how they sample, and how new weights reach them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.section import Positive, Seconds, Section
+
+
+class RolloutSettings(Section):
+    """vLLM engines and how they sample."""
+
+    replicas: Positive = 1
+    """Engines; the prompts are dealt out to them."""
+    tp: Positive = 1
+    """Tensor parallel size inside one engine."""
+    samples_per_prompt: Positive = 8
+    """Responses to each prompt: the group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; log-probs are those at this temperature."""
+    max_prompt_tokens: Positive = 1024
+    """Longest prompt; a longer one is refused."""
+    max_response_tokens: Positive = 1024
+    """Longest response, its end token included."""
+    max_num_seqs: Positive = 256
+    """Sequences that an engine decodes together."""
+    kv_cache_mb: Positive | None = None
+    """Size of the KV cache: CPU engines need it, GPU engines use gpu_memory_fraction."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Share of a GPU's memory for the engine."""
+    return_routes: bool = True
+    """Report the routed experts of every token, for replay and for the routing metrics."""
+    timeout_s: Seconds = 1800.0
+    """Longest time of one generate call."""
+
+
+class SyncSettings(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
+    """nccl and gloo send over a process group; shm and cuda_ipc share memory on one machine."""
+    bucket_mb: Positive = 256
+    """Tensors are sent in buckets of at most this size (or one tensor)."""
+    verify: bool = True
+    """Fingerprint every tensor that the engines hold after each sync."""
+    logprob_gap: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 in float32, 5e-2 in bfloat16."""
+    timeout_s: Seconds = 600.0
+    """Longest time of one sync."""

@@ -1,0 +1,95 @@
+"""What every run has: a name, a place, a model on ranks, checkpoints, a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.config.model import Layout, ModelSettings
+from megarl.config.section import NonNegative, Positive, Seconds, Section, Seed
+
+
+class CheckpointSettings(Section):
+    """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
+
+    every: NonNegative = 0
+    """Steps between two saves; 0: none."""
+    keep_last: Positive = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: NonNegative = 0
+    """Also keep those of every so many steps; 0: no others."""
+    asynchronous: bool = True
+    """Write in the background, while the next steps go on."""
+    staging_mb: Positive = 8192
+    """Host memory of a rank for tensors on their way to the disk; what exceeds it is waited for."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """When a save fails: end the run, or raise an alarm and go on."""
+    resume: bool = True
+    """Go on from the run's newest whole checkpoint; false: what is there is moved aside, and the run begins anew."""
+
+
+class ClusterSettings(Section):
+    """Ray and the sockets."""
+
+    address: str | None = None
+    """An existing Ray cluster; null starts one on this machine."""
+    interface: str | None = None
+    """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
+    gpus: bool = True
+    """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
+    object_store_mb: Annotated[int, Field(ge=80)] = 200
+    """Size of Ray's object store; Ray needs 75 MB."""
+    start_timeout_s: Seconds = 300.0
+    """Longest time for Ray, ranks and engines to start."""
+    phase_timeout_s: Seconds = 3600.0
+    """Longest time that any phase may take."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ClusterSettings:
+        if self.address is not None and self.interface is None:
+            raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
+        return self
+
+
+class LogSettings(Section):
+    """Where the metrics go besides metrics.jsonl and the screen."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files into the run's directory."""
+    wandb: bool = False
+    """Report to Weights & Biases."""
+
+
+class RunSettings(Section):
+    """What every stage has."""
+
+    leaves: ClassVar[tuple[str, ...]] = ()  # files of its own in the run's directory
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$")]
+    """The run's directory, as a path below run_dir."""
+    run_dir: Path = Path("runs")
+    """Where all runs are."""
+    seed: Seed = 1
+    """Of all that is random, but what the data sources draw with seeds of their own."""
+    model: ModelSettings
+    """The model that is trained, evaluated or served."""
+    layout: Layout = Layout()
+    """How its ranks share it."""
+    cluster: ClusterSettings = ClusterSettings()
+    """Ray and the sockets."""
+    log: LogSettings = LogSettings()
+    """Where the metrics go."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self.run_dir / self.name
+
+
+class TrainingSettings(RunSettings):
+    """What every stage that trains has besides."""
+
+    save: CheckpointSettings = CheckpointSettings()
+    """Checkpoints."""

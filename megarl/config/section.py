@@ -1,0 +1,22 @@
+"""What every section of a configuration is, and the kinds of numbers in it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen part of the tree. Unknown keys are refused; the text below a field is its description in `megarl config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+Seconds = Annotated[float, Field(gt=0)]
+EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]

@@ -1,0 +1,273 @@
+"""The tree of each verb."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.algorithms import Algorithm
+from megarl.algorithms.dpo import Dpo
+from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
+from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement
+from megarl.config.rewards import ModelReward, RewardSettings
+from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.run import RunSettings, TrainingSettings
+from megarl.config.section import EnvironmentVariable, NonNegative, Positive, Section
+
+
+class StepSettings(Section):
+    """One RL step, and how often what happens."""
+
+    steps: Positive
+    """Steps of the run."""
+    prompts_per_step: Positive
+    """Prompts of one rollout."""
+    mini_batches: Positive = 1
+    """Parts of a rollout, with an optimizer step on each."""
+    epochs: Positive = 1
+    """Passes of the policy over them."""
+    micro_batch_tokens: Positive = 16384
+    """Most tokens of one micro-batch on one context-parallel group."""
+    dynamic_sampling_rounds: Positive | None = None
+    """Drop groups of equal rewards, and draw prompts at most so many times to fill the step; null: keep all groups."""
+    drop_truncated: bool = False
+    """Overlong filter: a response cut by the length limit gets no loss."""
+    eval_every: NonNegative = 0
+    """Steps between two evaluations; 0: only before the first and after the last step."""
+    eval_at_start: bool = True
+    """Evaluate before the first step."""
+    on_alarm: Literal["continue", "stop"] = "continue"
+    """stop: end the run at the first alarm, with a checkpoint."""
+
+
+class TrainConfig(TrainingSettings):
+    """`megarl train`: the RL loop."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The policy's."""
+    algorithm: Algorithm
+    """The algorithm of the update, by its `type`, and its settings."""
+    critic: CriticSettings | None = None
+    """With algorithms that need one."""
+    placement: Placement = Placement()
+    """Models with ranks of their own."""
+    data: DataSettings
+    """Prompts."""
+    reward: RewardSettings
+    """How responses are scored."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Engines and sampling."""
+    sync: SyncSettings = SyncSettings()
+    """How new weights reach the engines."""
+    train: StepSettings
+    """One step, and how often what happens."""
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainConfig:
+        sequences = self.train.prompts_per_step * self.rollout.samples_per_prompt
+        if sequences % self.train.mini_batches:
+            raise ValueError(
+                f"train.mini_batches={self.train.mini_batches} does not divide "
+                f"prompts_per_step*samples_per_prompt={self.train.prompts_per_step}*{self.rollout.samples_per_prompt}={sequences}"
+            )
+        if sequences // self.train.mini_batches < self.layout.dp:
+            raise ValueError(
+                f"train.mini_batches={self.train.mini_batches} leaves {sequences // self.train.mini_batches} sequences "
+                f"a mini-batch for {self.layout.dp} data-parallel ranks"
+            )
+        if self.algorithm.needs_critic and self.critic is None:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
+        if self.critic is not None and not self.algorithm.needs_critic:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
+        self._check_placement(sequences // self.train.mini_batches)
+        if self.rollout.samples_per_prompt < self.algorithm.min_group:
+            raise ValueError(
+                f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
+                f"to one prompt and needs at least {self.algorithm.min_group}"
+            )
+        if self.reward.overlong is not None and self.reward.overlong.buffer_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} is more than "
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
+            )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        self._check_critic_tokens(longest)
+        if longest > self.train.micro_batch_tokens:
+            raise ValueError(
+                f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
+            )
+        return self
+
+    def _check_placement(self, sequences: int) -> None:
+        """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
+        there = {
+            "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
+            "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
+            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is no reward model"),
+        }
+        for role, (present, why) in there.items():
+            layout: Layout | None = getattr(self.placement, role)
+            if layout is not None and not present:
+                raise ValueError(f"placement.{role}: {why}; leave this out")
+            if layout is not None and sequences < layout.dp:
+                raise ValueError(
+                    f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
+                )
+
+    def _check_critic_tokens(self, longest: int) -> None:
+        """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""
+        given = None if self.critic is None else self.critic.micro_batch_tokens
+        if given is None:
+            return
+        if self.placement.critic is not None and given < longest:
+            raise ValueError(f"critic.micro_batch_tokens={given} is below rollout.max_prompt_tokens+max_response_tokens={longest}")
+        if self.placement.critic is None and given < self.train.micro_batch_tokens:
+            raise ValueError(
+                f"critic.micro_batch_tokens={given} is below train.micro_batch_tokens={self.train.micro_batch_tokens}, "
+                "and critic and policy share ranks"
+            )
+
+
+class LearnSettings(Section):
+    """The steps of a supervised stage, and how often it looks at its held-out source."""
+
+    steps: NonNegative
+    """Steps of the stage; 0: the held-out numbers of model.path alone."""
+    batch_size: Positive = 64
+    """Responses of one step, or pairs of them."""
+    micro_batch_tokens: Positive = 16384
+    """Most tokens of one micro-batch on one context-parallel group."""
+    max_tokens: Positive = 2048
+    """Longest prompt + response."""
+    eval_every: NonNegative = 0
+    """Steps between two measurements; 0: only before the first and after the last step."""
+    patience: NonNegative = 0
+    """This many measurements in a row without a better one end the stage, with the model of the best one; 0: all steps are taken."""
+
+
+class LearnConfig(TrainingSettings):
+    """What the supervised stages have in common."""
+
+    section: ClassVar[str]  # key of the stage's LearnSettings
+
+    @property
+    def learn(self) -> LearnSettings:
+        """The stage's own section."""
+        return getattr(self, self.section)
+
+    @model_validator(mode="after")
+    def _patience_has_evaluations(self) -> LearnConfig:
+        if self.learn.patience and not self.learn.eval_every:
+            raise ValueError(f"{self.section}.patience={self.learn.patience}: {self.section}.eval_every=0 evaluates nothing on the way")
+        return self
+
+
+class SftConfig(LearnConfig):
+    """`megarl sft`: supervised training on response tokens."""
+
+    section: ClassVar[str] = "sft"
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The model's."""
+    data: SftData
+    """Demonstrations."""
+    sft: LearnSettings
+    """The stage's steps."""
+
+    @model_validator(mode="after")
+    def _patience_has_data(self) -> SftConfig:
+        if self.sft.patience and self.data.eval is None:
+            raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
+        return self
+
+
+class RmConfig(LearnConfig):
+    """`megarl rm`: a reward model from pairs, started from a language model (with a fresh head) or from a reward model."""
+
+    section: ClassVar[str] = "rm"
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    """The model's."""
+    data: PreferenceData
+    """Pairs."""
+    rm: LearnSettings
+    """The stage's steps."""
+
+
+class DpoConfig(LearnConfig):
+    """`megarl dpo`: a policy from pairs, against itself as it was (`model.path`) as the reference."""
+
+    section: ClassVar[str] = "dpo"
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The policy's."""
+    algorithm: Dpo = Dpo()
+    """The preference loss."""
+    data: PreferenceData
+    """Pairs."""
+    dpo: LearnSettings
+    """The stage's steps."""
+
+
+class EvalConfig(RunSettings):
+    """`megarl eval`: held-out pass rates of a Hugging Face directory through vLLM."""
+
+    data: EvalData
+    """Prompts."""
+    reward: RewardSettings
+    """How responses are scored."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Engines and sampling."""
+
+
+class PairsSettings(Section):
+    """What becomes of the responses to one prompt."""
+
+    per_prompt: Positive = 1
+    """Most pairs of a prompt."""
+    answers: bool = False
+    """Score and pair the prompt's answer, as the data has it, like a response."""
+    prompts_per_call: Positive = 256
+    """Prompts that are sampled and scored together."""
+
+
+class PairsConfig(RunSettings):
+    """`megarl pairs`: pairs of a policy's own responses, the better scored one first, for `megarl rm` and `megarl dpo`."""
+
+    leaves: ClassVar[tuple[str, ...]] = ("train.jsonl", "eval.jsonl")
+    data: PairsData
+    """Prompts."""
+    reward: RewardSettings
+    """How responses are scored."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Engines and sampling."""
+    pairs: PairsSettings = PairsSettings()
+    """What becomes of the responses."""
+
+    @model_validator(mode="after")
+    def _responses_can_differ(self) -> PairsConfig:
+        if not self.pairs.answers and self.rollout.samples_per_prompt < 2:
+            raise ValueError("rollout.samples_per_prompt=1: a pair needs two responses (or pairs.answers=true)")
+        return self
+
+
+class ServeSettings(Section):
+    """Where a reward model listens, and for what; the protocol is that of megarl.rewards.http."""
+
+    port: Annotated[int, Field(ge=0, lt=1 << 16)] = 8000
+    """TCP port on loopback, or on cluster.interface; 0: any free one."""
+    path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
+    """The path of the address."""
+    token_env: EnvironmentVariable | None = None
+    """The environment variable that holds the token to ask for."""
+    max_tokens: Positive = 2048
+    """Longest prompt + response."""
+    micro_batch_tokens: Positive = 16384
+    """Most tokens of one micro-batch on one context-parallel group."""
+
+
+class ServeConfig(RunSettings):
+    """`megarl serve`: a reward model (`model.path`) on its ranks behind HTTP."""
+
+    data: ServeData = ServeData()
+    """How prompts are rendered."""
+    serve: ServeSettings = ServeSettings()
+    """Where it listens."""

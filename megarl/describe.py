@@ -1,0 +1,165 @@
+"""`megarl config VERB [KEY]`: the keys of a verb's configuration, with what they take, their defaults and their meaning."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cli import VERBS
+from megarl.config import ConfigError, RunSettings
+
+Schema = Mapping[str, Any]
+"""A JSON schema, or a part of one."""
+
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true | false", "object": "mapping", "null": "null"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a configuration file."""
+
+    name: str  # dotted
+    takes: str
+    default: str | None  # as in YAML; None where the key is required
+    meaning: str
+
+
+def schema(root: type[RunSettings]) -> dict[str, Any]:
+    """The JSON schema of a configuration file, for editors. No key is required: a file may leave to its `base` what it does not change."""
+    found = _partial(root.model_json_schema())
+    base = {"type": "string", "description": "Another file, relative to this one, that this one is laid over."}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "properties": {"base": base, **found["properties"]}}
+
+
+def _partial(part: Any) -> Any:
+    """A schema of parts of what another one describes. Without `type` a section may be one of several."""
+    if isinstance(part, list):
+        return [_partial(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    return {
+        "anyOf" if name == "oneOf" else name: _partial(value) for name, value in part.items() if name not in ("required", "discriminator")
+    }
+
+
+def keys(root: type[RunSettings]) -> list[tuple[Key, str]]:
+    """Every key in the order of the file, each with the types of its section that have it ("" where all do)."""
+    whole = schema(root)
+    return list(_keys(whole, whole.get("$defs", {}), "", ()))
+
+
+def _keys(section: Schema, named: Schema, above: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
+    for name, given in section["properties"].items():
+        below = [part for part in _sections(given, named) if part["title"] not in inside]
+        meaning = given.get("description") or (_first_line(below[0]) if below else _first_line(section) if name == "type" else "")
+        yield Key(above + name, _takes(given, named), _default(given, bool(below)), meaning), ""
+        place = f"{above}{name}."
+        if len(below) == 1:
+            yield from _keys(below[0], named, place, (*inside, below[0]["title"]))
+        elif below:
+            yield from _of_types({_tag(part): part for part in below}, named, place, inside)
+
+
+def _of_types(parts: Mapping[str, Schema], named: Schema, place: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
+    """The keys of a section that is one of several, which its `type` chooses: the types first, then every key once."""
+    owners: dict[tuple[Key, str], list[str]] = {}
+    for tag, part in parts.items():
+        yield Key(f"{place}type", tag, None, _first_line(part)), ""
+        for found in _keys(part, named, place, (*inside, part["title"])):
+            if found[0].name != f"{place}type":
+                owners.setdefault(found, []).append(tag)
+    for (key, deeper), tags in owners.items():
+        others = [tag for tag in parts if tag not in tags]
+        few = f"type: {', '.join(tags)}" if len(tags) <= len(others) else f"type: all but {', '.join(others)}"
+        yield key, " ".join(filter(None, [few if others else "", deeper]))
+
+
+def _default(given: Schema, section: bool) -> str | None:
+    if "default" not in given:
+        return None
+    return "its own defaults" if section and given["default"] is not None else _yaml(given["default"])
+
+
+def _sections(given: Schema, named: Schema) -> list[Schema]:
+    """The sections that a key may hold."""
+    found = _resolved(given, named)
+    if "properties" in found:
+        return [found]
+    return [section for part in found.get("anyOf", []) for section in _sections(part, named)]
+
+
+def _resolved(given: Schema, named: Schema) -> Schema:
+    place = given.get("$ref")
+    return given if place is None else {**named[place.rpartition("/")[2]], **({"default": given["default"]} if "default" in given else {})}
+
+
+def _tag(section: Schema) -> str:
+    """The value of `type` that chooses the section."""
+    kind = section["properties"]["type"]
+    return str(kind["const"] if "const" in kind else "|".join(kind["enum"]))
+
+
+def _takes(given: Schema, named: Schema) -> str:
+    """What may be given, in words."""
+    if "properties" in _resolved(given, named):
+        return "section"
+    if "anyOf" in given:
+        return " | ".join(dict.fromkeys(_takes(one, named) for one in given["anyOf"]))
+    if "const" in given or "enum" in given:
+        return " | ".join(_yaml(one) for one in given.get("enum", [given.get("const")]))
+    if given.get("type") == "array":
+        inner = given.get("prefixItems", [given.get("items", {})])
+        return f"[{', '.join(_takes(one, named) for one in inner)}]"
+    bounds = [f"{sign} {given[bound]}" for bound, sign in BOUNDS.items() if bound in given]
+    return " ".join([WORDS[given["type"]], *bounds])
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) or not value else value
+
+
+def _first_line(section: Schema) -> str:
+    return str(section.get("description", "")).partition("\n")[0]
+
+
+def show(found: Sequence[tuple[Key, str]], width: int = 120) -> Iterator[str]:
+    """The lines of a listing."""
+    for key, types in found:
+        yield f"{key.name}: {key.takes}{f' = {key.default}' if key.default is not None else ''}{f'  [{types}]' if types else ''}"
+        yield from textwrap.wrap(key.meaning, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the keys of a verb's configuration, those at and below one key, or all as a JSON schema."""
+    parser = argparse.ArgumentParser(prog="megarl config", description=main.__doc__)
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
+    parser.add_argument("key", nargs="?", metavar="KEY", help="a dotted key, such as rollout or train.steps")
+    parser.add_argument("--schema", action="store_true", help="a JSON schema instead, which editors complete and check files with")
+    given = parser.parse_args(list(arguments))
+    module, _, name = VERBS[given.verb].config.partition(":")
+    root: type[RunSettings] = getattr(importlib.import_module(module), name)
+    if given.schema:
+        print(json.dumps(schema(root), indent=2))
+        return 0
+    found = keys(root)
+    if given.key is not None:
+        wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{given.key}.")]
+        if not wanted:
+            guess = difflib.get_close_matches(given.key, [key.name for key, _ in found], n=1)
+            raise ConfigError(f"{given.key}: megarl {given.verb} has no such key" + (f" (did you mean {guess[0]!r}?)" if guess else ""))
+        found = wanted
+    with contextlib.suppress(BrokenPipeError):  # `| head`
+        print("\n".join(show(found)), flush=True)
+        return 0
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+    return 0
