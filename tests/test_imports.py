@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,17 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
 def test_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys, megarl.cli; megarl.cli.parser(); print(sorted({'torch', 'pydantic', 'ray', 'numpy', 'yaml'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_imported_package_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {canonical(re.split(r"[\[<>=]", line)[0]) for line in asked}
+    provided = packages_distributions()
+    foreign = {name.partition(".")[0] for file in FILES for name in imported(file)} - sys.stdlib_module_names - {"megarl"}
+    assert {"torch", "psutil", "yaml"} <= foreign
+    assert [name for name in sorted(foreign) if not {canonical(one) for one in provided.get(name, [name])} & declared] == []
+
+
+def canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
