@@ -1,4 +1,4 @@
-"""The errors that are more than a fault of ours. A module of its own, so that what needs no configuration imports none."""
+"""Errors that are not bugs of megarl. A module of its own, so that code without a configuration need not import one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ConfigError(ValueError):
 
 
 class Stopped(RuntimeError):
-    """The world outside has ended the run, and one line says all of it: no traceback is shown."""
+    """Stopped by an external failure, or on purpose; the message says all, and no traceback is shown."""
 
 
 class SaveError(Stopped):
@@ -16,4 +16,4 @@ class SaveError(Stopped):
 
 
 class Alarmed(Stopped):
-    """A run was to stop at the first alarm: its message."""
+    """`train.on_alarm=stop`, and there was an alarm: its message."""

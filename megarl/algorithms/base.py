@@ -1,4 +1,4 @@
-"""What an algorithm is: its settings, and the mathematics as methods on them (DESIGN: the algorithm is its config).
+"""What an algorithm is: its settings, and the mathematics as methods on them.
 
 Who calls what. The driver: `advantages`, `keep`, `weights`, `positive_weights`, `next_kl_coef`. A rank, once a step on whole sequences:
 `token_advantages` (and `returns` of those with a critic). A rank, on each share of a micro-batch: `loss`.

@@ -27,7 +27,7 @@ class _Correction(BaseModel):
         return joined if self.veto is None else [*joined, (d_T < math.log(self.veto)).to(d_T.dtype)]
 
     def weight(self, d_T: Tensor, sums: list[Tensor]) -> Tensor:
-        """w_T >= 0, float [T], from d and the sums [T] of `sequence_terms`; of no meaning at masked entries."""
+        """w_T >= 0, float [T], from d and the sums [T] of `sequence_terms`; undefined at masked entries."""
         weight_T = self.of_log_ratio(sums[0] if self.level == "sequence" else d_T)
         return weight_T if self.veto is None else weight_T.masked_fill_(sums[-1] > 0, 0.0)
 

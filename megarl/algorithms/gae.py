@@ -25,14 +25,23 @@ PART = 1 << 19  # entries solved at a time (whole sequences): buffers that the a
 
 @torch.no_grad()
 def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
-    """A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 16).
+    """Generalised advantage estimation: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 16).
 
-    V and A after a sequence's last loss token are 0. reward_T, value_T: float [T] at the entries of `batch`, which holds every entry of
-    each of its sequences, in any order; masked entries may hold any garbage. gamma in [0, 1]; lam in [0, 1], one for all or float [N], one
-    a sequence (`length_adaptive_lambda`).
-    Returns [T], 0 at masked entries, detached, float32 (float64 for float64 values); A + V is the lambda-return.
-    Exact up to the rounding of sums for gamma lam = 1 (A = rewards to go - V) and for lam = 0 (A = delta).
-    Raises ValueError where gamma or lam is out of range or a sequence is not whole.
+    V and A after a sequence's last loss token are 0. Exact up to the rounding of sums for gamma lam = 1 (A = rewards to go - V) and for
+    lam = 0 (A = delta).
+
+    Args:
+        reward_T: float [T], the reward of each entry of `batch`; masked entries are ignored.
+        value_T: float [T], the critic's value of each entry; masked entries are ignored.
+        batch: whole sequences, their entries in any order.
+        gamma: discount, in [0, 1].
+        lam: in [0, 1], one for all sequences or float [N], one for each (`length_adaptive_lambda`).
+
+    Returns:
+        [T], 0 at masked entries, detached, float32 (float64 for float64 values). A + V is the lambda-return.
+
+    Raises:
+        ValueError: gamma or lam is out of range, or a sequence is not whole.
     """
     # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), what a state is worth to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
     _check_unit("gamma", gamma)

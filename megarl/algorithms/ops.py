@@ -31,7 +31,7 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Some entries of a batch as a policy term sees them: float [T], detached; any garbage at masked entries, but 0 in d and mean."""
+    """Some entries of a batch as a policy term sees them: float [T], detached. Masked entries are undefined; d_T and mean_T are 0 there."""
 
     lp_T: Tensor  # log-prob under the policy that learns
     d_T: Tensor  # lp - old
@@ -41,10 +41,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries may hold garbage.
+    """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries are undefined.
 
-    No loss of ours lets a gradient cross tokens: what ties the tokens of a sequence together is a constant for the gradient (DESIGN, law
-    3). So value and slope say everything, and no graph, no saved temporaries are needed. `counts` are 0-dim sums over the loss tokens
+    In none of these losses does a gradient cross tokens: what ties the tokens of a sequence together is a constant for the gradient.
+    So value and slope say everything, and no graph, no saved temporaries are needed. `counts` are 0-dim sums over the loss tokens
     held here, of which the mean is shown.
     """
 

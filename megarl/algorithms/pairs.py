@@ -2,7 +2,7 @@
 
 Sequences 2k and 2k + 1 of a batch are the chosen and the rejected response to one prompt: a micro-batch holds whole pairs in this order.
 The loss of a pair depends on both through one number each, summed over the ranks that share them; each token then carries its part of
-the value and its slope, so that no gradient crosses ranks (DESIGN, law 3).
+the value and its slope, so that no gradient crosses ranks.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Saver:
         extra: Mapping[str, bytes],
         meeting: Meeting,
     ) -> None:
-        """Behind the caller's back: every rank tells rank 0 what it wrote, and rank 0 makes it a checkpoint."""
+        """In a background thread: every rank tells rank 0 what it wrote, and rank 0 makes it a checkpoint."""
         try:
             written = writer.finish()
             name = f"{RANDOM}/{self._grid.rank:05d}.safetensors"

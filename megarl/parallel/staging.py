@@ -1,4 +1,4 @@
-"""Tensors on their way to the disk: copied into host memory of a bounded size, written and hashed by threads behind the caller's back."""
+"""Tensors on their way to the disk: copied into host memory of a bounded size, then written and hashed by background threads."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, ...]}
 
 One score a sample, in their order: a finite number, or an object with one under `score` and parts of it beside (entries that are no
-numbers are left out). `meta` is what the prompt source says of the prompt. No samples are a question whether the server is there, and
-their answer is no scores. A request may be sent again with the same samples, so scoring must have no effects.
+numbers are left out). `meta` is what the prompt source says of the prompt. An empty list of samples is a health check, and is
+answered with an empty list of scores. A request may be sent again with the same samples, so scoring must have no effects.
 
 Connections that fail, late answers and the statuses 408, 429 and 5xx are tried again, after pauses that double; any other status, and an
 answer that is not as above, is a fault that no second attempt mends. Either way the end is RewardUnavailable, and never a score of 0.

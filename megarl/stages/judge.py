@@ -74,8 +74,8 @@ def open_scorers(settings: RewardSettings) -> Iterator[Scorers]:
 
 def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
     """What a verifier needs of each response."""
-    return [
-        Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
-        for response in responses
-        for prompt in [prompts[response.prompt]]
-    ]
+
+    def request(prompt: Prompt, response: Response) -> Request:
+        return Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
+
+    return [request(prompts[response.prompt], response) for response in responses]

@@ -1,4 +1,4 @@
-"""The models of a run behind the words of the algorithm: score, advantages, learn, sync, save. Who shares whose ranks ends here.
+"""Driver handle to all models of a run, whether they share ranks or not: score, advantages, learn, sync, save.
 
 Axes: N responses of the step.
 """
