@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +19,11 @@ class Dpo(BaseModel):
     """z = beta ((lp_c - ref_c) - (lp_r - ref_r)), summed over tokens; loss = mean of -(1-e) log sigmoid(z) - e log sigmoid(-z)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: ClassVar[str] = "dpo"
+    head: ClassVar[Literal["lm", "value"]] = "lm"
+    responses: ClassVar[int] = 2
+    needs_reference: ClassVar[bool] = True
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the implicit KL to the reference."""

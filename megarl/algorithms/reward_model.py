@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,6 +19,11 @@ class BradleyTerry:
 
     Each sequence has one loss token: the entry that feeds its last token, where the scalar head's output is its score r.
     """
+
+    name: ClassVar[str] = "rm"
+    head: ClassVar[Literal["lm", "value"]] = "value"
+    responses: ClassVar[int] = 2
+    needs_reference: ClassVar[bool] = False
 
     def weights(self, count_N: Tensor) -> Tensor:
         """1 / (pairs of the global mini-batch), float64 [N]."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Loss
-from megarl.algorithms.ops import Average, token_weights
+from megarl.algorithms.ops import Average, SumOver, token_weights
 from megarl.batch import Batch
 
 
 class Sft:
     """loss_t = -lp_t at response tokens, averaged over all of them in the global batch."""
 
+    name: ClassVar[str] = "sft"
+    head: ClassVar[Literal["lm", "value"]] = "lm"
+    responses: ClassVar[int] = 1
+    needs_reference: ClassVar[bool] = False
+
     def weights(self, count_N: Tensor) -> Tensor:
         """The weight of a loss token, float64 [N]."""
         return token_weights(count_N, "token-mean")
 
-    def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch) -> Loss:
-        """Per token, 0 at masked entries; the entropy is only shown."""
+    def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
+        """Per token, 0 at masked entries. Shows `batch.extra_T["entropy"]`; nothing is summed over ranks."""
         loss_T = torch.where(batch.mask_T, -logp_T, 0.0)
         tokens = batch.mask_T.count_nonzero()
-        entropy = torch.where(batch.mask_T, entropy_T.detach(), 0.0).sum()
+        entropy = torch.where(batch.mask_T, batch.extra_T["entropy"].detach(), 0.0).sum()
         return Loss(loss_T, mean={"sft/loss": Average(loss_T.detach().sum(), tokens), "actor/entropy": Average(entropy, tokens)})

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.demonstrations import Demonstration
@@ -21,7 +22,7 @@ from megarl.observe.run import BEST, Run
 from megarl.stages.checks import Pairs
 from megarl.stages.saving import Checkpoints, every, find
 from megarl.workers.cluster import ray_session
-from megarl.workers.learner import Goal, Learners, Lesson, MiniBatch, mini_batch, start_learners
+from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 
 class Course:
@@ -68,7 +69,7 @@ class Course:
 
 def learn(
     config: SftConfig | RmConfig | DpoConfig,
-    lesson: Lesson,
+    objective: Objective,
     items: int,
     draw: Callable[[int, list[int]], MiniBatch],
     held_out: MiniBatch | None,
@@ -85,7 +86,7 @@ def learn(
     found = find(config, config.section, items) if settings.steps else None
     with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
-            learners = start_learners(config, Goal(lesson, config.optimizer, settings.steps))
+            learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
         course = Course(Sampler(max(1, items), config.seed, shuffle=True), run.directory / BEST)
         checkpoints = Checkpoints(config, config.section, run, learners)
         if found is not None:
@@ -152,19 +153,19 @@ def _link(source: str, target: str) -> None:
 
 
 def learn_pairs(
-    config: RmConfig | DpoConfig, lesson: Lesson, pairs: Pairs, finish: Callable[[Path, Mapping[str, float]], None] | None = None
+    config: RmConfig | DpoConfig, objective: Objective, pairs: Pairs, finish: Callable[[Path, Mapping[str, float]], None] | None = None
 ) -> None:
     """`learn` from pairs of responses."""
 
     def plan(chosen: Sequence[Preference]) -> MiniBatch:
         samples = [sample(side) for pair in chosen for side in (pair.chosen, pair.rejected)]
         margins = [pair.margin for pair in chosen for _ in range(2)]
-        return mini_batch(lesson, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
+        return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
 
     def draw(_: int, indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
-    learn(config, lesson, len(pairs.train), draw, plan(pairs.held_out), finish)
+    learn(config, objective, len(pairs.train), draw, plan(pairs.held_out), finish)
 
 
 def sample(shown: Demonstration) -> Sample:

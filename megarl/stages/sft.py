@@ -14,14 +14,14 @@ from megarl.workers.learner import MiniBatch, mini_batch
 
 def sft(config: SftConfig) -> None:
     """Trains on the demonstrations; leaves the model in runs/<name>/model."""
-    shown, lesson, settings = check_sft(config), Sft(), config.sft
+    shown, objective, settings = check_sft(config), Sft(), config.sft
 
     def plan(chosen: Sequence[Demonstration]) -> MiniBatch:
-        return mini_batch(lesson, [sample(one) for one in chosen], [0.0] * len(chosen), config.layout.dp, settings.micro_batch_tokens)
+        return mini_batch(objective, [sample(one) for one in chosen], [0.0] * len(chosen), config.layout.dp, settings.micro_batch_tokens)
 
     def draw(step: int, indices: list[int]) -> MiniBatch:
         weak = step > settings.steps * (1 - config.data.corrupt_last)
         share = config.data.corrupt_copy if weak else 0.0
         return plan(mix(shown.right, shown.wrong, indices, share, config.seed, step))
 
-    learn(config, lesson, len(shown.right), draw, plan(shown.held_out) if shown.held_out else None)
+    learn(config, objective, len(shown.right), draw, plan(shown.held_out) if shown.held_out else None)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import Loss
-from megarl.algorithms.dpo import Dpo
-from megarl.algorithms.reward_model import BradleyTerry
-from megarl.algorithms.sft import Sft
+from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
@@ -32,16 +30,14 @@ from megarl.workers.ranks import reserve_workers, start_ranks
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint import Part
 
-Lesson = Sft | BradleyTerry | Dpo
-
 MODEL = "model"  # in a checkpoint
 
 
 @dataclass(frozen=True)
-class Goal:
+class TrainSpec:
     """What the ranks learn, and how."""
 
-    lesson: Lesson
+    objective: Objective
     optimizer: OptimizerSettings
     updates: int  # optimizer steps of the whole run; 0: the model is only measured
 
@@ -60,19 +56,19 @@ class MiniBatch:
         return sum(len(sample.tokens) for sample in self.samples)
 
 
-def mini_batch(lesson: Lesson, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
+def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
     """The samples over `dp` ranks and micro-batches of at most `capacity` tokens, balanced by tokens; pairs stay together.
 
     ValueError where a sequence (a pair) does not fit, or there are fewer than ranks.
     """
-    unit = 1 if isinstance(lesson, Sft) else 2
-    fed = [len(sample.tokens) - (not isinstance(lesson, BradleyTerry)) for sample in samples]
+    unit = objective.responses
+    fed = [len(sample.tokens) - (objective.head == "lm") for sample in samples]  # a last token has no next one to predict
     [shards] = split_step([sum(fed[n : n + unit]) for n in range(0, len(fed), unit)], 1, dp, capacity)
     count_N = torch.tensor([sample.response_length for sample in samples])
     return MiniBatch(
         samples=samples,
         split=[[[unit * u + side for u in units for side in range(unit)] for units in shard] for shard in shards],
-        weight_N=lesson.weights(count_N).float().numpy(),
+        weight_N=objective.weights(count_N).float().numpy(),
         margin_N=np.array(margin_N, dtype=np.float32),
     )
 
@@ -80,17 +76,16 @@ def mini_batch(lesson: Lesson, samples: Sequence[Sample], margin_N: Sequence[flo
 class Learner(Keeper):
     """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm")."""
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, goal: Goal) -> None:
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: TrainSpec) -> None:
         super().__init__(rank, config, layout)
-        self._goal = goal
-        self._role = "rm" if isinstance(goal.lesson, BradleyTerry) else "actor"
+        self._spec = spec
+        self._role = "rm" if spec.objective.head == "value" else "actor"
 
     def build_models(self) -> None:
         """The trained model, and the frozen reference where the loss asks for one."""
-        path, goal = self._config.model.path, self._goal
-        optimizer = goal.optimizer if goal.updates else None
-        self._trained = self._model(path, "value" if self._role == "rm" else "lm", optimizer, goal.updates)
-        self._reference = self._model(path) if isinstance(goal.lesson, Dpo) else None
+        path, spec = self._config.model.path, self._spec
+        self._trained = self._model(path, spec.objective.head, spec.optimizer if spec.updates else None, spec.updates)
+        self._reference = self._model(path) if spec.objective.needs_reference else None
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
         """One optimizer step; returns the metrics of the tokens that this rank alone reports, and of the step."""
@@ -103,7 +98,7 @@ class Learner(Keeper):
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
         """The loss's numbers on sequences that are not learned from.
 
-        Supervised: and how often the likeliest token is the right one. Reward models: and the highest and the lowest score.
+        Demonstrations: and how often the likeliest token is the right one. Reward models: and the highest and the lowest score.
         """
         from megarl.parallel import schedule
 
@@ -137,24 +132,24 @@ class Learner(Keeper):
         return (loss.loss_T * batch.extra_T["weight"]).sum(), means
 
     def _look(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        hits: dict[str, Metric] = {}
-        if isinstance(self._goal.lesson, Sft):
+        objective, hits = self._spec.objective, dict[str, Metric]()
+        if objective.responses == 1 and objective.head == "lm":
             from megarl.parallel.logprobs import likeliest
 
             hit_T = likeliest(output_RX, row_T, batch.target_T, self._grid.groups.tp, self._vocabulary)
-            hits = {"sft/accuracy": Mean(float((hit_T & batch.mask_T).count_nonzero()), float(batch.mask_T.count_nonzero()))}
-        elif isinstance(self._goal.lesson, BradleyTerry) and batch.mask_T.any():
+            hits = {f"{objective.name}/accuracy": Mean(float((hit_T & batch.mask_T).count_nonzero()), float(batch.mask_T.count_nonzero()))}
+        elif objective.head == "value" and batch.mask_T.any():
             score_X = values(output_RX, row_T, batch)[batch.mask_T]
-            hits = {"rm/highest": Max(float(score_X.max())), "rm/lowest": Min(float(score_X.min()))}
+            hits = {f"{objective.name}/highest": Max(float(score_X.max())), f"{objective.name}/lowest": Min(float(score_X.min()))}
         total, means = self._visit(output_RX, row_T, batch)
         return total, means | hits
 
     def _loss(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> Loss:
-        lesson = self._goal.lesson
-        if isinstance(lesson, BradleyTerry):
-            return lesson.loss(output_RX[row_T, 0].float(), batch, self._sum_over)
+        objective = self._spec.objective
+        if objective.head == "value":
+            return objective.loss(output_RX[row_T, 0].float(), batch, self._sum_over)
         logp_T, entropy_T = self._logprobs(output_RX, row_T, batch)
-        return lesson.loss(logp_T, batch, self._sum_over) if isinstance(lesson, Dpo) else lesson.loss(logp_T, entropy_T, batch)
+        return objective.loss(logp_T, batch.with_extra(entropy=entropy_T.detach()), self._sum_over)
 
     def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
@@ -204,7 +199,7 @@ class Learners:
         self.group.call("save", directory, timeout_s=self.timeout_s)
 
 
-def start_learners(config: RunSettings, goal: Goal) -> Learners:
+def start_learners(config: RunSettings, spec: TrainSpec) -> Learners:
     """The ranks of `config.layout`, with the models built."""
     places: list[Any] = reserve_workers(config, ranks=config.layout.ranks)
-    return Learners(start_ranks(Learner, config, config.layout, places, goal), config.cluster.phase_timeout_s)
+    return Learners(start_ranks(Learner, config, config.layout, places, spec), config.cluster.phase_timeout_s)

@@ -38,8 +38,8 @@ COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # w
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What the ranks optimise, and how."""
+class RLSpec:
+    """What the ranks of an RL run optimise, and how."""
 
     algorithm: PolicyAlgorithm
     optimizer: OptimizerSettings
@@ -55,27 +55,25 @@ class Objective:
 class ModelWorker(Keeper):
     """One rank of a group that holds the models of the given roles."""
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, objective: Objective, roles: Sequence[Role]) -> None:
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
         super().__init__(rank, config, layout)
-        self._objective, self._roles = objective, tuple(roles)
+        self._spec, self._roles = spec, tuple(roles)
 
     def build_models(self) -> None:
         """The models of this group's roles."""
-        policy, objective = self._config.model.path, self._objective
+        policy, spec = self._config.model.path, self._spec
         self._models: dict[Role, Model] = {}
         for role in self._roles:
             if role == "policy":
-                self._models[role] = self._model(policy, "lm", objective.optimizer, objective.updates)
+                self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates)
             elif role == "reference":
                 self._models[role] = self._model(policy)
             elif role == "critic":
-                assert objective.critic is not None
-                self._models[role] = self._model(
-                    objective.critic.path or policy, "value", objective.critic.optimizer, objective.critic_updates
-                )
+                assert spec.critic is not None
+                self._models[role] = self._model(spec.critic.path or policy, "value", spec.critic.optimizer, spec.critic_updates)
             else:
-                assert objective.reward is not None
-                self._models[role] = self._model(objective.reward, "value")
+                assert spec.reward is not None
+                self._models[role] = self._model(spec.reward, "value")
             self._use(role)
         self._pusher: Pusher | None = None
         self._kl_coef = 0.0
@@ -95,7 +93,7 @@ class ModelWorker(Keeper):
         if "reference" in self._models:
             flat = self._use("reference").fill(flat, "ref_logp", self._logp)
         if "critic" in self._models:
-            flat = Critic(self._use("critic"), self._grid, self._objective.critic_together).fill(flat)
+            flat = Critic(self._use("critic"), self._grid, self._spec.critic_together).fill(flat)
         self._keep(flat, mini_batches)
         return merge(metrics) if self._reports else {}
 
@@ -125,7 +123,7 @@ class ModelWorker(Keeper):
     def sequence_kl(self) -> dict[int, float]:
         """sum_t (old_t - ref_t) of each response of the last plan, over the loss tokens that this rank computed and reports."""
         found: dict[int, float] = {}
-        if self._objective.algorithm.needs_reference and self._reports:
+        if self._spec.algorithm.needs_reference and self._reports:
             for members, batch in zip(self._members, self._flat(), strict=True):
                 found |= dict(zip(members, sequence_kl(known(batch)).tolist(), strict=True))
         return found
@@ -136,7 +134,7 @@ class ModelWorker(Keeper):
         monte_carlo: the critic's targets are what came of each token, whatever its lambda. Returns how well the critic's values explain the
         returns, where there is a critic.
         """
-        algorithm = self._objective.algorithm
+        algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
         if not self._grid.is_last_stage:
             return {}
@@ -162,9 +160,9 @@ class ModelWorker(Keeper):
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step of the critic on a mini-batch of the last plan."""
-        assert isinstance(self._objective.algorithm, ActorCritic)
-        critic = Critic(self._use("critic"), self._grid, self._objective.critic_together)
-        return critic.step(self._mini_batches[mini_batch], self._objective.algorithm.value_clip, report=self._reports)
+        assert isinstance(self._spec.algorithm, ActorCritic)
+        critic = Critic(self._use("critic"), self._grid, self._spec.critic_together)
+        return critic.step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
     def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
@@ -193,7 +191,7 @@ class ModelWorker(Keeper):
 
     def _use(self, role: Role) -> Model:
         """The model of a role, on the device; where models take turns, the others leave it."""
-        if self._objective.offload:
+        if self._spec.offload:
             for other, model in self._models.items():
                 if other != role:
                     model.park()
@@ -240,12 +238,12 @@ class ModelWorker(Keeper):
         from megarl.parallel.logprobs import logprob_entropy
 
         model = self._models.get("policy") or self._models["reference"]
-        group, temperature = self._grid.groups.tp, self._objective.temperature
+        group, temperature = self._grid.groups.tp, self._spec.temperature
         return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, int(model.hf["vocab_size"]), overwrite)
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
-        loss = self._objective.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
+        loss = self._spec.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted is not None:
             total = total + loss.weighted

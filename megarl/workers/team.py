@@ -20,7 +20,7 @@ from megarl.observe.metrics import Last, Metric
 from megarl.workers.cluster import Group
 from megarl.workers.engines import Engines
 from megarl.workers.keeper import CHECKPOINTS
-from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, Objective, Role
+from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import Collected, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.ranks import Ranks, Running, build_ranks, create_ranks, reserve_workers
 from megarl.workers.rollout_worker import Response
@@ -172,7 +172,7 @@ def start_team(config: TrainConfig, places: Sequence[Any]) -> Team:
     groups = cast(config)
     ends = list(accumulate(layout.ranks for _, layout in groups))
     created = [
-        create_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], objective(config, roles), roles)
+        create_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], rl_spec(config, roles), roles)
         for (roles, layout), end in zip(groups, ends, strict=True)
     ]
     return build_team(config, created)
@@ -192,12 +192,12 @@ def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:
     return own or config.train.micro_batch_tokens
 
 
-def objective(config: TrainConfig, roles: Sequence[Role]) -> Objective:
+def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
     """What the ranks that hold the models of these roles are told of the run's training."""
     train, critic, source = config.train, config.critic, config.reward.source
     critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * (train.steps + critic.pretrain_steps)
     wished = None if critic is None else critic.micro_batch_tokens
-    return Objective(
+    return RLSpec(
         algorithm=config.algorithm,
         optimizer=config.optimizer,
         updates=train.steps * train.mini_batches * train.epochs,

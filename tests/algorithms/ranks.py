@@ -64,7 +64,9 @@ def value() -> Setting:
 def sft() -> Setting:
     """Negative log-likelihood."""
     batch, logp_T, _ = ragged(2, LENGTHS)
-    return Setting(with_weights(batch, Sft().weights), logp_T, lambda x_T, part, sum_over: Sft().loss(x_T, x_T, part))
+    return Setting(
+        with_weights(batch, Sft().weights), logp_T, lambda x_T, part, sum_over: Sft().loss(x_T, part.with_extra(entropy=x_T), sum_over)
+    )
 
 
 def dpo() -> Setting:

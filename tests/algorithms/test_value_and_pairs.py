@@ -166,6 +166,6 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
     batch, logp_T, entropy_T = ragged(5, LENGTHS)
 
     def loss_of(x_T: Tensor, part: Batch, sum_over: SumOver) -> Loss:
-        return Sft().loss(x_T, entropy_T.to(x_T.dtype), part)
+        return Sft().loss(x_T, part.with_extra(entropy=entropy_T.to(x_T.dtype)), sum_over)
 
     assert_formula(loss_of, lambda x_T: -x_T[batch.mask_T].mean(), logp_T, batch, Sft().weights(batch.count_N))

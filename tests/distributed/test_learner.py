@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms.dpo import Dpo
+from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
 from megarl.batch import Sample, pack_scored
@@ -19,13 +20,13 @@ from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
-from megarl.workers.learner import Goal, Learner, Lesson, MiniBatch, mini_batch
+from megarl.workers.learner import Learner, MiniBatch, TrainSpec, mini_batch
 from tests.distributed.work import TINY, make_checkpoint
 from tests.harness import Pool
 
 PAIRS = 7  # three ranks of data cannot share them evenly
 CAPACITY = 130  # tokens of a micro-batch: several are needed
-LESSONS: dict[str, Lesson] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1)}
+OBJECTIVES: dict[str, Objective] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1)}
 LAYOUTS = {
     "dp3_uneven": Layout(ranks=3),
     "tp2": Layout(ranks=2, tp=2),
@@ -49,25 +50,25 @@ def samples(seed: int = 4) -> list[Sample]:
     return made
 
 
-def plan(lesson: Lesson, dp: int, seed: int = 4) -> MiniBatch:
-    return mini_batch(lesson, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
+def plan(objective: Objective, dp: int, seed: int = 4) -> MiniBatch:
+    return mini_batch(objective, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
 
 
-def learner(grid: Grid, path: Path, lesson: Lesson) -> Learner:
+def learner(grid: Grid, path: Path, objective: Objective) -> Learner:
     """The real actor on a rank of the pool, whose grid is there already."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    rank = Learner(grid.rank, config, grid.layout, Goal(lesson, OptimizerSettings(lr=1e-4), updates=3))
+    rank = Learner(grid.rank, config, grid.layout, TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     return rank
 
 
 def learn(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:
-    """Of each lesson: held-out numbers, a step, held-out numbers."""
+    """Of each objective: held-out numbers, a step, held-out numbers."""
     found = {}
-    for name, lesson in LESSONS.items():
-        rank, held_out = learner(grid, path, lesson), plan(lesson, grid.dp_size, seed=5)
-        steps = [rank.measure(held_out), rank.train(plan(lesson, grid.dp_size)), rank.measure(held_out)]
+    for name, objective in OBJECTIVES.items():
+        rank, held_out = learner(grid, path, objective), plan(objective, grid.dp_size, seed=5)
+        steps = [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]
         found[name] = steps
     return found
 
@@ -87,29 +88,29 @@ def test_metrics_and_gradient_are_independent_of_the_layout(
     pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]], name: str
 ) -> None:
     ranks = pool.run(learn, LAYOUTS[name], model)
-    for lesson, steps in one_rank.items():
+    for objective, steps in one_rank.items():
         for index, one in enumerate(steps):
-            many = merge(rank[lesson][index] for rank in ranks)
+            many = merge(rank[objective][index] for rank in ranks)
             # Adam's first step makes signs of gradients, also of those that rounding alone decides.
             assert scalars(many) == pytest.approx(scalars(one), rel=1e-5 if index < 2 else 1e-3, abs=1e-6 if index < 2 else 1e-4), (
-                lesson,
+                objective,
                 index,
             )
 
 
 def practise(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:
-    """Of each lesson: two steps on the same mini-batch."""
-    ranks = {name: learner(grid, path, lesson) for name, lesson in LESSONS.items()}
-    return {name: [rank.train(plan(LESSONS[name], 1)) for _ in range(2)] for name, rank in ranks.items()}
+    """Of each objective: two steps on the same mini-batch."""
+    ranks = {name: learner(grid, path, objective) for name, objective in OBJECTIVES.items()}
+    return {name: [rank.train(plan(OBJECTIVES[name], 1)) for _ in range(2)] for name, rank in ranks.items()}
 
 
 def test_learning_shows_on_what_is_learned(pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]]) -> None:
-    for lesson, steps in pool.run(practise, Layout(), model)[0].items():
+    for name, steps in pool.run(practise, Layout(), model)[0].items():
         first, second = map(scalars, steps)
-        role = "rm" if lesson == "rm" else "actor"
-        assert second[f"{lesson}/loss"] < first[f"{lesson}/loss"]
+        role = "rm" if name == "rm" else "actor"
+        assert second[f"{name}/loss"] < first[f"{name}/loss"]
         assert first[f"{role}/grad_norm"] > 1e-3 and first[f"{role}/lr"] == 1e-4
-        assert f"{role}/lr" not in one_rank[lesson][0] and f"{lesson}/loss" in one_rank[lesson][0]
+        assert f"{role}/lr" not in one_rank[name][0] and f"{name}/loss" in one_rank[name][0]
     dpo = scalars(one_rank["dpo"][0])
     assert dpo["dpo/margin"] == dpo["dpo/chosen_shift"] == 0.0, "the policy starts as the reference"
 

@@ -29,7 +29,7 @@ from megarl.workers.engines import Engines, start_engines
 from megarl.workers.model_worker import ModelWorker
 from megarl.workers.rank import Rank
 from megarl.workers.ranks import build_ranks, reserve_workers
-from megarl.workers.team import Team, build_team, cast, objective
+from megarl.workers.team import Team, build_team, cast, rl_spec
 from tests.e2e.job import Job
 
 ACTORS = 64  # over all runs: places are not given back
@@ -104,7 +104,7 @@ class Lab:
             with self._returned(ranks):
                 groups = _dealt(ranks, [layout.ranks for _, layout in cast(config)])
                 for group, (roles, layout) in zip(groups, cast(config), strict=True):
-                    _begin(group, ModelWorker, config, layout, objective(config, roles), roles)
+                    _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
                 yield build_team(config, groups), engines
         finally:
             if own:

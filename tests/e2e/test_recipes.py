@@ -52,7 +52,7 @@ def switch(team: Team, config: TrainConfig) -> Team:
     def swap(player: Any) -> None:
         from dataclasses import replace
 
-        player.part._objective = replace(player.part._objective, algorithm=config.algorithm)
+        player.part._spec = replace(player.part._spec, algorithm=config.algorithm)
 
     ray.get([actor.__ray_call__.remote(swap) for actor in team.policy.group.actors])
     return Team(config, team.groups)

@@ -1,0 +1,43 @@
+"""What a supervised stage asks of its loss: demonstrations (`sft`), a reward model (`reward_model`), preferences (`dpo`)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from megarl.algorithms.base import Loss
+from megarl.algorithms.ops import SumOver
+from megarl.batch import Batch
+
+
+class Objective(Protocol):
+    """A loss on responses from a data set. Axes: T entries of a batch, N sequences."""
+
+    name: ClassVar[str]
+    """Prefix of its metrics, of which `<name>/loss` and `<name>/accuracy` are read."""
+    head: ClassVar[Literal["lm", "value"]]
+    """The model's output: a distribution over the vocabulary, or one number for each token."""
+    responses: ClassVar[int]
+    """Responses of one item, side by side in the batch: 1, or 2 for a pair (the better one first)."""
+    needs_reference: ClassVar[bool]
+    """Whether `batch.extra_T["ref_logp"]` is read: the log-probs under the frozen model that the stage starts from."""
+
+    def weights(self, count_N: Tensor) -> Tensor:
+        """The weight of a loss token.
+
+        Args:
+            count_N: loss tokens of each sequence of the global mini-batch, int64.
+
+        Returns:
+            float64 [N].
+        """
+
+    def loss(self, output_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
+        """The loss of each token, 0 at masked entries, and what is shown.
+
+        Args:
+            output_T: log-probs of the targets (head "lm", with `batch.extra_T["entropy"]`), or the head's numbers (head "value").
+            batch: whole items.
+            sum_over: the sum over the context-parallel ranks that share the sequences.
+        """
