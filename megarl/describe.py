@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import json
@@ -60,7 +59,9 @@ def keys(root: type[RunSettings]) -> list[tuple[Key, str]]:
 
 def _keys(section: Schema, named: Schema, above: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
     for name, given in section["properties"].items():
-        below = [part for part in _sections(given, named) if part["title"] not in inside]
+        below = [
+            part for part in _sections(given, named) if inside.count(part["title"]) < 2
+        ]  # a source may leave out questions of another one
         meaning = given.get("description") or (_first_line(below[0]) if below else _first_line(section) if name == "type" else "")
         yield Key(above + name, _takes(given, named), _default(given, bool(below)), meaning), ""
         place = f"{above}{name}."
@@ -136,7 +137,7 @@ def show(found: Sequence[tuple[Key, str]], width: int = 120) -> Iterator[str]:
     """The lines of a listing."""
     for key, types in found:
         yield f"{key.name}: {key.takes}{f' = {key.default}' if key.default is not None else ''}{f'  [{types}]' if types else ''}"
-        yield from textwrap.wrap(key.meaning, width, initial_indent="    ", subsequent_indent="    ")
+        yield from textwrap.wrap(" ".join(key.meaning.split()), width, initial_indent="    ", subsequent_indent="    ")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -145,21 +146,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
     parser.add_argument("key", nargs="?", metavar="KEY", help="a dotted key, such as rollout or train.steps")
     parser.add_argument("--schema", action="store_true", help="a JSON schema instead, which editors complete and check files with")
-    given = parser.parse_args(list(arguments))
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.schema and given.key is not None:
+        parser.error("--schema is of the whole file: leave KEY out")
     module, _, name = VERBS[given.verb].config.partition(":")
     root: type[RunSettings] = getattr(importlib.import_module(module), name)
-    if given.schema:
-        print(json.dumps(schema(root), indent=2))
-        return 0
-    found = keys(root)
-    if given.key is not None:
-        wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{given.key}.")]
-        if not wanted:
-            guess = difflib.get_close_matches(given.key, [key.name for key, _ in found], n=1)
-            raise ConfigError(f"{given.key}: megarl {given.verb} has no such key" + (f" (did you mean {guess[0]!r}?)" if guess else ""))
-        found = wanted
-    with contextlib.suppress(BrokenPipeError):  # `| head`
-        print("\n".join(show(found)), flush=True)
-        return 0
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+    text = json.dumps(schema(root), indent=2) if given.schema else "\n".join(show(_below(keys(root), given.key, given.verb)))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
     return 0
+
+
+def _below(found: list[tuple[Key, str]], name: str | None, verb: str) -> list[tuple[Key, str]]:
+    """The key of that name and those below it; all without one. ConfigError where there is none."""
+    if name is None:
+        return found
+    wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{name}.")]
+    if not wanted:
+        guess = difflib.get_close_matches(name, [key.name for key, _ in found], n=1)
+        raise ConfigError(f"{name}: megarl {verb} has no such key" + (f" (did you mean {guess[0]!r}?)" if guess else ""))
+    return wanted

@@ -77,7 +77,7 @@ class IcePop(_Masked):
     hi: Annotated[float, Field(gt=0)] = 5.0
     """Largest ratio that keeps its weight."""
     level: Literal["token"] = "token"
-    """One weight for each token, or one for each sequence."""
+    """One weight for each token."""
 
 
 Correction = Annotated[Tis | Mis | IcePop, Field(discriminator="type")]

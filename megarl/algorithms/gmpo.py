@@ -22,9 +22,9 @@ class Gmpo(PolicyAlgorithm):
     min_group: ClassVar[int] = 2
 
     clip_low: NonNegative = 0.4
-    """The log ratio is clipped below at -clip_low."""
+    """Where the advantage is negative, the log ratio is clipped below at -clip_low."""
     clip_high: NonNegative = 0.4
-    """The log ratio is clipped above at clip_high."""
+    """Where the advantage is positive, the log ratio is clipped above at clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return group_normalised(reward_N, group_N)

@@ -15,7 +15,7 @@ class Objective(Protocol):
     """A loss on responses from a data set. Axes: T entries of a batch, N sequences."""
 
     name: ClassVar[str]
-    """Prefix of its metrics, of which `<name>/loss` and `<name>/accuracy` are read."""
+    """Prefix of its metrics; `<name>/loss` and `<name>/accuracy` decide which evaluation is the best."""
     head: ClassVar[Literal["lm", "value"]]
     """The model's output: a distribution over the vocabulary, or one number for each token."""
     responses: ClassVar[int]

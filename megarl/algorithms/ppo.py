@@ -25,7 +25,7 @@ class ActorCritic(Clipped):
     whiten: bool = False
     """Whiten the advantages over all loss tokens of the step."""
     value_clip: Positive | None = None
-    """How far the critic may move from its values before the step; null: as far as it wants."""
+    """How far the critic may move from its values before the step; null: no limit."""
 
     @property
     def kl_per_sequence(self) -> bool:
@@ -69,7 +69,7 @@ class Ppo(ActorCritic):
     whiten: bool = True
     """Whiten the advantages over all loss tokens of the step."""
     value_clip: Positive | None = 0.2
-    """How far the critic may move from its values before the step; null: as far as it wants."""
+    """How far the critic may move from its values before the step; null: no limit."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
 

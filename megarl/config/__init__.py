@@ -1,4 +1,4 @@
-"""The one typed configuration tree: every default of megarl lives in this folder and nowhere else.
+"""The one typed configuration tree: every default lives in this folder (an algorithm's in its file).
 
 A tree for each verb is in `stages`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
 """

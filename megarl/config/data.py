@@ -15,15 +15,15 @@ class ReasoningGymSource(Section):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
-    """Its name."""
+    """Name of the reasoning-gym data set."""
     params: dict[str, Any] = {}
-    """Its parameters."""
+    """Parameters of that data set."""
     seed: NonNegative
     """Seed of the items."""
     items: Positive
     """How many items are drawn."""
     exclude: ReasoningGymSource | None = None
-    """Questions of this other source are left out (by text)."""
+    """Questions of this other source, which has the same keys, are left out (by text)."""
 
 
 class FileSource(Section):
@@ -33,7 +33,7 @@ class FileSource(Section):
     path: Path
     """The file."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
+    """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the answer; a dot looks inside dictionaries."""
 
@@ -95,11 +95,11 @@ class PreferenceFileSource(Section):
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     chosen_key: str = "chosen"
-    """Column of the better response."""
+    """Column of the better response; a dot looks inside dictionaries."""
     rejected_key: str = "rejected"
-    """Column of the worse response."""
+    """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
-    """Reward model: column that says by how much the chosen response is better; a row without it has 0."""
+    """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
 
 
 PreferenceSource = Annotated[GymPreferenceSource | PreferenceFileSource, Field(discriminator="type")]

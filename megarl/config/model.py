@@ -70,7 +70,7 @@ class OptimizerSettings(Section):
     """AdamW through Megatron's distributed optimizer."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate after the warm-up."""
+    """Learning rate at the end of the warm-up, the highest."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of Adam's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -80,11 +80,25 @@ class OptimizerSettings(Section):
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     warmup_steps: NonNegative = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
     decay: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
     min_lr_fraction: Fraction = 0.1
     """Where the cosine ends, as a share of `lr`."""
+
+
+class CriticOptimizer(OptimizerSettings):
+    """AdamW of the critic."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-6
+    """Learning rate at the end of the warm-up, the highest."""
+
+
+class RewardModelOptimizer(OptimizerSettings):
+    """AdamW of a reward model."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Learning rate at the end of the warm-up, the highest."""
 
 
 class CriticSettings(Section):
@@ -92,7 +106,7 @@ class CriticSettings(Section):
 
     path: Path | None = None
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
-    optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
+    optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
     epochs: Positive = 1
     """Passes of the critic over a step's mini-batches."""

@@ -15,7 +15,7 @@ class CheckpointSettings(Section):
     """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
 
     every: NonNegative = 0
-    """Steps between two saves; 0: none."""
+    """Steps between two saves; 0: only where a run is stopped early (an alarm, a lost reward server)."""
     keep_last: Positive = 2
     """How many of the newest checkpoints are kept."""
     keep_every: NonNegative = 0
@@ -72,11 +72,11 @@ class RunSettings(Section):
     run_dir: Path = Path("runs")
     """Where all runs are."""
     seed: Seed = 1
-    """Of all that is random, but what the data sources draw with seeds of their own."""
+    """Seed of everything random but what data sources draw with seeds of their own."""
     model: ModelSettings
     """The model that is trained, evaluated or served."""
     layout: Layout = Layout()
-    """How its ranks share it."""
+    """How its ranks share it (`megarl eval` and `megarl pairs` have none)."""
     cluster: ClusterSettings = ClusterSettings()
     """Ray and the sockets."""
     log: LogSettings = LogSettings()

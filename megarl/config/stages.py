@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megarl.algorithms import Algorithm
 from megarl.algorithms.dpo import Dpo
 from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
-from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement
+from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.run import RunSettings, TrainingSettings
@@ -20,7 +20,7 @@ class StepSettings(Section):
     """One RL step, and how often what happens."""
 
     steps: Positive
-    """Steps of the run."""
+    """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: Positive
     """Prompts of one rollout."""
     mini_batches: Positive = 1
@@ -45,11 +45,11 @@ class TrainConfig(TrainingSettings):
     """`megarl train`: the RL loop."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The policy's."""
+    """Optimizer of the policy."""
     algorithm: Algorithm
     """The algorithm of the update, by its `type`, and its settings."""
     critic: CriticSettings | None = None
-    """With algorithms that need one."""
+    """The value model: required by the algorithms that have one, refused by the others."""
     placement: Placement = Placement()
     """Models with ranks of their own."""
     data: DataSettings
@@ -168,7 +168,7 @@ class SftConfig(LearnConfig):
 
     section: ClassVar[str] = "sft"
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The model's."""
+    """Optimizer of the model."""
     data: SftData
     """Demonstrations."""
     sft: LearnSettings
@@ -185,8 +185,8 @@ class RmConfig(LearnConfig):
     """`megarl rm`: a reward model from pairs, started from a language model (with a fresh head) or from a reward model."""
 
     section: ClassVar[str] = "rm"
-    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
-    """The model's."""
+    optimizer: RewardModelOptimizer = RewardModelOptimizer()
+    """Optimizer of the model."""
     data: PreferenceData
     """Pairs."""
     rm: LearnSettings
@@ -198,7 +198,7 @@ class DpoConfig(LearnConfig):
 
     section: ClassVar[str] = "dpo"
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The policy's."""
+    """Optimizer of the policy."""
     algorithm: Dpo = Dpo()
     """The preference loss."""
     data: PreferenceData

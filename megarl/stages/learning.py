@@ -102,7 +102,7 @@ def learn(
             if held_out is not None and (every(settings.eval_every, course.step) or course.step == settings.steps):
                 metrics = _measure(learners, held_out, run)
                 numbers = scalars(metrics)
-                better = course.improves(numbers[f"{config.section}/accuracy"], numbers[f"{config.section}/loss"])
+                better = course.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
                 run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, course.step)
                 if better and settings.patience:
                     _keep(learners, run, course.best)

@@ -14,10 +14,9 @@ import pytest
 import ray
 
 from megarl import cli
-from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
+from megarl.config import Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
-from megarl.stages import eval as evaluation
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
 from megarl.stages.judge import open_scorers
@@ -80,7 +79,8 @@ class Lab:
             build_ranks([group], config)
             return group
 
-        def engines_of(config: EvalConfig | PairsConfig) -> Engines:
+        def engines_of(config: PairsConfig) -> Engines:
+            assert shape(config.model.path) == shape(self._model), "the engine is of another model"
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (team, engines):
                 team.sync(engines, 0)
@@ -90,7 +90,6 @@ class Lab:
             patch.setattr(learner, "reserve_workers", lambda config, ranks: [None] * ranks)
             patch.setattr(learner, "start_ranks", play)
             patch.setattr(pairs, "start_engines", engines_of)
-            patch.setattr(evaluation, "start_engines", engines_of)
             with self._returned(played):
                 yield
 
@@ -179,8 +178,8 @@ def in_this_session() -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        for stage in (learning, pairs, evaluation):
-            patch.setattr(stage, "ray_session", session)
+        patch.setattr(learning, "ray_session", session)
+        patch.setattr(pairs, "ray_session", session)
         yield
 
 

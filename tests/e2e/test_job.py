@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name
     assert all(bool((first[name] == second[name]).all()) for name in first)
 
 
-def test_supervised_training_and_evaluation_of_what_it_left_from_the_command_line(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     examples = Path(__file__).parents[2] / "examples" / "quickstart"
     places = (f"run_dir={tmp_path}", f"model.path={tiny_model}")
     sizes = ("sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2", "layout.ep=2")
