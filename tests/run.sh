@@ -4,7 +4,6 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-unset PYTHONDONTWRITEBYTECODE # each of some hundred processes would compile megarl anew
 
 # part NAME SECONDS COMMAND...
 part() {
