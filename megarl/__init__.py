@@ -1,7 +1,9 @@
 """megarl: reinforcement learning of large mixture-of-experts language models on Megatron-core, vLLM, Ray and Slurm.
 
-from megarl import load_config, train
-train(load_config("examples/recipes/dapo.yaml", "train.steps=5"))
+From a script or a notebook:
+
+    from megarl import load_config, train
+    train(load_config("examples/recipes/dapo.yaml", "train.steps=5"))
 """
 
 from __future__ import annotations

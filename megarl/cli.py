@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         if arguments and arguments[0] in TOOLS:
-            return _guarded(lambda: _find(TOOLS[arguments[0]].run)(arguments[1:]))
+            return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
         given = parser().parse_intermixed_args(arguments)
         return _guarded(lambda: _run(VERBS[given.verb], given.config, given.overrides, given.check))
     except KeyboardInterrupt:
@@ -93,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     with uncollected():
         from megarl.config import load
-    root: Any = _find(verb.config)
+    root: Any = find(verb.config)
     config = load(path, overrides, root)
     with uncollected():
-        work = _find(verb.check if check else verb.run)
+        work = find(verb.check if check else verb.run)
     work(config)
     if check:
         print(f"megarl: {path} passes every check")
@@ -120,7 +120,8 @@ def _guarded(call: Callable[[], int]) -> int:
         return FAILURE
 
 
-def _find(place: str) -> Callable[..., Any]:
+def find(place: str) -> Callable[..., Any]:
+    """What stands at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

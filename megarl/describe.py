@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
 import json
 import os
 import sys
@@ -13,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cli import VERBS
-from megarl.config import ConfigError, RunSettings
+from megarl.cli import VERBS, find
+from megarl.config import RunSettings
+from megarl.errors import ConfigError, hint
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one."""
@@ -59,9 +58,8 @@ def keys(root: type[RunSettings]) -> list[tuple[Key, str]]:
 
 def _keys(section: Schema, named: Schema, above: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
     for name, given in section["properties"].items():
-        below = [
-            part for part in _sections(given, named) if inside.count(part["title"]) < 2
-        ]  # a source may leave out questions of another one
+        # Twice inside each other: a source may leave out the questions of another one.
+        below = [part for part in _sections(given, named) if inside.count(part["title"]) < 2]
         meaning = given.get("description") or (_first_line(below[0]) if below else _first_line(section) if name == "type" else "")
         yield Key(above + name, _takes(given, named), _default(given, bool(below)), meaning), ""
         place = f"{above}{name}."
@@ -101,7 +99,7 @@ def _sections(given: Schema, named: Schema) -> list[Schema]:
 
 def _resolved(given: Schema, named: Schema) -> Schema:
     place = given.get("$ref")
-    return given if place is None else {**named[place.rpartition("/")[2]], **({"default": given["default"]} if "default" in given else {})}
+    return given if place is None else named[place.rpartition("/")[2]]
 
 
 def _tag(section: Schema) -> str:
@@ -149,8 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(list(arguments))
     if given.schema and given.key is not None:
         parser.error("--schema is of the whole file: leave KEY out")
-    module, _, name = VERBS[given.verb].config.partition(":")
-    root: type[RunSettings] = getattr(importlib.import_module(module), name)
+    root: Any = find(VERBS[given.verb].config)
     text = json.dumps(schema(root), indent=2) if given.schema else "\n".join(show(_below(keys(root), given.key, given.verb)))
     try:
         print(text, flush=True)
@@ -165,6 +162,5 @@ def _below(found: list[tuple[Key, str]], name: str | None, verb: str) -> list[tu
         return found
     wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{name}.")]
     if not wanted:
-        guess = difflib.get_close_matches(name, [key.name for key, _ in found], n=1)
-        raise ConfigError(f"{name}: megarl {verb} has no such key" + (f" (did you mean {guess[0]!r}?)" if guess else ""))
+        raise ConfigError(f"{name}: megarl {verb} has no such key{hint(name, {key.name for key, _ in found})}")
     return wanted

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """Bad input from the user: one line that names the dotted key and the numbers."""
@@ -17,3 +20,9 @@ class SaveError(Stopped):
 
 class Alarmed(Stopped):
     """`train.on_alarm=stop`, and there was an alarm: its message."""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What follows the refusal of an unknown name: the known one that is most like it, or nothing."""
+    like = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {like[0]!r}?)" if like else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -10,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.run import RunSettings
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, hint
 
 Root = TypeVar("Root", bound=RunSettings)
 
@@ -95,8 +94,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     location = [str(part) for part in fault["loc"]]
     key = ".".join(part for part in location if part not in _tags(root))
     if fault["type"] == "extra_forbidden":
-        guess = difflib.get_close_matches(location[-1], sorted(_keys(root) - {location[-1]}), n=1)
-        return f"{key}: unknown key" + (f" (did you mean {guess[0]!r}?)" if guess else "")
+        return f"{key}: unknown key{hint(location[-1], _keys(root) - {location[-1]})}"
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
     if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):

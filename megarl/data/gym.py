@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from megarl.config import ConfigError, ReasoningGymSource
+from megarl.errors import hint
 from megarl.imports import uncollected
 
 
@@ -29,9 +29,7 @@ def _make(source: ReasoningGymSource, key: str) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.dataset not in DATASETS:
-        guess = difflib.get_close_matches(source.dataset, sorted(DATASETS), n=1)
-        hint = f" (did you mean {guess[0]!r}?)" if guess else ""
-        raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint}")
+        raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, DATASETS)}")
     known = DATASETS[source.dataset][1].__dataclass_fields__
     for name in source.params:
         if name in ("seed", "size"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, Layout
+from megarl.errors import hint
 from megarl.models.families import family_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,9 +78,7 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
         if name in fixed:
             raise ConfigError(f"model.megatron.{name}: set by model.path, model.dtype, layout or megarl itself (to {fixed[name]!r})")
         if name not in known:
-            guess = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f" (did you mean {guess[0]!r}?)" if guess else ""
-            raise ConfigError(f"model.megatron.{name}: no such field of Megatron's TransformerConfig{hint}")
+            raise ConfigError(f"model.megatron.{name}: no such field of Megatron's TransformerConfig{hint(name, known)}")
 
 
 def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
