@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.errors import SaveError
 
 EXAMPLE = """
 name: cli
@@ -89,3 +90,18 @@ def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path, flags
     assert refused.returncode == 2
     assert refused.stderr.startswith("megarl: error: model.path: ") and len(refused.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(("fault", "traced"), [(SaveError("step 3: No space\nleft"), False), (KeyError("a bug"), True)])
+def test_what_stops_a_run_is_one_line_and_only_an_unforeseen_fault_has_a_traceback(
+    tmp_path: Path, fault: Exception, traced: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, termination: None
+) -> None:
+    def stage(_: object) -> None:
+        raise fault
+
+    (tmp_path / "config.yaml").write_text(EXAMPLE)
+    monkeypatch.setattr("megarl.trainer.train", stage)
+    assert cli.main(["train", str(tmp_path / "config.yaml")]) == 1
+    shown = capsys.readouterr().err
+    assert shown.splitlines()[-1] == f"megarl: failed: {type(fault).__name__}: {' '.join(str(fault).split())}"
+    assert ("Traceback" in shown) == traced and (traced or len(shown.splitlines()) == 1)

@@ -42,6 +42,7 @@ class Lab:
         self._model, self._config = model, config
         self.engines = start_engines(config)
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
+        self.playing: list[int] = []  # process ids of those that were taken last
 
     def run(self, job: Job) -> Job:
         """`megarl train` in this process, to the end."""
@@ -109,10 +110,6 @@ class Lab:
             if own:
                 _kill(engines.group.actors)
 
-    def pids(self) -> list[int]:
-        """The processes that wait for a part; the first are taken first."""
-        return ray.get([actor.pid.remote() for actor in self._ranks])
-
     def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
         missing = max(0, count - len(self._ranks))
@@ -120,6 +117,7 @@ class Lab:
         new = [ray.remote(Player).options(num_cpus=1, scheduling_strategy=place).remote() for place in places]
         waiting = [*self._ranks, *new]
         self._ranks = waiting[count:]
+        self.playing = ray.get([actor.pid.remote() for actor in waiting[:count]])
         return waiting[:count]
 
     @contextmanager

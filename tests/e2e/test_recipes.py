@@ -34,7 +34,7 @@ optimizer.lr=1.0e-4
 optimizer.warmup_steps=0
 train.steps=2
 train.mini_batches=2
-rollout.max_response_tokens=24
+rollout.max_response_tokens=12
 """
 
 

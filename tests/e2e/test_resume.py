@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,12 @@ import numpy as np
 import pytest
 
 from megarl.checkpoints.verify import main as verify
+from megarl.config import SftConfig, load
+from megarl.errors import SaveError
 from megarl.rewards.score import RewardUnavailable
-from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done, titled
+from megarl.stages.sft import sft
+from megarl.workers.cluster import WorkerDied
+from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done
 from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
@@ -107,15 +113,6 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(
             raise AssertionError("\n".join([f"seed {SEED}, killed:", *met])) from error
     hits = [moment for _, met in ends for moment in met]
     assert len(hits) == len(pairs) and all(any(phase in moment for moment in hits) for phase in PHASES)
-
-
-def killed_at(job: Job, step: int) -> Job:
-    """The job, its driver killed once the metrics have a step."""
-    job.start().wait_for(f"step {step}", lambda: done(job) >= step, pause_s=0.02)
-    job.process.kill()
-    job.process.wait()
-    assert job.gone()
-    return job
 
 
 def prefix(job: Job, straight: Job, but: Sequence[str] = ()) -> None:
@@ -223,30 +220,23 @@ def fill_the_disk(ranks: Sequence[int], full: bool) -> None:
 def test_a_save_that_fails_stops_the_run_or_is_told_and_leaves_the_last_one(
     lab: Lab, straight: Job, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = (*EVERYTHING, "sync.transport=gloo", "train.steps=9")
-    job = Job(tmp_path, tiny_model, (*place, "save.on_failure=stop")).start()
-    job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
-    fill_the_disk(titled(job, "ray::ModelWorker"), full=True)
-    assert job.finish() == 1
-    assert job.gone()
-    last = job.text().splitlines()[-1]
-    assert last.startswith("megarl: failed: SaveError: checkpoint: step ") and "File too large: " in last
-    assert "Traceback" not in job.text()
-    whole = [path.name for path in (tmp_path / "job" / "checkpoints").glob("step_??????")]
-    assert whole and verify([str(tmp_path / "job")]) == 0
-
-    job = Job(tmp_path, tiny_model, (*place, "save.on_failure=continue"))
-    ranks = lab.pids()
-    fill_the_disk(ranks, full=True)
-    try:
-        with when(lambda: any("events/save_failed" in row for row in job.rows()), lambda: fill_the_disk(ranks, full=False)):
-            lab.run(job)
-    finally:
-        fill_the_disk(ranks, full=False)
+    place = (*EVERYTHING, "sync.transport=gloo", "train.steps=6")
+    job = Job(tmp_path / "told", tiny_model, (*place, "save.on_failure=continue"))
+    fails = when(lambda: done(job) >= 2, lambda: fill_the_disk(lab.playing, full=True))
+    told = when(lambda: any("events/save_failed" in row for row in job.rows()), lambda: fill_the_disk(lab.playing, full=False))
+    with fails, told:
+        lab.run(job)
     assert "warning: checkpoint: step " in capsys.readouterr().err
-    assert "File too large: " in json.loads((tmp_path / "job" / "summary.json").read_text())["alarms"]["save_failed"]
+    saved = job.runs / "job"
+    assert "File too large: " in json.loads((saved / "summary.json").read_text())["alarms"]["save_failed"]
     prefix(job, straight, but=("events/save_failed",))
-    assert (tmp_path / "job" / "checkpoints" / "latest").read_text() == "step_000010\n"
+    assert (saved / "checkpoints" / "latest").read_text() == "step_000007\n"
+
+    job = Job(tmp_path / "stopped", tiny_model, (*place, "save.on_failure=stop"))
+    failed = pytest.raises(SaveError, match=r"^checkpoint: step \d+ was not saved: .*File too large: ")
+    with when(lambda: done(job) >= 2, lambda: fill_the_disk(lab.playing, full=True)), failed:
+        lab.run(job)
+    assert list((job.runs / "job" / "checkpoints").glob("step_??????")) and verify([str(job.runs / "job")]) == 0
 
 
 SFT = """
@@ -266,9 +256,9 @@ save: {{every: 3}}
 
 def test_supervised_training_that_is_killed_goes_on_too(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
-    job = killed_at(Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT), 6)
-    assert done(job) < 12
     straight = lab.learn(Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT))
-    again = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT).run()
-    assert again.gone()
-    assert_same(again, straight, "model")
+    job = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT)
+    with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)), pytest.raises(WorkerDied), lab.stage():
+        sft(load(job.write(), [], SftConfig))
+    assert 6 <= done(job) < 12
+    assert_same(lab.learn(job), straight, "model")

@@ -53,7 +53,8 @@ def _routes(sample: Sample) -> np.ndarray:
 
 async def _deterministic(tiny: Path) -> None:
     """More responses than the engine decodes together, so that requests also queue and finish at different times."""
-    prompts, sampling = _prompts(64), Sampling(n=8, temperature=1.0, max_tokens=48, seed=7)
+    prompts, sampling = _prompts(40), Sampling(n=8, temperature=1.0, max_tokens=32, seed=7)
+    assert len(prompts) * sampling.n > SETTINGS.max_num_seqs
     runs = []
     for _ in range(2):
         engine, _ = await _start(tiny)
@@ -63,7 +64,7 @@ async def _deterministic(tiny: Path) -> None:
             await engine.close()
     assert all(_same(runs[0], run) for run in runs[1:])
     drawn = {tuple(sample.tokens.tolist()) for answer in runs[0] for sample in answer.samples}
-    assert len(drawn) > 500  # no two samples share their draws
+    assert len(drawn) > 310  # no two samples share their draws
 
 
 def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path) -> None:
