@@ -31,7 +31,7 @@ VERBS = {
     "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
     "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.checks:check_sft", "megarl.stages.sft:sft"),
     "value": Verb(
-        "value pretraining", "megarl.config:TrainConfig", "megarl.stages.checks:check_value", "megarl.stages.value:pretrain_value"
+        "value pretraining", "megarl.config:TrainConfig", "megarl.stages.checks:check_value", "megarl.value_trainer:pretrain_value"
     ),
     "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.checks:check_rm", "megarl.stages.rm:rm"),
     "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.checks:check_dpo", "megarl.stages.dpo:dpo"),

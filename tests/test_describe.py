@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.config import EvalConfig, TrainConfig, load
+from megarl.config import EvalConfig, RunSettings, TrainConfig, load
 from megarl.config.loading import sections
 from megarl.describe import keys, schema
 from tests.test_examples import CONFIGS, EXAMPLES, root_of
@@ -78,12 +79,19 @@ def test_a_reader_that_leaves_early_is_no_failure(arguments: list[str]) -> None:
     assert process.returncode == 0
 
 
+@cache
+def validator_of(root: type[RunSettings]) -> jsonschema.Draft202012Validator:
+    """A verb's schema, which takes most of a second to make."""
+    return jsonschema.Draft202012Validator(schema(root))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_the_schema_takes_what_megarl_takes(path: Path) -> None:
     """A file as it stands, which may leave much to its base, and the whole tree."""
     root = root_of(path)
-    jsonschema.validate(yaml.safe_load(path.read_text()), schema(root))
-    jsonschema.validate(json.loads(load(path, [], root).model_dump_json()), schema(root))
+    validator = validator_of(root)
+    validator.validate(yaml.safe_load(path.read_text()))
+    validator.validate(json.loads(load(path, [], root).model_dump_json()))
 
 
 @pytest.mark.parametrize(

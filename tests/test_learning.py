@@ -46,7 +46,7 @@ class Counting:
         directory.mkdir(parents=True)
         (directory / "steps").write_text(str(self._steps))
 
-    def settle(self) -> None: ...
+    def wait_for_save(self) -> None: ...
 
 
 def learned(
@@ -79,11 +79,11 @@ def test_it_ends_when_patience_does_with_the_best_model(tmp_path: Path, monkeypa
 
 def test_a_run_that_is_done_and_started_again_leaves_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy, saved = [0.5, 0.7, 0.9, 0.8, 0.85, 0.95, 0.95], list[Any]()
-    monkeypatch.setattr(learning.Checkpoints, "save", lambda self, state: saved.append(json.loads(json.dumps([state, self._run.state()]))))
+    monkeypatch.setattr(learning.Checkpoints, "save", lambda self, state: saved.append(json.loads(json.dumps([state.state(), self._run.state()]))))
     directory, _ = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
     [(progress, run)] = saved
-    monkeypatch.setattr(learning, "find", lambda *_: SimpleNamespace(progress=progress, run=run))
-    monkeypatch.setattr(learning.Checkpoints, "load", lambda self, found, course: course.restore(found.progress))
+    monkeypatch.setattr(learning, "resume_point", lambda *_: SimpleNamespace(progress=progress, run=run))
+    monkeypatch.setattr(learning.Checkpoints, "load", lambda self, resume, state: state.restore(resume.progress))
     again, numbers = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
     assert again == directory and steps_of(directory) == (8, 4) and numbers["rm/accuracy"] == 0.9
 
@@ -99,14 +99,14 @@ def test_without_patience_the_last_model_is_left(tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path) -> None:
-    course = learning.Course(learning.Sampler(8, 1, shuffle=True), tmp_path)
+    course = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), tmp_path)
     course.step = 4
     assert course.improves(0.9, 0.3)
     course.step = 6
     assert not course.improves(0.8, 0.2)
     state = json.loads(json.dumps(course.state()))
     for there in (False, True):
-        again = learning.Course(learning.Sampler(8, 1, shuffle=True), tmp_path)
+        again = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), tmp_path)
         if there:
             (tmp_path / "000004").mkdir()
         again.restore(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,12 +18,12 @@ from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
-from megarl.observe.signs import rollout_metrics
+from megarl.observe.rollout_metrics import rollout_metrics
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.engine import Sampling
-from megarl.stages.collect import collect
-from megarl.workers.plan import Collected, StepPlan, members, plan_step, response_advantages, split_step
+from megarl.stages.rollout import RolloutBuffer, generate, score
+from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
 from megarl.workers.rollout_worker import Response
 from tests.e2e.job import RL
 
@@ -74,7 +75,7 @@ class FakeTime:
 
 
 class Answers:
-    """An engine and a judge whose rewards are a table: reward[prompt id][sample]."""
+    """An engine and a reward whose scores are a table: reward[prompt id][sample]."""
 
     def __init__(self, reward: dict[int, list[float]]) -> None:
         self.reward, self.asked = reward, list[tuple[int, ...]]()
@@ -87,38 +88,45 @@ class Answers:
             for index in range(sampling.n)
         ]
 
+    def on(self, _: None) -> Answers:
+        return self
+
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (response.text.split("/") for response in responses)]
 
 
-def plan_of(config: TrainConfig, collected: Collected) -> StepPlan:
-    return plan_step(config, collected, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
+    return plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
 
 
-def gather(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[Collected, Answers]:
-    """`collect` over prompts 0, 1, 2, ..."""
-    table, source = Answers(reward), iter(range(1000))
-    prompts = lambda count: [Prompt(next(source), "", [1], "", {}) for _ in range(count)]  # noqa: E731
-    return collect(config, 1, prompts, cast(Any, table), cast(Any, table), cast(Any, FakeTime())), table
+def sampled(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[RolloutBatch, Answers]:
+    """A step's rollouts over prompts 0, 1, 2, ..."""
+    table, numbers = Answers(reward), iter(range(1000))
+    ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table))
+    buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
+    while not buffer.full:
+        prompts = [Prompt(next(numbers), "", [1], "", {}) for _ in range(buffer.wanted)]
+        buffer.add(score(ctx, generate(ctx, prompts, 1, buffer.round), None))
+    return buffer.batch(), table
 
 
 def test_dynamic_sampling_drops_groups_without_a_signal_until_the_step_is_full(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 4}, rollout={"samples_per_prompt": 2})
     reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
-    collected, table = gather(config, reward)
+    batch, table = sampled(config, reward)
     assert table.asked == [(0, 1), (2, 3)]
-    assert [answer.text for answer in collected.responses] == ["1/0", "1/1", "3/0", "3/1"]
-    assert [answer.prompt for answer in collected.responses] == [0, 0, 1, 1]
-    assert scalars(collected.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
+    assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
+    assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
+    assert scalars(batch.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
 
 
 def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
-    collected, table = gather(config, {n: [1.0, 1.0] for n in range(6)})
+    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)})
     assert table.asked == [(0, 1), (2, 3), (4, 5)]
-    assert [answer.text for answer in collected.responses] == ["0/0", "0/1", "1/0", "1/1"]
-    assert scalars(collected.metrics)["events/dynamic_sampling_exhausted"] == 1.0
-    plan = plan_of(config, collected)
+    assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
+    assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
+    plan = plan_of(config, batch)
     assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
 
 
@@ -129,9 +137,9 @@ def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
         rollout={"samples_per_prompt": 2, "max_response_tokens": 5},
         reward={"overlong": {"buffer_tokens": 2, "scale": 0.5}},
     )
-    collected, _ = gather(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
-    assert [score.value for score in collected.scores] == [0.75, -0.25, 0.75, 0.75]
-    shown = scalars(rollout_metrics(collected.responses, collected.scores))
+    batch, _ = sampled(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
+    assert [score.value for score in batch.scores] == [0.75, -0.25, 0.75, 0.75]
+    shown = scalars(rollout_metrics(batch.responses, batch.scores))
     assert shown["reward/task/mean"] == 0.75 and shown["reward/overlong/mean"] == -0.25 and shown["frac_reward_zero_std"] == 0.5
 
 
@@ -140,7 +148,7 @@ def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config
     responses = [response(0, 0, 4), response(0, 1, 2), response(1, 0, 3, finished=False), response(1, 1, 5, finished=False)]
     plan = plan_step(
         config,
-        Collected(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}),
+        RolloutBatch(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}),
         dp=config.layout.dp,
         capacity=config.train.micro_batch_tokens,
     )
@@ -156,7 +164,7 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config
     config = TrainConfig.model_validate(tree)
     plan = plan_step(
         config,
-        Collected([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}),
+        RolloutBatch([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}),
         dp=config.layout.dp,
         capacity=config.train.micro_batch_tokens,
     )

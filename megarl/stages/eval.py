@@ -9,27 +9,29 @@ from statistics import pstdev
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, merge
+from megarl.observe.rollout_metrics import reward_failures
 from megarl.observe.run import Run
-from megarl.observe.signs import reward_failures
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
-from megarl.stages.judge import Judge, open_scorers
+from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
 
-def evaluate(name: str, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, seed: int, step: int = 0) -> dict[str, float]:
+def evaluate(
+    name: str, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0
+) -> dict[str, float]:
     """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
     found = dict[str, list[Score]]()
     with run.phase("eval"):
         for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
             sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
             responses = engines.generate(prompts, sampling)
-            found[kind] = judge.scores(prompts, responses)
+            found[kind] = reward.scores(prompts, responses)
             run.failures(found[kind])
     rates = {kind: sum(score.value for score in scores) / len(scores) for kind, scores in found.items()}
     error = pstdev(score.value for score in found["sampled"]) / math.sqrt(len(prompts))
@@ -44,5 +46,5 @@ def run_eval(config: EvalConfig) -> None:
     with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
-        rates = evaluate("eval", prompts, engines, scorers.judges()[1], run, config.seed)
+        rates = evaluate("eval", prompts, engines, scorers.rewards()[1], run, config.seed)
         write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(prompts), **rates})

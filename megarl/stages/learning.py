@@ -20,12 +20,12 @@ from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.stages.checks import Pairs
-from megarl.stages.saving import Checkpoints, every, find
+from megarl.stages.saving import Checkpoints, every, resume_point
 from megarl.workers.cluster import ray_session
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 
-class Course:
+class SupervisedState:
     """Where a supervised run stands between two steps."""
 
     def __init__(self, sampler: Sampler, best: Path) -> None:
@@ -83,38 +83,38 @@ def learn(
     from its newest checkpoint, bit for bit.
     """
     settings = config.learn
-    found = find(config, config.section, items) if settings.steps else None
-    with Run(config, None if found is None else found.run) as run, ray_session(config.cluster, config.layout.ranks):
+    resume = resume_point(config, config.section, items) if settings.steps else None
+    with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
-        course = Course(Sampler(max(1, items), config.seed, shuffle=True), run.directory / BEST)
+        state = SupervisedState(Sampler(max(1, items), config.seed, shuffle=True), run.directory / BEST)
         checkpoints = Checkpoints(config, config.section, run, learners)
-        if found is not None:
-            checkpoints.load(found, course)
+        if resume is not None:
+            checkpoints.load(resume, state)
         elif held_out is not None:
             run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-        while course.step < settings.steps and not (settings.patience and course.waited >= settings.patience):
-            course.step += 1
-            plan = draw(course.step, course.sampler.take(settings.batch_size))
+        while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
+            state.step += 1
+            plan = draw(state.step, state.sampler.take(settings.batch_size))
             with run.phase("update"):
                 metrics = learners.train(plan)
-            run.log(course.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-            if held_out is not None and (every(settings.eval_every, course.step) or course.step == settings.steps):
+            run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
+            if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
                 metrics = _measure(learners, held_out, run)
                 numbers = scalars(metrics)
-                better = course.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
-                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, course.step)
+                better = state.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
+                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
                 if better and settings.patience:
-                    _keep(learners, run, course.best)
-            if every(config.save.every, course.step):
-                checkpoints.save(course.state())
+                    _keep(learners, run, state.best)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
         checkpoints.finish()
-        if held_out is not None and course.measured != course.step and not course.best.is_dir():  # it was to take more steps once
-            run.held_out("held-out after", _measure(learners, held_out, run), course.step)
-        if settings.patience and course.best.is_dir():
-            run.note(f"ends after step {course.step} with the model of step {int(course.best.name)}, the best")
+        if held_out is not None and state.measured != state.step and not state.best.is_dir():  # it was to take more steps once
+            run.held_out("held-out after", _measure(learners, held_out, run), state.step)
+        if settings.patience and state.best.is_dir():
+            run.note(f"ends after step {state.step} with the model of step {int(state.best.name)}, the best")
             partial = run.directory / ".model.partial-best"
-            shutil.copytree(course.best, partial, copy_function=_link)
+            shutil.copytree(state.best, partial, copy_function=_link)
             partial.rename(run.directory / "model")
         elif settings.steps:
             with run.phase("save"):

@@ -17,7 +17,7 @@ from megarl.observe.run import Run
 from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_pairs
-from megarl.stages.judge import Judge, open_scorers
+from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines, call_seed, start_engines
 from megarl.workers.rollout_worker import Response
@@ -32,14 +32,14 @@ def pairs(config: PairsConfig) -> None:
     with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
-        judge, _ = scorers.judges()
+        reward, _ = scorers.rewards()
         for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):
-            metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, judge, run, number)
+            metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, reward, run, number)
             run.held_out(name, metrics, number)
 
 
 def write_pairs(
-    config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, judge: Judge, run: Run, number: int
+    config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, number: int
 ) -> dict[str, Metric]:
     """The pairs of all prompts, in a file that is there whole or not at all. ConfigError where there is none."""
     settings, rollout = config.pairs, config.rollout
@@ -54,7 +54,7 @@ def write_pairs(
                 responses = engines.generate(asked, sampling)
             known = answers(asked) if settings.answers else []
             with run.phase("reward"):
-                scores = judge.scores(asked, [*responses, *known])
+                scores = reward.scores(asked, [*responses, *known])
                 run.failures(scores)
             groups = grouped(len(asked), responses, scores[: len(responses)])
             right = grouped(len(asked), known, scores[len(responses) :])

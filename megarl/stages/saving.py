@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +14,16 @@ from pydantic import ValidationError
 
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import Entry, Verified, verified, verify
-from megarl.config import CheckpointSettings, ConfigError, TrainConfig, TrainingSettings, dump
-from megarl.data.prompts import Prompt
-from megarl.data.sampler import Sampler
+from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
-from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import RewardUnavailable
-from megarl.stages.pretraining import ValuePretraining
-from megarl.workers.keeper import CHECKPOINTS
+from megarl.workers.megatron_worker import CHECKPOINTS
 
 TRAINER = "trainer.json"
 
 
-class Standing(Protocol):
+class State(Protocol):
     """Where a run stands between two steps."""
 
     step: int
@@ -37,7 +33,7 @@ class Standing(Protocol):
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
 
-class Savable(Protocol):
+class Trained(Protocol):
     """The ranks that train a run's models."""
 
     @property
@@ -46,44 +42,13 @@ class Savable(Protocol):
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes], /) -> None: ...
 
-    def settle(self) -> None: ...
+    def wait_for_save(self) -> None: ...
 
     def load(self, steps: Mapping[str, Verified], /) -> None: ...
 
 
-class Progress:
-    """Where an RL run stands between two steps: all of it that no model holds and no metric shows."""
-
-    def __init__(self, config: TrainConfig, prompts: int) -> None:
-        self.step = self.learned = 0  # steps, and those in which the policy learned
-        self.evaluated = 0  # the step after which it was last evaluated
-        self.kl_coef = config.algorithm.kl_coef
-        self.scale: RewardScale | None = None  # of the rewards, where they are normalised
-        self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
-        self.pretraining = ValuePretraining(config.critic)
-
-    def draw(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-        return [prompts[index] for index in self.sampler.take(count)]
-
-    def state(self) -> dict[str, Any]:
-        """As plain values for JSON."""
-        plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
-        scale = None if self.scale is None else self.scale.plain()
-        return {**plain, "scale": scale, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where the prompts are others."""
-        self.step, self.learned = state["step"], state["learned"]
-        self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
-        scale = state.get("scale")  # older checkpoints have none
-        self.scale = None if scale is None else RewardScale(*scale)
-        self.sampler.restore(state["sampler"])
-        self.pretraining.restore(state["pretraining"])
-
-
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint that verified, byte by byte."""
 
     steps: Mapping[str, Verified]  # which step directory holds each trained model
@@ -91,7 +56,7 @@ class Found:
     run: Mapping[str, Any]
 
 
-def find(config: TrainingSettings, verb: str, items: int) -> Found | None:
+def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
     ConfigError where it is of another verb, the configuration differs from its own in what must not differ, or `data.train` has not its
@@ -113,7 +78,7 @@ def find(config: TrainingSettings, verb: str, items: int) -> Found | None:
             differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
         if differing:
             raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
-        return Found({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
+        return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
     return None
 
 
@@ -126,62 +91,65 @@ def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, An
 
 
 class Checkpoints:
-    """The saves of one run. On leaving, it waits for the last one."""
+    """The saves of one run."""
 
-    def __init__(self, config: TrainingSettings, verb: str, run: Run, team: Savable) -> None:
-        self._settings, self._config, self._verb, self._run, self._team = config.save, config, verb, run, team
+    def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
+        self._settings, self._config, self._verb, self._run, self._models = config.save, config, verb, run, models
         self._saved: int | None = None  # the last step that was saved
 
-    def load(self, found: Found, progress: Standing) -> None:
-        """Puts models, optimizers, random states and `progress` where the checkpoint has them."""
+    def load(self, resume: ResumePoint, state: State) -> None:
+        """Puts models, optimizers, random states and `state` where the checkpoint has them."""
         with self._run.phase("load"):
-            self._team.load(found.steps)
-            progress.restore(found.progress)
-        self._saved = progress.step
+            self._models.load(resume.steps)
+            state.restore(resume.progress)
+        self._saved = state.step
 
-    def save(self, progress: Mapping[str, Any]) -> None:
-        """Saves the models as they are now, as those of the step that `progress` (a state) says.
+    def save(self, state: State) -> None:
+        """Saves the models as they are now, with where the run stands.
 
         SaveError where this save or the one before failed and `save.on_failure` is stop; else the run is told, and goes on.
         """
+        self._save(state.state())
+
+    def _save(self, progress: Mapping[str, Any]) -> None:
         step = int(progress["step"])
         if step == self._saved:
             return
-        where, config = self._team.folders, dump(self._config)
-        state = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
+        where, config = self._models.folders, dump(self._config)
+        trainer = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
         with self._run.phase("save"):
             with self._failures():
-                self._team.settle()  # whatever became of the one before, this one is another
+                self._models.wait_for_save()  # whatever became of the one before, this one is another
             with self._failures():
-                self._team.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(state).encode()})
+                self._models.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(trainer).encode()})
                 self._saved = step
 
     @contextmanager
-    def kept(self, progress: Standing) -> Iterator[None]:
+    def checkpoint_on_failure(self, state: State) -> Iterator[None]:
         """A step inside: where no reward can be had, the run stops with a checkpoint of the moment before."""
-        before = progress.state()
+        before = state.state()
         try:
             yield
         except RewardUnavailable:
-            self.save(before)
+            self._save(before)
             with self._failures():
-                self._team.settle()
+                self._models.wait_for_save()
             raise
 
-    def stop_at_alarm(self, progress: Standing, on_alarm: str) -> None:
+    def stop_at_alarm(self, state: State, on_alarm: str) -> None:
         """Saves and ends the run, where `on_alarm` is stop and there was an alarm."""
         if on_alarm != "stop" or self._run.alarm is None:
             return
         self._run.ended_by = self._run.alarm
-        self.save(progress.state())
+        self.save(state)
         with self._failures():
-            self._team.settle()
+            self._models.wait_for_save()
         raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
 
     def finish(self) -> None:
         """Waits for what is being written."""
         with self._run.phase("save"), self._failures():
-            self._team.settle()
+            self._models.wait_for_save()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

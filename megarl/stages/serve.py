@@ -24,8 +24,8 @@ from megarl.rewards.http import token_of
 from megarl.stages.checks import check_serve
 from megarl.workers.cluster import interface_address, ray_session
 from megarl.workers.plan import deal_scoring
-from megarl.workers.ranks import Ranks, reserve_workers, start_ranks
 from megarl.workers.reward import RewardWorker
+from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ IDLE_S = 60.0  # a client that sends nothing for so long is left
 class Service:
     """Scores of samples as they come over the wire; one request at a time has the ranks."""
 
-    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
+    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: WorkerGroup) -> None:
         self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
         self._turn = threading.Lock()
 
@@ -148,7 +148,7 @@ def serve(config: ServeConfig) -> None:
     with ray_session(config.cluster, config.layout.ranks):
         places = reserve_workers(config, ranks=config.layout.ranks)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
-        ranks = Ranks(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
+        ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config, load_tokenizer(config.model.path), ranks)
         with Server(config, service, host) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.server_port}{config.serve.path}", flush=True)

@@ -27,6 +27,8 @@ from megarl.errors import Stopped
 from megarl.workers import reaper as reaper_script
 from megarl.workers.ray_start import RayNotStarted, mend
 
+DEATH_S = 5.0  # how long to look for a dead actor once another one has failed
+
 
 class WorkerDied(RuntimeError):
     """An actor's process is gone."""
@@ -126,7 +128,7 @@ def interface_address(interface: str) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class ActorGroup:
     """Actors of one kind, in rank order."""
 
     kind: str
@@ -139,7 +141,7 @@ class Group:
     def wait(self, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
         """The results in the order of the references, which are those of one or several calls on all actors.
 
-        Raises what the first failing actor raised, WorkerDied if one is gone, WorkerLate after `timeout_s`, each naming the actor.
+        Raises WorkerDied if an actor is gone, else what the first failing actor raised; WorkerLate after `timeout_s`. Each names the actor.
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
@@ -152,8 +154,24 @@ class Group:
                 try:
                     ray.get(reference)
                 except RayError as error:
+                    self._raise_death(doing, error)
                     raise_cause(error, names[reference], doing)
         return ray.get(list(references))
+
+    def _raise_death(self, doing: str, error: RayError) -> None:
+        """WorkerDied where an actor turns out to be gone: its neighbours see the broken connection sooner than Ray reports the death."""
+        alive = {actor.__ray_ready__.remote(): f"{self.kind} {index}" for index, actor in enumerate(self.actors)}
+        pending, deadline = list(alive), time.monotonic() + DEATH_S
+        while pending:
+            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return  # busy, and so alive
+            for reference in ready:
+                try:
+                    ray.get(reference)
+                except RayActorError as death:
+                    death.__cause__ = error
+                    raise_cause(death, alive[reference], doing)
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         """`start` and `wait`."""

@@ -12,16 +12,16 @@ import ray
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout.engine import Sampling
-from megarl.workers.cluster import Group
-from megarl.workers.ranks import reserve_workers
+from megarl.workers.cluster import ActorGroup
 from megarl.workers.rollout_worker import Response, RolloutWorker
+from megarl.workers.worker_group import reserve_workers
 
 
 @dataclass(frozen=True)
 class Engines:
     """The rollout engines."""
 
-    group: Group
+    group: ActorGroup
     settings: RolloutSettings
 
     @classmethod
@@ -32,7 +32,7 @@ class Engines:
             actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}")
             for index, place in enumerate(places)
         ]
-        return cls(Group("engine", actors), settings)
+        return cls(ActorGroup("engine", actors), settings)
 
     def open(self, model: Path, config: RunSettings) -> list[Any]:
         """Starts every engine with the weights of `model`; returns at once, with what to wait for."""

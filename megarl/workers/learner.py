@@ -21,11 +21,11 @@ from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
-from megarl.workers.cluster import Group
+from megarl.workers.cluster import ActorGroup
 from megarl.workers.critic import values
-from megarl.workers.keeper import CHECKPOINTS, Keeper
+from megarl.workers.megatron_worker import CHECKPOINTS, MegatronWorker
 from megarl.workers.plan import split_step
-from megarl.workers.ranks import reserve_workers, start_ranks
+from megarl.workers.worker_group import reserve_workers, start_ranks
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint import Part
@@ -73,7 +73,7 @@ def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequen
     )
 
 
-class Learner(Keeper):
+class Learner(MegatronWorker):
     """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm")."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: TrainSpec) -> None:
@@ -166,7 +166,7 @@ class Learner(Keeper):
 class Learners:
     """The ranks, together one model."""
 
-    group: Group
+    group: ActorGroup
     timeout_s: float
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
@@ -186,9 +186,9 @@ class Learners:
         """Saves the model and its optimizer, and the files `extra`. SaveError where it failed."""
         self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Waits until the last checkpoint is written. SaveError where it failed."""
-        self.group.call("settle", timeout_s=self.timeout_s)
+        self.group.call("wait_for_save", timeout_s=self.timeout_s)
 
     def load(self, steps: Mapping[str, Verified]) -> None:
         """Gives the model and its optimizer what the step directory holds of them."""

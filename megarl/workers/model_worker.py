@@ -23,7 +23,7 @@ from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings
 from megarl.observe.metrics import Mean, Metric, merge
 from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
-from megarl.workers.keeper import Keeper
+from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.reward import RewardModel
 
@@ -52,7 +52,7 @@ class RLSpec:
     offload: bool = False  # models that wait leave the device
 
 
-class ModelWorker(Keeper):
+class ModelWorker(MegatronWorker):
     """One rank of a group that holds the models of the given roles."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
@@ -78,7 +78,7 @@ class ModelWorker(Keeper):
         self._pusher: Pusher | None = None
         self._kl_coef = 0.0
 
-    def score(self, plan: StepPlan) -> dict[str, Metric]:
+    def forward(self, plan: StepPlan) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes what its models say of them: log-probs before the step, values.
 
         Keeps the mini-batches for `update`. Returns what the policy's log-probs say about the engine's.

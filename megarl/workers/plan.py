@@ -26,7 +26,7 @@ Split = list[list[list[list[int]]]]
 
 
 @dataclass(frozen=True)
-class Collected:
+class RolloutBatch:
     """The scored responses of a step; `response.prompt` counts the prompts that were kept."""
 
     responses: list[Response]
@@ -69,14 +69,14 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
-def plan_step(config: TrainConfig, collected: Collected, dp: int, capacity: int) -> StepPlan:
+def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) -> StepPlan:
     """Which responses are trained on, the split, and the loss weights of each global mini-batch.
 
     The split is over `dp` data-parallel ranks and micro-batches of at most `capacity` tokens; the mini-batches hold the same responses
     for any of these.
     """
-    responses, algorithm = collected.responses, config.algorithm
-    reward_N = torch.tensor([score.value for score in collected.scores], dtype=torch.float64)
+    responses, algorithm = batch.responses, config.algorithm
+    reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
     keep_N = algorithm.keep(reward_N, group_N)
     if config.train.drop_truncated:

@@ -12,8 +12,8 @@ from megarl.batch import pack_scored
 from megarl.config import Layout, RunSettings
 from megarl.workers.assemble import fetch
 from megarl.workers.critic import values
+from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan
-from megarl.workers.rank import Rank
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
@@ -42,7 +42,7 @@ class RewardModel:
         return found if self._grid.is_last_stage and self._grid.tp_rank == 0 else {}
 
 
-class RewardWorker(Rank):
+class RewardWorker(MegatronWorker):
     """One rank of a group that holds a reward model alone, without a training run around it."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, path: Path) -> None:

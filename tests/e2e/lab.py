@@ -19,16 +19,17 @@ from megarl.observe import report
 from megarl.observe.run import Run
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
-from megarl.stages.judge import open_scorers
-from megarl.stages.saving import find
+from megarl.stages.context import RunContext
+from megarl.stages.reward import open_scorers
+from megarl.stages.saving import resume_point
 from megarl.trainer import learn
 from megarl.workers import learner
-from megarl.workers.cluster import Group, ray_session
+from megarl.workers.cluster import ActorGroup, ray_session
 from megarl.workers.engines import Engines, start_engines
+from megarl.workers.megatron_worker import MegatronWorker
+from megarl.workers.model_groups import ModelGroups, assign_roles, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
-from megarl.workers.rank import Rank
-from megarl.workers.ranks import build_ranks, reserve_workers
-from megarl.workers.team import Team, build_team, cast, rl_spec
+from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
 
 ACTORS = 64  # over all runs: places are not given back
@@ -52,15 +53,15 @@ class Lab:
     def train(self, config: TrainConfig) -> None:
         """The same from a configuration; a model of another shape has an engine of its own."""
         data = check_train(config)
-        found = find(config, "train", len(data.train))
+        resume = resume_point(config, "train", len(data.train))
         with (
             pytest.MonkeyPatch.context() as patch,
-            Run(config, None if found is None else found.run) as run,
+            Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward) as scorers,
-            self.workers(config) as (team, engines),
+            self.workers(config) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
-            learn(config, data, found, run, scorers, team, engines)
+            learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
 
     def learn(self, job: Job) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""
@@ -73,8 +74,8 @@ class Lab:
         """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model."""
         played: list[Any] = []
 
-        def play(kind: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
-            group = Group("rank", self._take(len(places)))
+        def play(kind: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
+            group = ActorGroup("rank", self._take(len(places)))
             played.extend(group.actors)
             _begin(group, kind, config, layout, *arguments)
             build_ranks([group], config)
@@ -83,8 +84,8 @@ class Lab:
         def engines_of(config: PairsConfig) -> Engines:
             assert shape(config.model.path) == shape(self._model), "the engine is of another model"
             again = self._config.model_copy(update={"model": config.model})
-            with self.workers(again) as (team, engines):
-                team.sync(engines, 0)
+            with self.workers(again) as (models, engines):
+                models.sync(engines, 0)
             return Engines(engines.group, config.rollout)
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
@@ -95,17 +96,17 @@ class Lab:
                 yield
 
     @contextmanager
-    def workers(self, config: TrainConfig) -> Iterator[tuple[Team, Engines]]:
+    def workers(self, config: TrainConfig) -> Iterator[tuple[ModelGroups, Engines]]:
         """The ranks and engines of a run."""
         own = shape(config.model.path) != shape(self._model)
         engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
-        ranks = self._take(sum(layout.ranks for _, layout in cast(config)))
+        ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
-                groups = _dealt(ranks, [layout.ranks for _, layout in cast(config)])
-                for group, (roles, layout) in zip(groups, cast(config), strict=True):
+                groups = _dealt(ranks, [layout.ranks for _, layout in assign_roles(config)])
+                for group, (roles, layout) in zip(groups, assign_roles(config), strict=True):
                     _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
-                yield build_team(config, groups), engines
+                yield build_groups(config, groups), engines
         finally:
             if own:
                 _kill(engines.group.actors)
@@ -138,7 +139,7 @@ class Player:
     def pid(self) -> int:
         return os.getpid()
 
-    def begin(self, kind: type[Rank], *arguments: Any) -> None:
+    def begin(self, kind: type[MegatronWorker], *arguments: Any) -> None:
         self.part = kind(*arguments)
 
     def end(self) -> None:
@@ -185,13 +186,13 @@ def shape(model: Path) -> str:
     return (model / "config.json").read_text()
 
 
-def _begin(group: Group, kind: type[Rank], config: RunSettings, layout: Layout, *arguments: Any) -> None:
+def _begin(group: ActorGroup, kind: type[MegatronWorker], config: RunSettings, layout: Layout, *arguments: Any) -> None:
     ray.get([actor.begin.remote(kind, rank, config, layout, *arguments) for rank, actor in enumerate(group.actors)])
 
 
-def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[Group]:
+def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[ActorGroup]:
     rest = iter(actors)
-    return [Group("rank", [next(rest) for _ in range(size)]) for size in sizes]
+    return [ActorGroup("rank", [next(rest) for _ in range(size)]) for size in sizes]
 
 
 def _kill(actors: Sequence[Any]) -> None:

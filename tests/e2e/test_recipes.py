@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
 from megarl.config import TrainConfig, load
-from megarl.data.prompts import Prompt
-from megarl.data.sampler import Sampler
-from megarl.observe.metrics import scalars
+from megarl.observe.metrics import Metric, scalars
 from megarl.observe.run import Run
 from megarl.stages.checks import check_train
-from megarl.stages.experience import Workplace, gather
-from megarl.stages.judge import open_scorers
+from megarl.stages.context import RunContext
+from megarl.stages.reward import open_scorers
+from megarl.stages.train_state import TrainState
+from megarl.trainer import train_step
 from megarl.workers.engines import Engines
+from megarl.workers.model_groups import ModelGroups
 from megarl.workers.plan import StepPlan
-from megarl.workers.team import Team
 from tests.e2e.lab import Lab
 from tests.test_recipes import CRITICS, RECIPES, names, train_config
 
@@ -46,7 +46,7 @@ def small(name: str, runs: Path, model: Path) -> TrainConfig:
     return load(RECIPES / f"{name}.yaml", overrides, TrainConfig)
 
 
-def switch(team: Team, config: TrainConfig) -> Team:
+def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
     """The living rank goes on with another algorithm: what depends on it is asked anew in every call."""
 
     def swap(player: Any) -> None:
@@ -54,29 +54,30 @@ def switch(team: Team, config: TrainConfig) -> Team:
 
         player.part._spec = replace(player.part._spec, algorithm=config.algorithm)
 
-    ray.get([actor.__ray_call__.remote(swap) for actor in team.policy.group.actors])
-    return Team(config, team.groups)
+    ray.get([actor.__ray_call__.remote(swap) for actor in models.policy.group.actors])
+    return ModelGroups(config, models.groups)
 
 
-def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, update = list[StepPlan](), ModelGroups.update
+
+    def kept(self: ModelGroups, plan: StepPlan, *, policy: bool) -> dict[str, Metric]:
+        plans.append(plan)
+        return update(self, plan, policy=policy)
+
+    monkeypatch.setattr(ModelGroups, "update", kept)
     first = small(RUNNABLE[0], tmp_path, tiny_model)
     prompts = check_train(first).train
-    with open_scorers(first.reward) as scorers, lab.workers(first) as (team, engines):
-        team.sync(engines, 0)
+    with open_scorers(first.reward) as scorers, lab.workers(first) as (models, engines):
+        models.sync(engines, 0)
         for name in RUNNABLE:
             config = small(name, tmp_path, tiny_model)
-            team, sampler = switch(team, config), Sampler(len(prompts), config.seed, config.data.shuffle)
+            models, state = switch(models, config), TrainState(config, len(prompts))
             with Run(config) as run:
-                place = Workplace(config, run, team, Engines(engines.group, config.rollout), scorers.judges(team)[0])
-                for number in (1, 2):
-                    draw = partial(take, prompts, sampler)
-                    experience = gather(place, number, draw, config.algorithm.kl_coef)
-                    metrics = experience.metrics | team.learn(experience.plan) | team.sync(engines, number)
-                    check(name, config, experience.plan, scalars(metrics))
-
-
-def take(prompts: list[Prompt], sampler: Sampler, count: int) -> list[Prompt]:
-    return [prompts[index] for index in sampler.take(count)]
+                ctx = RunContext(config, run, models, Engines(engines.group, config.rollout), *scorers.rewards(models))
+                for _ in range(2):
+                    metrics = scalars(train_step(ctx, state, prompts))
+                    check(name, config, plans[-1], metrics)
 
 
 def check(name: str, config: TrainConfig, plan: StepPlan, metrics: dict[str, float]) -> None:

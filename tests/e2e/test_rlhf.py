@@ -22,8 +22,8 @@ from megarl.observe.metrics import scalars
 from megarl.observe.run import Run
 from megarl.rewards.scale import ScoreRange, write_range
 from megarl.stages.checks import check_pairs
-from megarl.stages.judge import open_scorers
 from megarl.stages.pairs import write_pairs
+from megarl.stages.reward import open_scorers
 from tests.e2e.critics import of_random_taste
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
@@ -129,7 +129,7 @@ def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path
     config = load(Job(tmp_path, tiny_model, template=PAIRS).write(), [], PairsConfig)
     prompts, path = check_pairs(config).train, tmp_path / "pairs.jsonl"
     with Run(config) as run, open_scorers(config.reward) as scorers:
-        found = scalars(write_pairs(config, path, prompts, lab.engines, scorers.judges()[0], run, 0))
+        found = scalars(write_pairs(config, path, prompts, lab.engines, scorers.rewards()[0], run, 0))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert found["pairs"] == len(rows) > 0 and 0 < found["prompts_with_pairs"] <= 1
     for row in rows:

@@ -15,7 +15,7 @@ from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_train
 from megarl.workers.engines import Engines
-from megarl.workers.plan import Collected
+from megarl.workers.plan import RolloutBatch
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
@@ -38,19 +38,19 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(
     config = load(Job(tmp_path, tiny_model).write(), ["optimizer.lr=0.002", *layout], TrainConfig)
     prompts = check_train(config).train[:8]
     seen = set()
-    with lab.workers(config) as (team, engines):
-        team.sync(engines, 0)
+    with lab.workers(config) as (models, engines):
+        models.sync(engines, 0)
         for version in range(1, 6):
             responses = engines.generate(prompts, Sampling(4, 1.0, 12, version))
             scores = [Score(share_of_letters(prompt="", response=response.text, answer="", meta={}), {}, None) for response in responses]
-            plan, metrics = team.score(Collected(responses, scores, None, {}))
+            plan, metrics = models.forward(RolloutBatch(responses, scores, None, {}))
             gap = scalars(metrics)
-            team.advantages(plan, None, 0.0)
+            models.advantages(plan, None, 0.0)
             assert gap["training/logprob_gap_mean"] <= 1e-5 and gap["training/logprob_gap_max"] <= 1e-3
-            team.learn(plan)
-            team.sync(engines, version)
+            models.update(plan)
+            models.sync(engines, version)
             saved = tmp_path / f"version-{version}"
-            team.save("policy", saved)
+            models.save("policy", saved)
             seen.add(tuple(agreed_answers(saved, prompts, engines)))
     assert len(seen) >= 3, "the updates are large enough to change what the policy says"
 

@@ -13,27 +13,27 @@ import ray
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
-from megarl.workers.cluster import Group, reserve
+from megarl.workers.cluster import ActorGroup, reserve
+from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
-from megarl.workers.rank import Rank
 
 Running = list[Any]
 """Calls that have been started, to be waited for."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class WorkerGroup:
     """One group of model ranks and the models that they hold together. Every call goes to all of them at once."""
 
-    group: Group
+    group: ActorGroup
     roles: tuple[Role, ...]
     layout: Layout
     timeout_s: float
 
-    def score(self, plan: StepPlan) -> Running:
+    def forward(self, plan: StepPlan) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens."""
-        return self.group.start("score", plan)
+        return self.group.start("forward", plan)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
@@ -75,7 +75,7 @@ class Ranks:
         metrics, calls = merge(self.group.wait(running, doing, self.timeout_s)), len(running) / len(self.group.actors)
         return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
 
-    def sync(self, engines: Group, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+    def sync(self, engines: ActorGroup, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
         return merge(self.group.call("sync", engines.actors, workers_per_engine, version, settings, timeout_s=settings.timeout_s))
 
@@ -84,28 +84,28 @@ class Ranks:
         self.group.call("save", role, directory, timeout_s=self.timeout_s)
 
 
-def create_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
     """A process of class `worker` at each place. `arguments` go to the class after (rank, config, layout)."""
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
     actors = [
         actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
         for rank, place in enumerate(places)
     ]
-    return Group("rank", actors)
+    return ActorGroup("rank", actors)
 
 
-def build_ranks(groups: Sequence[Group], config: RunSettings) -> None:
+def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
     """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready."""
     limit_s = config.cluster.start_timeout_s
     building = []
     for group in groups:
-        [address] = Group(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
+        [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
         building.append(group.start("build", address))
     for group, calls in zip(groups, building, strict=True):
         group.wait(calls, "start", limit_s)
 
 
-def start_ranks(worker: type[Rank], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> Group:
+def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
     """One group of ranks, ready."""
     group = create_ranks(worker, config, layout, places, *arguments)
     build_ranks([group], config)

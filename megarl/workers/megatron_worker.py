@@ -1,9 +1,10 @@
-"""One model rank as a Ray actor: what every kind of them begins with, the rendezvous and the grid."""
+"""One model rank as a Ray actor: rendezvous, grid, checkpoints of what it trains."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,15 +12,22 @@ import ray
 import torch
 from torch import Tensor
 
-from megarl.config import Layout, OptimizerSettings, RunSettings
+from megarl.checkpoints.steps import Verified
+from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
 
 if TYPE_CHECKING:
+    from megarl.parallel.checkpoint import Part, Saver
     from megarl.workers.model import Model
 
 
-class Rank:
+CHECKPOINTS = "checkpoints"  # folder of a run
+
+
+class MegatronWorker:
     """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
+
+    _saver: Saver | None = None
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
         self._rank, self._config, self._layout = rank, config, layout
@@ -53,6 +61,33 @@ class Rank:
     def build_models(self) -> None:
         """What `build` makes on the grid."""
         raise NotImplementedError
+
+    def trained(self) -> Mapping[str, Part]:
+        """The models with their optimizers, by name, on the device."""
+        raise NotImplementedError
+
+    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:
+        """Saves the trained models and their optimizers with the files `extra`; returns when what is saved may change again."""
+        from megarl.parallel.checkpoint import Saver
+
+        if self._saver is None:
+            self._saver = Saver(root, self._grid, settings)
+        self._saver.save(step, self.trained(), extra)
+
+    def wait_for_save(self) -> None:
+        """Waits until the last checkpoint is written. SaveError where it failed."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(self, steps: Mapping[str, Verified]) -> None:
+        """Gives the trained models and their optimizers what the step directories hold of them, and this process its random states."""
+        from megarl.parallel.checkpoint import load, load_random
+
+        parts = self.trained()
+        for path in dict.fromkeys(steps[name].path for name in parts):
+            inside = {name: part for name, part in parts.items() if steps[name].path == path}
+            load(steps[next(iter(inside))], inside, self._grid)
+        load_random(steps[next(iter(parts))], self._grid)
 
     def _model(
         self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0

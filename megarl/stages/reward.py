@@ -1,4 +1,4 @@
-"""Who scores the responses of a run: a verifier of their texts in processes of its own, or the reward model on the ranks."""
+"""The reward of a run: a verifier of the texts in processes of its own, or the reward model on the ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Request, Score, Scorer
 from megarl.rewards.sources import open_scorer
+from megarl.workers.model_groups import ModelGroups
 from megarl.workers.rollout_worker import Response
-from megarl.workers.team import Team
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Scores of responses."""
+class Reward:
+    """Scores responses."""
 
     settings: RewardSettings
-    scorer: Scorer | None  # None: the reward model's word counts
-    team: Team | None = None
+    scorer: Scorer | None  # None: the reward model scores
+    models: ModelGroups | None = None
     known: ScoreRange | None = None  # of the reward model's scores on the held-out pairs of its training
     scale: RewardScale | None = None
 
@@ -30,15 +30,15 @@ class Judge:
         scores = self._raw(prompts, responses)
         return scores if self.scale is None else [self.scale(score) for score in scores]
 
-    def on(self, scale: RewardScale | None) -> Judge:
-        """The judge whose scores are on this scale."""
+    def on(self, scale: RewardScale | None) -> Reward:
+        """The same reward on this scale."""
         return replace(self, scale=scale)
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         if self.scorer is not None:
             return self.scorer.score(requests(prompts, responses))
-        assert self.team is not None and isinstance(self.settings.source, ModelReward)
-        values, cut = self.team.rewards(responses) if responses else [], self.settings.source.unfinished
+        assert self.models is not None and isinstance(self.settings.source, ModelReward)
+        values, cut = self.models.rewards(responses) if responses else [], self.settings.source.unfinished
         scores = []
         for response, value in zip(responses, values, strict=True):
             constant = None if response.finished else cut
@@ -55,11 +55,11 @@ class Scorers:
     train: Scorer | None
     eval: Scorer | None
 
-    def judges(self, team: Team | None = None) -> tuple[Judge, Judge]:
-        """Who judges in training, and who in evaluations."""
+    def rewards(self, models: ModelGroups | None = None) -> tuple[Reward, Reward]:
+        """The reward in training, and the one in evaluations."""
         source = self.settings.source
         known = read_range(source.path, "reward.source.path") if isinstance(source, ModelReward) else None
-        return Judge(self.settings, self.train, team, known), Judge(self.settings, self.eval, team)
+        return Reward(self.settings, self.train, models, known), Reward(self.settings, self.eval, models)
 
 
 @contextmanager

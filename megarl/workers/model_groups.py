@@ -1,4 +1,4 @@
-"""Driver handle to all models of a run, whether they share ranks or not: score, advantages, learn, sync, save.
+"""Driver handle to all models of a run, whether they share ranks or not: forward, advantages, update, sync, save.
 
 Axes: N responses of the step.
 """
@@ -17,28 +17,28 @@ import numpy as np
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
-from megarl.workers.cluster import Group
+from megarl.workers.cluster import ActorGroup
 from megarl.workers.engines import Engines
-from megarl.workers.keeper import CHECKPOINTS
+from megarl.workers.megatron_worker import CHECKPOINTS
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
-from megarl.workers.plan import Collected, StepPlan, plan_scoring, plan_step, response_advantages
-from megarl.workers.ranks import Ranks, Running, build_ranks, create_ranks, reserve_workers
+from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import Response
+from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
 
 
 @dataclass(frozen=True)
-class Team:
+class ModelGroups:
     """The groups of model ranks. The first holds the policy, and every model that has no ranks of its own (`placement`)."""
 
     config: TrainConfig
-    groups: tuple[Ranks, ...]
+    groups: tuple[WorkerGroup, ...]
 
-    def of(self, role: Role) -> Ranks | None:
+    def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""
         return next((group for group in self.groups if role in group.roles), None)
 
     @property
-    def policy(self) -> Ranks:
+    def policy(self) -> WorkerGroup:
         return self.groups[0]
 
     def rewards(self, responses: Sequence[Response]) -> list[float]:
@@ -48,12 +48,15 @@ class Team:
         score_N = group.rewards(plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens))
         return [score_N[n] for n in range(len(responses))]
 
-    def score(self, collected: Collected) -> tuple[StepPlan, dict[str, Metric]]:
-        """Plans the step and lets every model read its tokens, all groups at the same time. What the log-probs say about the engine's."""
+    def forward(self, batch: RolloutBatch) -> tuple[StepPlan, dict[str, Metric]]:
+        """Plans the step and runs every model over its tokens: old log-probs, reference log-probs, values; all groups at the same time.
+
+        Returns the plan, and what the log-probs say about the engine's.
+        """
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        plans = [plan_step(self.config, collected, group.layout.dp, capacity(self.config, group.roles)) for group in readers]
-        running = [group.score(plan) for group, plan in zip(readers, plans, strict=True)]
-        metrics = [group.merged(calls, "score") for group, calls in zip(readers, running, strict=True)]
+        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles)) for group in readers]
+        running = [group.forward(plan) for group, plan in zip(readers, plans, strict=True)]
+        metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
             names = [COLUMN[role] for role in group.roles if role in COLUMN]
             self.policy.take(group.columns(*names), *names)
@@ -73,7 +76,7 @@ class Team:
             critic.take(self.policy.columns("return"), "return")
         return kl_N, metrics
 
-    def learn(self, plan: StepPlan, *, policy: bool = True) -> dict[str, Metric]:
+    def update(self, plan: StepPlan, *, policy: bool = True) -> dict[str, Metric]:
         """The optimizer steps of the critic and, unless it is frozen, of the policy; at the same time where they share no ranks."""
         metrics, begun = dict[str, Metric](), time.perf_counter()
         group, settings = self.of("critic"), self.config.critic
@@ -114,16 +117,16 @@ class Team:
             running.append(group.group.start("checkpoint", folder, step, keep, dict(extra) if group is self.policy else {}))
         self._wait(running, "checkpoint")
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Waits until the last checkpoint is written. SaveError where it failed."""
-        self._wait([group.group.start("settle") for group in self._trainers], "settle")
+        self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
 
     def load(self, steps: Mapping[str, Verified]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them."""
         self._wait([group.group.start("load", steps) for group in self._trainers], "load")
 
     @property
-    def _trainers(self) -> list[Ranks]:
+    def _trainers(self) -> list[WorkerGroup]:
         return [group for group in self.groups if any(role in TRAINED for role in group.roles)]
 
     def _wait(self, running: Sequence[Running], doing: str) -> None:
@@ -137,7 +140,7 @@ class Team:
         group.save(role, directory)
 
 
-def cast(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
+def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
     """The groups of ranks that a run needs: their roles, and how they share their models. The policy's comes first."""
     needed: dict[Role, tuple[bool, Layout | None]] = {
         "reference": (config.algorithm.needs_reference, config.placement.reference),
@@ -153,37 +156,36 @@ def cast(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
 
 def processes(config: TrainConfig) -> int:
     """How many model ranks and engines a run has."""
-    return sum(layout.ranks for _, layout in cast(config)) + config.rollout.replicas
+    return sum(layout.ranks for _, layout in assign_roles(config)) + config.rollout.replicas
 
 
-def start(config: TrainConfig) -> tuple[Team, Engines]:
+def start(config: TrainConfig) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time. The engines begin with `model.base` where there is one."""
-    ranks = sum(layout.ranks for _, layout in cast(config))
+    ranks = sum(layout.ranks for _, layout in assign_roles(config))
     places = reserve_workers(config, ranks=ranks, engines=config.rollout)
     engines = Engines.create(config, config.rollout, places[ranks:])
     opening = engines.open(config.model.base or config.model.path, config)
-    team = start_team(config, places[:ranks])
+    models = start_groups(config, places[:ranks])
     engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-    return team, engines
+    return models, engines
 
 
-def start_team(config: TrainConfig, places: Sequence[Any]) -> Team:
+def start_groups(config: TrainConfig, places: Sequence[Any]) -> ModelGroups:
     """The groups of ranks, ready, one rank at each place."""
-    groups = cast(config)
+    groups = assign_roles(config)
     ends = list(accumulate(layout.ranks for _, layout in groups))
     created = [
         create_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], rl_spec(config, roles), roles)
         for (roles, layout), end in zip(groups, ends, strict=True)
     ]
-    return build_team(config, created)
+    return build_groups(config, created)
 
 
-def build_team(config: TrainConfig, created: Sequence[Group]) -> Team:
-    """The team on processes that are there: a group for each of `cast`."""
+def build_groups(config: TrainConfig, created: Sequence[ActorGroup]) -> ModelGroups:
+    """The models on processes that are there: a group for each of `assign_roles`."""
     build_ranks(created, config)
-    return Team(
-        config, tuple(Ranks(group, *cast_, config.cluster.phase_timeout_s) for group, cast_ in zip(created, cast(config), strict=True))
-    )
+    timeout_s, roles = config.cluster.phase_timeout_s, assign_roles(config)
+    return ModelGroups(config, tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True)))
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:

@@ -1,0 +1,40 @@
+"""What every step of an RL run works with: workers, engines, rewards, the open run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megarl.config import TrainConfig
+from megarl.observe.run import Run
+from megarl.stages.reward import Reward, open_scorers
+from megarl.stages.saving import ResumePoint
+from megarl.workers.cluster import ray_session
+from megarl.workers.engines import Engines
+from megarl.workers.model_groups import ModelGroups, processes, start
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The parts of an RL run that live as long as the run."""
+
+    config: TrainConfig
+    run: Run
+    models: ModelGroups
+    engines: Engines
+    train_reward: Reward
+    eval_reward: Reward
+
+
+@contextmanager
+def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
+    """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
+    with (
+        Run(config, None if resume is None else resume.run) as run,
+        ray_session(config.cluster, processes(config)),
+        open_scorers(config.reward) as scorers,
+    ):
+        with run.phase("start"):
+            models, engines = start(config)
+        yield RunContext(config, run, models, engines, *scorers.rewards(models))

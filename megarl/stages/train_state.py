@@ -1,0 +1,70 @@
+"""Where an RL run stands between two steps: all of it that no model holds and no metric shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config import TrainConfig
+from megarl.data.prompts import Prompt
+from megarl.data.sampler import Sampler
+from megarl.observe.metrics import Last, Mean, Metric
+from megarl.rewards.scale import RewardScale
+from megarl.stages.pretraining import ValuePretraining
+from megarl.workers.plan import StepPlan
+
+
+class TrainState:
+    """Counters, sampler, KL coefficient, reward scale and value pretraining of a run.
+
+    Attributes:
+        step: steps so far, of the policy or of the critic alone.
+        learned: those in which the policy learned.
+        evaluated: the step after which the policy was last evaluated.
+        kl_coef: weight of the KL to the reference, which `algorithm.kl_target` steers.
+        scale: of the rewards, where `reward.normalise` asks for one.
+    """
+
+    def __init__(self, config: TrainConfig, prompts: int) -> None:
+        self.step = self.learned = self.evaluated = 0
+        self.kl_coef = config.algorithm.kl_coef
+        self.scale: RewardScale | None = None
+        self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
+        self.pretraining = ValuePretraining(config.critic)
+        self._algorithm = config.algorithm
+
+    def draw(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [prompts[index] for index in self.sampler.take(count)]
+
+    def policy_learned(self, plan: StepPlan, kl_N: np.ndarray) -> dict[str, Metric]:
+        """Counts a step of the policy and adapts the KL coefficient; the metrics of both.
+
+        kl_N: each response's KL to the reference in nats.
+        """
+        self.learned += 1
+        if not self._algorithm.needs_reference:
+            return {}
+        kl = Mean(float(kl_N.sum()), float(plan.keep_N.sum()))
+        metrics: dict[str, Metric] = {"actor/kl_coef": Last(self.kl_coef), "actor/reference_kl": kl}
+        if self._algorithm.kl_target is not None:
+            metrics["actor/kl_target"] = Last(self._algorithm.kl_target)
+        self.kl_coef = self._algorithm.next_kl_coef(self.kl_coef, kl.value() or 0.0, int(kl.weight))
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
+        scale = None if self.scale is None else self.scale.plain()
+        return {**plain, "scale": scale, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stands where `state` was taken. ValueError where the prompts are others."""
+        self.step, self.learned = state["step"], state["learned"]
+        self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
+        scale = state.get("scale")  # older checkpoints have none
+        self.scale = None if scale is None else RewardScale(*scale)
+        self.sampler.restore(state["sampler"])
+        self.pretraining.restore(state["pretraining"])

@@ -1,0 +1,60 @@
+"""`megarl value`: value pretraining as a stage of its own; its critic starts runs to come (`critic.path`)."""
+
+from __future__ import annotations
+
+from megarl.config import TrainConfig
+from megarl.observe.metrics import Metric
+from megarl.observe.rollout_metrics import scale_metrics
+from megarl.stages.checks import check_value
+from megarl.stages.context import RunContext, open_context
+from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
+from megarl.stages.saving import Checkpoints, every, resume_point
+from megarl.stages.train_state import TrainState
+from megarl.trainer import train_step
+from megarl.workers.plan import RolloutBatch
+
+CRITIC = "critic/"
+
+
+def pretrain_value(config: TrainConfig) -> None:
+    """Trains the critic of an RL configuration on rollouts of its policy, which is frozen; leaves it in runs/<name>/critic.
+
+    Beside the metrics of each step's own rollouts, which the critic has not seen when they are taken, `heldout/...` are those of one set of
+    rollouts for prompts of `data.eval`, before, every `train.eval_every` steps and after.
+    """
+    data = check_value(config)
+    resume = resume_point(config, "value", len(data.train))
+    with open_context(config, resume) as ctx:
+        run = ctx.run
+        state, checkpoints = TrainState(config, len(data.train)), Checkpoints(config, "value", run, ctx.models)
+        if resume is not None:
+            checkpoints.load(resume, state)
+        with run.phase("sync"):
+            synced = ctx.models.sync(ctx.engines, state.step)
+        if resume is None:
+            state.scale = reference_scale(ctx, data.train)
+        buffer = RolloutBuffer(config.train.prompts_per_step)
+        buffer.add(score(ctx, generate(ctx, data.eval[: buffer.wanted], step=0), state.scale))
+        held_out = buffer.batch()
+        if resume is None:
+            run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
+        while state.pretraining.active:
+            checkpoints.stop_at_alarm(state, config.train.on_alarm)
+            with checkpoints.checkpoint_on_failure(state):
+                metrics = train_step(ctx, state, data.train)
+            if every(config.train.eval_every, state.step) or not state.pretraining.active:
+                metrics |= measure(ctx, held_out, state.kl_coef)
+            run.log(state.step, metrics)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
+        checkpoints.finish()
+        with run.phase("save"):
+            ctx.models.save("critic", run.directory / "critic")
+
+
+def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:
+    """What the critic explains of rollouts that it is not trained on, as heldout/..."""
+    with ctx.run.phase("heldout"):
+        plan, _ = ctx.models.forward(held_out)
+        _, metrics = ctx.models.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)
+    return {f"heldout/{name.removeprefix(CRITIC)}": metric for name, metric in metrics.items()}
