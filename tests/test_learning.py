@@ -79,7 +79,8 @@ def test_it_ends_when_patience_does_with_the_best_model(tmp_path: Path, monkeypa
 
 def test_a_run_that_is_done_and_started_again_leaves_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy, saved = [0.5, 0.7, 0.9, 0.8, 0.85, 0.95, 0.95], list[Any]()
-    monkeypatch.setattr(learning.Checkpoints, "save", lambda self, state: saved.append(json.loads(json.dumps([state.state(), self._run.state()]))))
+    keep = lambda self, state: saved.append(json.loads(json.dumps([state.state(), self._run.state()])))  # noqa: E731
+    monkeypatch.setattr(learning.Checkpoints, "save", keep)
     directory, _ = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
     [(progress, run)] = saved
     monkeypatch.setattr(learning, "resume_point", lambda *_: SimpleNamespace(progress=progress, run=run))
