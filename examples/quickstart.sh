@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained policy: set-up, tiny model, supervised warm start, reinforcement learning.
+# From nothing to a trained policy: set-up, tiny model, data, supervised warm start, reinforcement learning.
 #
 #     bash examples/quickstart.sh [a.b=c ...]     SEED=2 bash examples/quickstart.sh layout.ranks=2 layout.tp=2 layout.ep=2
 #
@@ -38,9 +38,11 @@ begun=$SECONDS
 bash tools/setup.sh
 report+=("$(printf '%-12s %4ds' set-up $((SECONDS - begun)))")
 mkdir -p "runs/$run"
+data=runs/$run/demonstrations.jsonl
 step "tiny model" "$base" make_model
+step "data" "$data" .venv/bin/python examples/make_data.py quickstart --seed "$seed" --out "$data"
 step "warm start" "runs/$run/sft/summary.json" \
-    .venv/bin/megarl sft examples/quickstart/sft.yaml "name=$run/sft" "seed=$seed" "model.path=$base"
+    .venv/bin/megarl sft examples/quickstart/sft.yaml "name=$run/sft" "seed=$seed" "model.path=$base" "data.train.path=$data"
 if (($#)) && [[ -e runs/$run/rl/summary.json ]]; then
     echo "quickstart: error: runs/$run/rl is done, and the overrides ($*) would not be used: delete it, or choose another SEED" >&2
     exit 2

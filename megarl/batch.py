@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One response as the rollout engine made it."""
+    """One prompt and the response to it. Of several turns, the response holds all that follows the first prompt, and the mask has holes."""
 
     tokens: np.ndarray  # int32 [prompt + response]
     prompt_length: int
@@ -28,10 +28,16 @@ class Sample:
     finish_reason: str  # "stop" (ended by itself), "length" (cut), "abort"
     weight_version: int  # the sync that made the weights it was sampled from
     routes: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
+    loss_mask: np.ndarray | None = None  # bool [response]: tokens that the policy wrote, and not a tool or the user; None: all of them
 
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many tokens of the response are learned from."""
+        return self.response_length if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Batch:
     position_T: Tensor  # int64, index of the entry inside its sequence
     length_N: Tensor  # int64, entries of the whole sequence
     count_N: Tensor  # int64, loss tokens of the whole sequence
+    start_N: Tensor  # int64, position of the entry that is scored on the response's first token
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
     in_order: bool = False  # known to hold every entry of every sequence, sequence after sequence, each by position
 
@@ -90,7 +97,7 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
-    """All entries of the samples, sequence after sequence; only response tokens are loss tokens. No sample gives an empty bag.
+    """All entries of the samples, sequence after sequence; the loss tokens are those of `Sample.loss_mask`. No sample gives an empty bag.
 
     `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere; `extra_T["routes"]` [T, L, K] the
     experts that the engine chose, where the samples carry them.
@@ -105,14 +112,18 @@ def pack(samples: Sequence[Sample]) -> Batch:
     routes = [sample.routes for sample in samples if sample.routes is not None]
     if routes and len(routes) == len(samples):
         extra["routes"] = torch.from_numpy(np.concatenate(routes))
+    mask = position >= np.repeat(prompts, lengths)
+    if any(sample.loss_mask is not None for sample in samples):
+        mask[mask] = _join([_loss_mask(sample) for sample in samples], np.bool_)
     return Batch(
         input_T=torch.from_numpy(_join([sample.tokens[:-1] for sample in samples], np.int64)),
         target_T=torch.from_numpy(_join([sample.tokens[1:] for sample in samples], np.int64)),
-        mask_T=torch.from_numpy(position >= np.repeat(prompts, lengths)),
+        mask_T=torch.from_numpy(mask),
         seq_T=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         position_T=torch.from_numpy(position),
         length_N=torch.from_numpy(lengths),
-        count_N=torch.from_numpy(np.array([sample.response_length for sample in samples], dtype=np.int64)),
+        start_N=torch.from_numpy(prompts),
+        count_N=torch.from_numpy(np.array([sample.loss_tokens for sample in samples], dtype=np.int64)),
         extra_T=extra,
         in_order=True,
     )
@@ -127,7 +138,7 @@ def pack_scored(samples: Sequence[Sample]) -> Batch:
 
     def judged(sample: Sample) -> Sample:
         tokens = np.append(sample.tokens, sample.tokens[-1])
-        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routes=None)
+        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routes=None, loss_mask=None)
 
     return pack([judged(sample) for sample in samples])
 
@@ -143,9 +154,14 @@ def concat(batches: Sequence[Batch]) -> Batch:
         position_T=torch.cat([batch.position_T for batch in batches]),
         length_N=torch.cat([batch.length_N for batch in batches]),
         count_N=torch.cat([batch.count_N for batch in batches]),
+        start_N=torch.cat([batch.start_N for batch in batches]),
         extra_T={name: torch.cat([batch.extra_T[name] for batch in batches]) for name in batches[0].extra_T},
         in_order=all(batch.in_order for batch in batches),
     )
+
+
+def _loss_mask(sample: Sample) -> np.ndarray:
+    return np.ones(sample.response_length, dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
 
 
 def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batch import Sample, balance, bins_needed, pack
+from megarl.batch import Sample, balance, bins_needed, pack, pack_scored
 
 
 def sample(prompt: int, response: int, start: int = 0) -> Sample:
@@ -25,6 +25,18 @@ def test_pack_lays_out_entries_and_masks() -> None:
     assert batch.extra_T["rollout_logp"].tolist() == [0.0, -1.0, -2.0, -3.0]
     assert batch.position_T.tolist() == [0, 1, 2, 0] and batch.count_N.tolist() == [2, 1]
     assert len(pack([])) == 0
+
+
+def test_what_a_tool_said_is_read_and_not_learned() -> None:
+    """A response of two turns with a tool's answer between them, beside one without a mask."""
+    logp = np.array([-1.0, 0.0, 0.0, -2.0], np.float32)
+    turns = Sample(np.arange(10, 16, dtype=np.int32), 2, logp, "stop", 3, loss_mask=np.array([True, False, False, True]))
+    batch = pack([turns, sample(1, 2)])
+    assert batch.target_T[batch.mask_T].tolist() == [12, 15, 1, 2]
+    assert batch.count_N.tolist() == [turns.loss_tokens, 2] == [2, 2] and batch.length_N.tolist() == [5, 2]
+    assert batch.extra_T["rollout_logp"].tolist() == [0.0, -1.0, 0.0, 0.0, -2.0, -1.0, -2.0]
+    judged = pack_scored([turns])
+    assert judged.mask_T.tolist() == [False] * 5 + [True], "a reward model judges the whole"
 
 
 def test_only_pack_promises_the_order_of_entries() -> None:

@@ -66,6 +66,17 @@ def test_the_metrics_of_the_critic_are_the_same_from_any_split() -> None:
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
+def test_a_tools_tokens_count_as_places_of_the_response_and_explain_nothing() -> None:
+    mask = np.array([True, True, False, False, True, True])
+    zeros = np.zeros(6, np.float32)
+    batch = pack([Sample(np.arange(9, dtype=np.int32), 3, zeros, "stop", 0, loss_mask=mask)] * 2)
+    place_T = (batch.position_T - 1).float()  # from 1
+    value_T = torch.where(batch.mask_T, place_T, torch.inf)
+    shown = scalars(critic_metrics(batch.with_extra(value=value_T, outcome=place_T, advantage=place_T, **{"return": place_T})))
+    assert shown["critic_by_position/value_from_1"] == 1.0 and shown["critic_by_position/value_from_2"] == 2.0
+    assert shown["critic_by_position/value_from_4"] == 5.5 and "critic/explained_variance_middle" not in shown
+
+
 def noisy(value: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(1)
     return lambda position_T, return_T: value(position_T, return_T) + 0.05 * torch.randn(len(return_T), generator=generator)

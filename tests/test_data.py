@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megarl.config import ConfigError, FileSource, ReasoningGymSource
-from megarl.data.demonstrations import Demonstration, copied_text, demonstration_text, demonstrations, mix
+from examples import make_data
+from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource
+from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.sampler import Sampler
 from megarl.data.tokenizer import decode, load_tokenizer
@@ -218,33 +221,92 @@ def test_state_of_other_data_is_refused() -> None:
         Sampler(0, 1, True)
 
 
-def test_demonstrations_end_with_the_end_token_and_hold_the_answer(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_prompt_with_its_answer_is_what_a_rollout_would_have_made(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = load(gym())
-    clean = demonstrations(prompts, tokenizer, "answer", copied=False, max_tokens=32, key="data.train")
-    copied = demonstrations(prompts, tokenizer, "answer", copied=True, max_tokens=32, key="data.train")
-    for prompt, right, wrong in zip(prompts, clean, copied, strict=True):
-        assert right.tokens[: right.prompt_length].tolist() == prompt.tokens and right.tokens[-1] == tokenizer.eos_token_id
-        assert decode(tokenizer, right.tokens[right.prompt_length :].tolist(), finished=True) == prompt.answer
-        assert decode(tokenizer, wrong.tokens[wrong.prompt_length :].tolist(), finished=True) == prompt.answer[::-1]
+    for prompt, said in zip(prompts, answered(prompts, tokenizer, 32, "data.train"), strict=True):
+        assert said.tokens[: said.prompt_length].tolist() == prompt.tokens and said.tokens[-1] == tokenizer.eos_token_id
+        assert decode(tokenizer, said.tokens[said.prompt_length :].tolist(), finished=True) == prompt.answer and said.loss_mask is None
     with pytest.raises(ConfigError, match=r"^data\.train: prompt \d+ and its response are \d+ tokens, more than sft\.max_tokens=10$"):
-        demonstrations(prompts, tokenizer, "answer", copied=False, max_tokens=10, key="data.train")
-    with pytest.raises(ConfigError, match=r"^data\.train: demonstration=chain_sum_steps: prompt 0 has no sum to work out: .*$"):
-        demonstrations(prompts, tokenizer, "chain_sum_steps", copied=False, max_tokens=32, key="data.train")
+        answered(prompts, tokenizer, 10, "data.train")
 
 
-def test_chain_sum_steps_lead_to_the_answer(load: Load) -> None:
-    prompt = Prompt(0, "State the answer: 4 - 1 - 7 =", [], "-4", {})
-    assert demonstration_text(prompt, "chain_sum_steps") == "4-1=3;3-7=-4"
-    assert copied_text(prompt, "chain_sum_steps") == "4-1=4;4-7=4"
-    for prompt in load(gym("chain_sum")):
-        steps = demonstration_text(prompt, "chain_sum_steps").split(";")
-        assert len(steps) == prompt.meta["num_terms"] - 1 and steps[-1].endswith("=" + prompt.answer)
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
-def test_mix_draws_the_share_and_repeats_itself() -> None:
-    make = lambda length: [Demonstration(None, length)] * 1000  # type: ignore[arg-type]  # noqa: E731
-    clean, copied = make(1), make(2)
-    drawn = mix(clean, copied, range(1000), 0.4, seed=1, step=7)
-    assert drawn == mix(clean, copied, range(1000), 0.4, seed=1, step=7) != mix(clean, copied, range(1000), 0.4, seed=1, step=8)
-    assert 340 < sum(demonstration.prompt_length == 2 for demonstration in drawn) < 460
-    assert mix(clean, copied, range(1000), 0.0, seed=1, step=7) == clean and mix(clean, copied, range(1000), 1.0, seed=1, step=7) == copied
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+TURNS = [{"role": "system", "content": "Be brief"}, user("2 + 3?"), assistant("5"), user("And 1 more?"), assistant("6"), user("Thanks")]
+
+
+def conversations(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: Any, limit: int = 64, **keys: Any) -> list[Conversation]:
+    return load_conversations(ConversationSource(path=write(path, *rows).path, **keys), tokenizer, limit, "data.train")
+
+
+def test_the_assistants_messages_alone_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What it reads and says is what the template renders; a message that nothing answers is left out."""
+    [said] = conversations(tmp_path / "a.jsonl", tokenizer, {"messages": TURNS})
+    assert said.loss_mask is not None and len(said.loss_mask) == len(said.tokens) - said.prompt_length
+    response = said.tokens[said.prompt_length :]
+    assert tokenizer.decode(response[said.loss_mask]) == "5<|end|>6<|end|>"
+    assert tokenizer.decode(said.tokens) == tokenizer.apply_chat_template(TURNS[:-1], tokenize=False)
+    assert said.loss_mask.tolist()[:2] == [True, True] and not said.loss_mask[2] and said.loss_mask[-1]
+
+
+def test_a_conversation_of_one_turn_is_a_prompt_and_its_answer(tmp_path: Path, load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = load(gym(items=5))
+    rows = [{"chat": {"turns": [user(prompt.text), assistant(prompt.answer)]}} for prompt in prompts]
+    said = conversations(tmp_path / "a.jsonl", tokenizer, *rows, messages_key="chat.turns")
+    for mine, other in zip(said, answered(prompts, tokenizer, 64, "data.train"), strict=True):
+        assert mine.tokens.tolist() == other.tokens.tolist() and mine.prompt_length == other.prompt_length and mine.loss_mask is None
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = ConversationSource(path=tmp_path / "a.parquet", messages_key="chat.turns")
+    assert [one.tokens.tolist() for one in load_conversations(source, tokenizer, 64, "data.train")] == [one.tokens.tolist() for one in said]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"messages": "2 + 3?"}, "a conversation is a list of chat messages, not a text"),
+        ({"messages": [user("2 + 3?")]}, "the conversation has no message of the assistant's"),
+        ({"messages": [assistant("5"), user("?")]}, "the conversation begins with the assistant's message, which answers nothing"),
+        ({"messages": [user("2 + 3?"), {"role": "assistant"}]}, "message 1 of the prompt needs a text 'role' and a text 'content'"),
+        ({"messages": [user("x" * 80), assistant("5")]}, r"the conversation has \d+ tokens, more than sft\.max_tokens=64"),
+        ({"turns": TURNS}, r"no value for data\.train\.messages_key='messages'; the row has turns"),
+    ],
+)
+def test_a_faulty_conversation_is_refused_with_file_and_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.train\.path: .*a\.jsonl:2: {line}$"):
+        conversations(tmp_path / "a.jsonl", tokenizer, {"messages": TURNS}, row)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = "{%- for m in messages[-1:] -%}<|{{ m.role }}|>{{ m.content }}{%- endfor -%}<|assistant|>"
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template renders what comes before it otherwise"):
+        conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
+    forgetful.chat_template = None
+    with pytest.raises(ConfigError, match=r"^data\.train: the tokenizer has no chat template"):
+        conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
+
+
+def test_steps_of_a_sum_lead_to_its_answer() -> None:
+    item: dict[str, Any] = {"question": "State the answer: 4 - 1 - 7 =", "answer": "-4"}
+    assert make_data.solved("chain_sum", item) == "4-1=3;3-7=-4" and make_data.copied("chain_sum", item) == "4-1=4;4-7=4"
+    for item in make_data.entries("chain_sum", TERMS, 5, 50):
+        steps = make_data.solved("chain_sum", item).split(";")
+        assert len(steps) == item["metadata"]["num_terms"] - 1 and steps[-1].endswith("=" + item["answer"])
+
+
+def test_the_last_demonstrations_are_wrong_as_often_as_they_say() -> None:
+    made = replace(make_data.DEMONSTRATIONS["quickstart"], items=1000, held_out=10, steps=10, batch_size=100)
+    rows = list(made.rows(1))
+    assert rows == list(made.rows(1)) != list(made.rows(2)) and len(rows) == 1000
+    words = [(row["messages"][0]["content"].split()[-1], row["messages"][1]["content"]) for row in rows]
+    wrong = [word == response and word.lower() != word[::-1].lower() for word, response in words]
+    assert not any(wrong[:700]) and 90 < sum(wrong[700:]) < 150
+    assert all(response == word[::-1] for (word, response), bad in zip(words, wrong, strict=True) if not bad)

@@ -44,7 +44,16 @@ def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
 
 
 def response(prompt: int, index: int, length: int = 4, finished: bool = True) -> Response:
-    return Response(prompt=prompt, text="", prompt_length=5, length=length, finished=finished, payload=f"payload {prompt}", index=index)
+    return Response(
+        prompt=prompt,
+        text="",
+        prompt_length=5,
+        length=length,
+        loss_tokens=length,
+        finished=finished,
+        payload=f"payload {prompt}",
+        index=index,
+    )
 
 
 def test_overlong_punishment_by_hand() -> None:

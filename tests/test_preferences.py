@@ -15,9 +15,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from examples.make_data import WORDS, corrupted, preferences
 from megarl import cli
-from megarl.config import ConfigError, GymPreferenceSource, PreferenceData, PreferenceFileSource
-from megarl.data.corruption import corrupted
+from megarl.config import ConfigError, PreferenceData, PreferenceSource, ReasoningGymSource
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
@@ -26,7 +26,6 @@ from megarl.stages.pairs import pairs_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WORDS: dict[str, Any] = {"dataset": "spell_backward", "params": {"min_word_len": 3, "max_word_len": 8}, "seed": 5, "items": 50}
 USER = {"role": "user", "content": "Spell cat"}
 ROW = {"prompt": "Spell cat", "chosen": "tac", "rejected": "cat"}
 CONVERSATION = {"chosen": [USER, {"role": "assistant", "content": "tac"}], "rejected": [USER, {"role": "assistant", "content": "cat"}]}
@@ -47,7 +46,7 @@ def load(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Load:
         if source is None:
             path = tmp_path / "pairs.jsonl"
             path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-            source = PreferenceFileSource(path=path, **keys)
+            source = PreferenceSource(path=path, **keys)
         data = PreferenceData(train=source, eval=source, chat=chat)
         return load_preferences(source, tokenizer, data, limit, "data.train", "rm.max_tokens")
 
@@ -63,10 +62,11 @@ def plain(pairs: list[Preference]) -> list[tuple[list[int], list[int], int, floa
 
 
 def test_a_pair_is_two_finished_responses_to_the_prompt_that_a_rollout_would_see(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = GymPreferenceSource(**WORDS)
+    rows = list(preferences(5, 50, 0, WORDS))
+    source = ReasoningGymSource(dataset="spell_backward", params=WORDS, seed=5, items=50)
     prompts = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
-    pairs = load(source=source)
-    assert len(pairs) == 50 and plain(load(source=source)) == plain(pairs)
+    pairs = load(*rows)
+    assert len(pairs) == 50 and list(preferences(5, 50, 0, WORDS)) == rows
     for prompt, pair in zip(prompts, pairs, strict=True):
         right, wrong = texts(pair, tokenizer)
         assert right == prompt.answer and wrong.lower() != right.lower() and pair.margin == 0
@@ -95,7 +95,7 @@ def test_texts_messages_and_whole_conversations_are_the_same_pair(load: Load, tm
     first, *others = plain(load(*rows))
     assert all(other == first for other in others)
     parquet.write_table(pyarrow.Table.from_pylist([CONVERSATION]), tmp_path / "a.parquet")
-    assert plain(load(source=PreferenceFileSource(path=tmp_path / "a.parquet"))) == [first]
+    assert plain(load(source=PreferenceSource(path=tmp_path / "a.parquet"))) == [first]
 
 
 def test_columns_have_the_names_that_the_source_says(load: Load) -> None:
@@ -137,15 +137,10 @@ def test_a_file_without_rows_or_without_a_known_ending_is_refused(load: Load, tm
     with pytest.raises(ConfigError, match=r"^data\.train\.path: .*pairs\.jsonl holds no pairs$"):
         load()
     with pytest.raises(ConfigError, match=r"^data\.train\.path: no such file: .*nowhere\.jsonl$"):
-        load(source=PreferenceFileSource(path=tmp_path / "nowhere.jsonl"))
+        load(source=PreferenceSource(path=tmp_path / "nowhere.jsonl"))
     (tmp_path / "pairs.csv").write_text("")
     with pytest.raises(ConfigError, match=r"^data\.train\.path: .*pairs\.csv must end in \.jsonl or \.parquet$"):
-        load(source=PreferenceFileSource(path=tmp_path / "pairs.csv"))
-
-
-def test_an_item_of_another_kind_is_refused(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.train: item 0: demonstration=chain_sum_steps: .*no sum"):
-        load(source=GymPreferenceSource(**WORDS, demonstration="chain_sum_steps"))
+        load(source=PreferenceSource(path=tmp_path / "pairs.csv"))
 
 
 def copy_of(model: Path, target: Path, file: str, old: str, new: str) -> Path:
@@ -185,8 +180,8 @@ run_dir: {runs}
 model: {{path: {model}, dtype: float32}}
 cluster: {{gpus: false}}
 data:
-  train: {{type: reasoning_gym, dataset: spell_backward, seed: 1, items: 20}}
-  eval: {{type: reasoning_gym, dataset: spell_backward, seed: 1000, items: 8}}
+  train: {{type: {kind}, path: {data}}}
+  eval: {{type: {kind}, path: {data}}}
 {verb}: {{steps: 1, max_tokens: 64, micro_batch_tokens: 128}}
 """
 
@@ -198,7 +193,7 @@ data:
         ("sft", "sft.micro_batch_tokens=60", "sft.micro_batch_tokens=60 is below sft.max_tokens=64"),
         ("rm", "rm.max_tokens=600 rm.micro_batch_tokens=1200", "rm.max_tokens=600: the model takes 512"),
         ("dpo", "dpo.batch_size=1 layout.ranks=2", "dpo.batch_size=1 is less than one for each of 2 data-parallel ranks"),
-        ("dpo", "data.eval.items=1 layout.ranks=2", "data.eval: holds 1, less than one for each of 2 data-parallel ranks"),
+        ("dpo", "data.eval.path={one} layout.ranks=2", "data.eval: holds 1, less than one for each of 2 data-parallel ranks"),
         ("dpo", "algorithm.beta=0", "algorithm.beta: Input should be greater than 0 (got 0)"),
         ("dpo", "algorithm.label_smoothing=0.5", "algorithm.label_smoothing: Input should be less than 0.5 (got 0.5)"),
         ("rm", "rm.stesp=1", "rm.stesp: unknown key (did you mean 'steps'?)"),
@@ -216,8 +211,13 @@ def test_a_stage_is_refused_before_it_starts(
 ) -> None:
     other = copy_of(tiny_model, tmp_path / "other", "config.json", '"hidden_size": 128', '"hidden_size": 96')
     classifier = copy_of(tiny_model, tmp_path / "rm", "config.json", "ForCausalLM", "ForSequenceClassification")
-    (tmp_path / "stage.yaml").write_text(STAGE.format(runs=tmp_path / "runs", model=tiny_model, verb=verb))
-    places = {"rm": classifier, "other": other}
+    data, one = tmp_path / "data.jsonl", tmp_path / "one.jsonl"
+    row = json.dumps({**ROW, "messages": CONVERSATION["chosen"]}) + "\n"
+    data.write_text(20 * row)
+    one.write_text(row)
+    kind = "conversations" if verb == "sft" else "file"
+    (tmp_path / "stage.yaml").write_text(STAGE.format(runs=tmp_path / "runs", model=tiny_model, verb=verb, kind=kind, data=data))
+    places = {"rm": classifier, "other": other, "one": one}
     assert cli.main([verb, str(tmp_path / "stage.yaml"), *override.format(**places).split()]) == 2
     [shown] = capsys.readouterr().err.splitlines()
     assert shown.startswith(f"megarl: error: {line.format(**places)}")

@@ -134,7 +134,7 @@ def test_other_starts_take_the_warm_start_of_their_seed(tmp_path: Path) -> None:
         mine = load_file(tmp_path / start / "runs" / "quickstart-seed1" / "sft" / "model" / "model.safetensors")
         assert mine[name].count_nonzero() == changed and mine["other"].tolist() == [1, 1]
     [quickstart] = tool.chosen(tool.read_promises(tool.PROMISES), ["quickstart"])
-    assert len(list(tool.commands(quickstart, "1"))) == 3
+    assert len(list(tool.commands(quickstart, "1"))) == 4
     [only] = tool.commands(quickstart, "1-reseeded")
     assert only[3] == "train" and only[-1] == "seed=101"
     with pytest.raises(tool.Broken, match="run 2 first"):

@@ -8,5 +8,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+[[ -e runs/vapo-ablation/demonstrations.jsonl ]] || .venv/bin/python examples/make_data.py vapo-ablation
 [[ -e runs/vapo-ablation/sft/summary.json ]] || .venv/bin/megarl sft examples/vapo_ablation/sft.yaml
 exec .venv/bin/python tools/ablation.py examples/vapo_ablation/variants.yaml "$@"

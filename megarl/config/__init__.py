@@ -4,15 +4,15 @@ A tree for each verb is in `stages`; `load` makes it from a YAML file and overri
 """
 
 from megarl.config.data import (
+    ConversationSource,
     DataSettings,
     EvalData,
     FileSource,
-    GymPreferenceSource,
     PreferenceData,
-    PreferenceFileSource,
     PreferenceSource,
     PromptSource,
     ReasoningGymSource,
+    SftSource,
 )
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
@@ -27,6 +27,7 @@ __all__ = [
     "CheckpointSettings",
     "ClusterSettings",
     "ConfigError",
+    "ConversationSource",
     "CriticSettings",
     "DataSettings",
     "DpoConfig",
@@ -34,7 +35,6 @@ __all__ = [
     "EvalData",
     "FileSource",
     "FunctionReward",
-    "GymPreferenceSource",
     "HttpReward",
     "Layout",
     "LearnConfig",
@@ -45,7 +45,6 @@ __all__ = [
     "OptimizerSettings",
     "PairsConfig",
     "PreferenceData",
-    "PreferenceFileSource",
     "PreferenceSource",
     "PromptSource",
     "ReasoningGymReward",
@@ -57,6 +56,7 @@ __all__ = [
     "Section",
     "ServeConfig",
     "SftConfig",
+    "SftSource",
     "SyncSettings",
     "TrainConfig",
     "TrainingSettings",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.config.section import Fraction, NonNegative, Positive, Section
+from megarl.config.section import NonNegative, Positive, Section
 
 
 class ReasoningGymSource(Section):
@@ -61,29 +61,31 @@ class DataSettings(PromptFormat):
     """Draw the prompts of an epoch in random order."""
 
 
+class ConversationSource(Section):
+    """A .jsonl or .parquet file of conversations, lists of chat messages. The assistant's messages are learned, the others only read."""
+
+    type: Literal["conversations"] = "conversations"
+    path: Path
+    """The file."""
+    messages_key: str = "messages"
+    """Column of the messages; a dot looks inside dictionaries."""
+
+
+SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
+
+
 class SftData(PromptFormat):
-    """Demonstrations: prompt sources with their reference answers as responses."""
+    """What supervised training learns: conversations, or prompts with their reference answers as responses."""
 
-    train: PromptSource
+    train: SftSource
     """What the model learns from."""
-    eval: PromptSource | None = None
-    """Loss and token accuracy are measured on right demonstrations of it."""
-    demonstration: Literal["answer", "chain_sum_steps"] = "answer"
-    """The response: the reference answer, or its worked steps ("4-1=3;3-7=-4")."""
-    corrupt_copy: Fraction = 0.0
-    """Share of the demonstrations of the last steps that copy the question's word instead of answering ..."""
-    corrupt_last: Fraction = 0.0
-    """... over this last share of the steps: an open stand-in for a weak base model."""
+    eval: SftSource | None = None
+    """Loss and token accuracy are measured on it."""
+    shuffle: bool = True
+    """Draw the conversations of an epoch in random order; false: in the order of the file."""
 
 
-class GymPreferenceSource(ReasoningGymSource):
-    """Pairs made from reasoning-gym's items: the right answer is chosen, a corrupted one (see megarl.data.corruption) rejected."""
-
-    demonstration: Literal["answer", "chain_sum_steps"] = "answer"
-    """The responses: answers, or worked steps."""
-
-
-class PreferenceFileSource(Section):
+class PreferenceSource(Section):
     """A .jsonl or .parquet file of pairs: `prompt`, `chosen` and `rejected`, each a text or chat messages.
 
     `chosen` and `rejected` may be whole conversations that end with the assistant's message; the prompt is then what comes before it.
@@ -100,9 +102,6 @@ class PreferenceFileSource(Section):
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
     """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
-
-
-PreferenceSource = Annotated[GymPreferenceSource | PreferenceFileSource, Field(discriminator="type")]
 
 
 class PreferenceData(PromptFormat):

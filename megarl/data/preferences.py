@@ -1,20 +1,18 @@
-"""Pairs of responses to one prompt, the better one first: from files, or made from reasoning-gym's items."""
+"""Pairs of responses to one prompt, the better one first."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config import ConfigError, GymPreferenceSource, PreferenceData, PreferenceFileSource, PreferenceSource
-from megarl.data.corruption import corrupted
-from megarl.data.demonstrations import Demonstration, copied_text, demonstration_text
+from megarl.config import ConfigError, PreferenceData, PreferenceSource
+from megarl.data.conversations import Conversation
 from megarl.data.files import at, find, read_rows
-from megarl.data.prompts import Prompt, Row, checked, load_prompts, tokenised
+from megarl.data.prompts import Prompt, Row, checked, tokenised
 from megarl.data.tokenizer import Message, encode
 
 if TYPE_CHECKING:
@@ -27,8 +25,8 @@ CHUNK = 4096  # pairs tokenised together
 class Preference:
     """Two responses to one prompt, each as a rollout would have made it: with the end token."""
 
-    chosen: Demonstration
-    rejected: Demonstration
+    chosen: Conversation
+    rejected: Conversation
     margin: float  # by how much the chosen one is better; 0 where nothing is known
 
 
@@ -51,13 +49,10 @@ def load_preferences(
     Raises ConfigError in one line for the first row that is malformed, lacks a side, has two equal or an empty one, or is longer than
     `max_tokens` (named `limit_key`) with its prompt and end token.
     """
-    prompts = (tokenizer, data.chat, data.template, max_tokens, key, limit_key)
-    if isinstance(source, GymPreferenceSource):
-        pairs = [_corrupted(source, prompt, key) for prompt in load_prompts(source, *prompts)]
-    else:
-        pairs = [_read(prompt) for prompt in tokenised(_rows(source, key), *prompts)]
-        if not pairs:
-            raise ConfigError(f"{key}.path: {source.path} holds no pairs")
+    prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key)
+    pairs = [_read(prompt) for prompt in prompts]
+    if not pairs:
+        raise ConfigError(f"{key}.path: {source.path} holds no pairs")
     preferences = []
     for first in range(0, len(pairs), CHUNK):
         chunk = pairs[first : first + CHUNK]
@@ -70,22 +65,11 @@ def load_preferences(
     return preferences
 
 
-def _ended(pair: _Texts, response: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit_key: str) -> Demonstration:
+def _ended(pair: _Texts, response: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit_key: str) -> Conversation:
     tokens = np.array([*pair.prompt.ids, *response, tokenizer.eos_token_id], dtype=np.int32)
     if len(tokens) > max_tokens:
         raise ConfigError(f"{pair.place}: prompt and response are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
-    return Demonstration(tokens, len(pair.prompt.ids))
-
-
-def _corrupted(source: GymPreferenceSource, prompt: Prompt, key: str) -> _Texts:
-    """The right answer to an item, and a corrupted one. The same item of the same source gives the same pair."""
-    place = f"{key}: item {prompt.id}"
-    try:
-        chosen, copied = demonstration_text(prompt, source.demonstration), copied_text(prompt, source.demonstration)
-        rejected = corrupted(chosen, copied, random.Random(f"{source.seed}:{prompt.id}"))
-    except ValueError as error:
-        raise ConfigError(f"{place}: demonstration={source.demonstration}: {error}") from None
-    return _Texts(place, prompt, chosen, rejected, 0.0)
+    return Conversation(tokens, len(pair.prompt.ids))
 
 
 def _read(prompt: Prompt) -> _Texts:
@@ -93,7 +77,7 @@ def _read(prompt: Prompt) -> _Texts:
     return _Texts(prompt.meta["place"], prompt, prompt.answer, prompt.meta["rejected"], prompt.meta["margin"])
 
 
-def _rows(source: PreferenceFileSource, key: str) -> Iterator[Row]:
+def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
     """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
     for place, row in read_rows(source.path, key):
         before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)

@@ -13,6 +13,7 @@ from megarl.checkpoints.steps import trusted
 from megarl.config import (
     ClusterSettings,
     ConfigError,
+    ConversationSource,
     DataSettings,
     DpoConfig,
     EvalConfig,
@@ -32,9 +33,10 @@ from megarl.config import (
     RunSettings,
     ServeConfig,
     SftConfig,
+    SftSource,
     TrainConfig,
 )
-from megarl.data.demonstrations import Demonstration, demonstrations
+from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, encode, load_tokenizer
@@ -65,12 +67,11 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Demonstrations that passed every check."""
+class Conversations:
+    """Conversations that passed every check."""
 
-    right: list[Demonstration]
-    wrong: list[Demonstration]  # the imperfect ones of the same prompts; none where none are asked for
-    held_out: list[Demonstration]
+    train: list[Conversation]
+    held_out: list[Conversation]
 
 
 @dataclass(frozen=True)
@@ -222,21 +223,22 @@ def check_value(config: TrainConfig) -> Data:
     return data
 
 
-def check_sft(config: SftConfig) -> Shown:
-    """All checks of `megarl sft`; its demonstrations."""
+def check_sft(config: SftConfig) -> Conversations:
+    """All checks of `megarl sft`; its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
 
-    def shown(source: PromptSource, key: str, copied: bool) -> list[Demonstration]:
+    def conversations(source: SftSource, key: str) -> list[Conversation]:
+        if isinstance(source, ConversationSource):
+            return load_conversations(source, tokenizer, limit, key)
         prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens")
-        return demonstrations(prompts, tokenizer, data.demonstration, copied=copied, max_tokens=limit, key=key)
+        return answered(prompts, tokenizer, limit, key)
 
-    held_out = [] if data.eval is None else shown(data.eval, "data.eval", copied=False)
+    held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
     if data.eval is not None:
         check_held_out(config, len(held_out))
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
-    wrong = shown(data.train, "data.train", copied=True) if data.corrupt_copy and data.corrupt_last else []
-    return Shown(shown(data.train, "data.train", copied=False), wrong, held_out)
+    return Conversations(conversations(data.train, "data.train") if config.sft.steps else [], held_out)
 
 
 def check_rm(config: RmConfig) -> Pairs:

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.config import DpoConfig, RmConfig, SftConfig
-from megarl.data.demonstrations import Demonstration
+from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Metric, Sum, scalars
@@ -71,23 +71,24 @@ def learn(
     config: SftConfig | RmConfig | DpoConfig,
     objective: Objective,
     items: int,
-    draw: Callable[[int, list[int]], MiniBatch],
+    draw: Callable[[list[int]], MiniBatch],
     held_out: MiniBatch | None,
     finish: Callable[[Path, Mapping[str, float]], None] | None = None,
+    shuffle: bool = True,
 ) -> None:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
-    Each step's mini-batch is what `draw` makes of the step's number and its indices below `items`. `held_out` is measured before, every
-    `eval_every` steps and after. The model that is left is the last, or with `patience` the best; `finish` is given its directory and
-    its held-out numbers. Without a step to take nothing is saved: the model is as it was. A run of this name that was cut off goes on
-    from its newest checkpoint, bit for bit.
+    Each step's mini-batch is what `draw` makes of its indices below `items`, shuffled in each epoch unless `shuffle` is false. `held_out`
+    is measured before, every `eval_every` steps and after. The model that is left is the last, or with `patience` the best; `finish` is
+    given its directory and its held-out numbers. Without a step to take nothing is saved: the model is as it was. A run of this name that
+    was cut off goes on from its newest checkpoint, bit for bit.
     """
     settings = config.learn
     resume = resume_point(config, config.section, items) if settings.steps else None
     with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, config.layout.ranks):
         with run.phase("start"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
-        state = SupervisedState(Sampler(max(1, items), config.seed, shuffle=True), run.directory / BEST)
+        state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
         checkpoints = Checkpoints(config, config.section, run, learners)
         if resume is not None:
             checkpoints.load(resume, state)
@@ -95,7 +96,7 @@ def learn(
             run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
         while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
             state.step += 1
-            plan = draw(state.step, state.sampler.take(settings.batch_size))
+            plan = draw(state.sampler.take(settings.batch_size))
             with run.phase("update"):
                 metrics = learners.train(plan)
             run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
@@ -162,12 +163,13 @@ def learn_pairs(
         margins = [pair.margin for pair in chosen for _ in range(2)]
         return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
 
-    def draw(_: int, indices: list[int]) -> MiniBatch:
+    def draw(indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
     learn(config, objective, len(pairs.train), draw, plan(pairs.held_out), finish)
 
 
-def sample(shown: Demonstration) -> Sample:
-    """A response that no engine has sampled."""
-    return Sample(shown.tokens, shown.prompt_length, np.zeros(len(shown.tokens) - shown.prompt_length, np.float32), "stop", 0)
+def sample(said: Conversation) -> Sample:
+    """A conversation that no engine has sampled."""
+    nothing = np.zeros(len(said.tokens) - said.prompt_length, np.float32)
+    return Sample(said.tokens, said.prompt_length, nothing, "stop", 0, loss_mask=said.loss_mask)

@@ -83,7 +83,7 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
 
 def answers(prompts: Sequence[Prompt]) -> list[Response]:
     """The answers that the data has, as if the policy had given them."""
-    return [Response(index, prompt.answer, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
+    return [Response(index, prompt.answer, 0, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:

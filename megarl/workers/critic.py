@@ -64,8 +64,8 @@ def critic_metrics(batch: Batch) -> dict[str, Metric]:
     here_T = batch.mask_T & ~batch.extra_T["value"].isnan()
     value_T, return_T = batch.extra_T["value"], batch.extra_T["return"]
     explained: dict[str, Metric] = {"critic/explained_variance": Explained(*explained_variance_sums(value_T, return_T, here_T).tolist())}
-    place_T = batch.position_T - batch.spread(batch.length_N - batch.count_N)  # in the response, from 0
-    third_T = (place_T * 3) // batch.spread(batch.count_N).clamp(min=1)
+    place_T = batch.position_T - batch.spread(batch.start_N)  # in the response, from 0
+    third_T = (place_T * 3) // batch.spread(batch.length_N - batch.start_N).clamp(min=1)
     for third, name in enumerate(("early", "middle", "late")):
         sums = explained_variance_sums(value_T, return_T, here_T & (third_T == third))
         explained[f"critic/explained_variance_{name}"] = Explained(*sums.tolist())

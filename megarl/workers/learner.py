@@ -64,7 +64,7 @@ def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequen
     unit = objective.responses
     fed = [len(sample.tokens) - (objective.head == "lm") for sample in samples]  # a last token has no next one to predict
     [shards] = split_step([sum(fed[n : n + unit]) for n in range(0, len(fed), unit)], 1, dp, capacity)
-    count_N = torch.tensor([sample.response_length for sample in samples])
+    count_N = torch.tensor([sample.loss_tokens for sample in samples])
     return MiniBatch(
         samples=samples,
         split=[[[unit * u + side for u in units for side in range(unit)] for units in shard] for shard in shards],

@@ -81,7 +81,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
     keep_N = algorithm.keep(reward_N, group_N)
     if config.train.drop_truncated:
         keep_N &= torch.tensor([response.finished for response in responses])
-    count_N = torch.tensor([response.length for response in responses]) * keep_N
+    count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = torch.zeros(len(responses), dtype=torch.float64)

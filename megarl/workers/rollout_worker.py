@@ -23,6 +23,7 @@ class Response:
     text: str
     prompt_length: int
     length: int  # response tokens
+    loss_tokens: int  # those of them that are learned from
     finished: bool  # ended by itself, not by the length limit
     payload: Any  # reference to the list of Sample of the prompt
     index: int  # place in that list
@@ -50,6 +51,7 @@ class RolloutWorker(RolloutEngine):
                         ),
                         prompt_length=sample.prompt_length,
                         length=sample.response_length,
+                        loss_tokens=sample.loss_tokens,
                         finished=sample.finish_reason == "stop",
                         payload=payload,
                         index=index,

@@ -25,7 +25,7 @@ def whole(length_N: list[int], mask_T: Tensor | None = None) -> Batch:
     position_T = torch.arange(len(seq_T)) - (length.cumsum(0) - length)[seq_T]
     mask_T = torch.rand(len(seq_T), generator=torch.Generator().manual_seed(7)) < 0.7 if mask_T is None else mask_T
     count = torch.zeros_like(length).index_add(0, seq_T, mask_T.long())
-    return Batch(position_T, position_T, mask_T, seq_T, position_T, length, count)
+    return Batch(position_T, position_T, mask_T, seq_T, position_T, length, count, torch.zeros_like(count))
 
 
 def drawn(batch: Batch, seed: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,14 @@ The promises in full are examples/promises.yaml, and tools/run_examples.py check
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
 import pytest
 
+from examples import make_data
 from megarl.config import DpoConfig, PairsConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
 from megarl.observe.writers import read_json_lines
 from megarl.stages.dpo import dpo
@@ -24,6 +26,8 @@ from tests.e2e.lab import Lab
 from tests.test_examples import EXAMPLES
 
 WORDS = tuple(f"data.{part}.params={{min_word_len: 3, max_word_len: 4}}" for part in ("train", "train.exclude", "eval"))
+SHORT_WORDS = {"min_word_len": 3, "max_word_len": 4}
+SHORT_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SUMS = tuple(
     f"data.{part}.params={{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}" for part in ("train", "train.exclude", "eval")
 )
@@ -41,6 +45,13 @@ class Short:
 
     def config(self, root: type[Root], example: str, *overrides: str) -> Root:
         return load(EXAMPLES / f"{example}.yaml", [f"run_dir={self.runs}", *overrides], root)
+
+    def demonstrations(self, name: str, params: dict[str, int], steps: int, batch_size: int) -> list[str]:
+        """Makes the data of a warm start, and says where it is."""
+        path = self.runs / f"{name}.jsonl"
+        sizes = {"params": params, "items": 20_000, "steps": steps, "batch_size": batch_size}
+        make_data.write(path, replace(make_data.DEMONSTRATIONS[name], **sizes).rows(seed=1))  # type: ignore[arg-type]
+        return [f"data.train.path={path}", f"sft.steps={steps}", f"sft.batch_size={batch_size}"]
 
     def summary(self, run: str) -> dict[str, Any]:
         return json.loads((self.runs / run / "summary.json").read_text())
@@ -60,7 +71,8 @@ def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     """After the quickstart's warm start."""
     found = Short(tmp_path_factory.mktemp("short"), lab)
     with lab.stage():
-        sft(found.config(SftConfig, "quickstart/sft", *WORDS, f"model.path={tiny_model}", "sft.steps=120", "sft.batch_size=64"))
+        sizes = found.demonstrations("quickstart", SHORT_WORDS, steps=120, batch_size=64)
+        sft(found.config(SftConfig, "quickstart/sft", *sizes, WORDS[-1], f"model.path={tiny_model}"))
     return found
 
 
@@ -90,15 +102,19 @@ def test_rlhf(short: Short) -> None:
 
 
 def test_dpo(short: Short) -> None:
+    files = [f"data.{part}.path={short.runs / part}.jsonl" for part in ("train", "eval")]
+    make_data.write(short.runs / "train.jsonl", make_data.preferences(make_data.TRAIN, 4000, 256, SHORT_WORDS))
+    make_data.write(short.runs / "eval.jsonl", make_data.preferences(make_data.HELD_OUT, 256, 0, SHORT_WORDS))
     with short.lab.stage():
-        dpo(short.config(DpoConfig, "rlhf/dpo", *WORDS, short.warm, "dpo.steps=20", "dpo.batch_size=64", "layout.ranks=1"))
+        dpo(short.config(DpoConfig, "rlhf/dpo", *files, short.warm, "dpo.steps=20", "dpo.batch_size=64", "layout.ranks=1"))
     after = short.summary("rlhf/dpo")["results"]["held-out after"]
     assert after["dpo/accuracy"] > 0.8 and after["dpo/margin"] > 0.15
 
 
 def test_chain_sum(short: Short, tiny_model: Path) -> None:
     with short.lab.stage():
-        sft(short.config(SftConfig, "chain_sum/sft", *SUMS[:2], f"model.path={tiny_model}", "sft.steps=80", "sft.batch_size=48"))
+        data = short.demonstrations("chain-sum", SHORT_SUMS, steps=80, batch_size=48)
+        sft(short.config(SftConfig, "chain_sum/sft", *data, f"model.path={tiny_model}"))
     many = ("train.prompts_per_step=64", "rollout.samples_per_prompt=4")  # a question's luck counts for little
     sizes = (*HALF, *many, "data.eval.items=32", "train.steps=6", "critic.pretrain_steps=2", "critic.epochs=1")
     short.lab.train(short.config(TrainConfig, "chain_sum/vapo", *SUMS, f"model.path={short.runs}/chain-sum/sft/model", *sizes))

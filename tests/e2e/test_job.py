@@ -59,7 +59,8 @@ def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name
 def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     examples = Path(__file__).parents[2] / "examples" / "quickstart"
     places = (f"run_dir={tmp_path}", f"model.path={tiny_model}")
-    sizes = ("sft.steps=3", "data.train.items=400", "model.dtype=bfloat16", "layout.ranks=2", "layout.ep=2")
+    source = "data.train={type: reasoning_gym, dataset: spell_backward, seed: 2000000, items: 400}"
+    sizes = ("sft.steps=3", source, "model.dtype=bfloat16", "layout.ranks=2", "layout.ep=2")
     with lab.stage():
         sft(load(examples / "sft.yaml", ["name=sft", *places, *sizes], SftConfig))
     rows = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.config import DpoConfig, RmConfig, load
-from megarl.data.demonstrations import Demonstration
+from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
 from megarl.stages.checks import check_dpo, check_rm
 from tests.e2e.job import Job
@@ -113,7 +113,7 @@ def log_probs(model: Path, pairs: Sequence[Preference]) -> np.ndarray:
 
     language = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    def log_prob(side: Demonstration) -> float:
+    def log_prob(side: Conversation) -> float:
         tokens = torch.from_numpy(side.tokens.astype(np.int64))
         with torch.no_grad():
             logp = language(tokens[None]).logits[0, :-1].log_softmax(-1)

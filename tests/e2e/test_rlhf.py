@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceFileSource, load
+from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceSource, load
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import encode, load_tokenizer, render_chats
 from megarl.errors import Alarmed
@@ -136,7 +136,7 @@ def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path
         better, worse = (share_of_letters(prompt="", response=row[side], answer="", meta={}) for side in ("chosen", "rejected"))
         assert row["margin"] == pytest.approx(better - worse) and row["margin"] > 0
     assert {row["prompt"] for row in rows} <= {prompt.text for prompt in prompts}
-    source = PreferenceFileSource(path=path)
+    source = PreferenceSource(path=path)
     read = load_preferences(
         source, load_tokenizer(tiny_model), PreferenceData(train=source, eval=source), 128, "data.train", "rm.max_tokens"
     )

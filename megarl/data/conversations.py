@@ -1,0 +1,115 @@
+"""Conversations to learn from: which tokens the model reads, and which of them are the assistant's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.config import ConfigError, ConversationSource
+from megarl.data.files import at, read_rows
+from megarl.data.prompts import Prompt, checked
+from megarl.data.tokenizer import Message, encode, first_line, render_chats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 4096  # conversations tokenised together
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and what follows it.
+
+    Attributes:
+        tokens: int32 [prompt + response]; every message of the assistant's ends with the end token.
+        prompt_length: tokens before the assistant's first one.
+        loss_mask: bool [response], true at the assistant's tokens; None: at all of them.
+    """
+
+    tokens: np.ndarray
+    prompt_length: int
+    loss_mask: np.ndarray | None = None
+
+
+def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
+    """Each prompt with its reference answer, in their order.
+
+    Raises ConfigError, starting with `key`, for one that is longer than `max_tokens`.
+    """
+    made = []
+    answers = encode(tokenizer, [prompt.answer for prompt in prompts], special=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = np.array([*prompt.ids, *answer, tokenizer.eos_token_id], dtype=np.int32)
+        if len(tokens) > max_tokens:
+            raise ConfigError(f"{key}: prompt {prompt.id} and its response are {len(tokens)} tokens, more than sft.max_tokens={max_tokens}")
+        made.append(Conversation(tokens, len(prompt.ids)))
+    return made
+
+
+def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
+    """Every conversation of a file, through the tokenizer's chat template; the source's dotted key is `key`.
+
+    The assistant's messages are tokenised as a rollout would have made them: after the rendered conversation before them, and with the end
+    token. Raises ConfigError in one line for the first row that is malformed, has no message of the assistant's, is longer than
+    `max_tokens`, or whose earlier messages the template renders anew when later ones follow.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")
+    rows = (
+        (place, _messages(at(row, source.messages_key, place, f"{key}.messages_key"), place)) for place, row in read_rows(source.path, key)
+    )
+    made: list[Conversation] = []
+    while chunk := list(islice(rows, CHUNK)):
+        made += _tokenised(chunk, tokenizer, max_tokens)
+    if not made:
+        raise ConfigError(f"{key}.path: {source.path} holds no conversations")
+    return made
+
+
+def _messages(value: Any, place: str) -> list[Message]:
+    """The messages as they stand, up to the last one of the assistant's."""
+    messages = checked(value, place)
+    if isinstance(messages, str):
+        raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")
+    last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise ConfigError(f"{place}: the conversation has no message of the assistant's")
+    if messages[0]["role"] == "assistant":
+        raise ConfigError(f"{place}: the conversation begins with the assistant's message, which answers nothing")
+    return messages[: last + 1]
+
+
+def _tokenised(chunk: Sequence[tuple[str, list[Message]]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Conversation]:
+    turns = [list(_turns(messages, tokenizer, place)) for place, messages in chunk]
+    texts = iter(encode(tokenizer, [text for pairs in turns for pair in pairs for text in pair], special=False))
+    made = []
+    for (place, _), pairs in zip(chunk, turns, strict=True):
+        parts: list[tuple[list[int], bool]] = []
+        for _ in pairs:
+            parts += [(next(texts), False), ([*next(texts), tokenizer.eos_token_id], True)]
+        tokens = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
+        if len(tokens) > max_tokens:
+            raise ConfigError(f"{place}: the conversation has {len(tokens)} tokens, more than sft.max_tokens={max_tokens}")
+        mask = np.concatenate([np.full(len(ids), assistant) for ids, assistant in parts[1:]])
+        made.append(Conversation(tokens, len(parts[0][0]), None if mask.all() else mask))
+    return made
+
+
+def _turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str) -> Iterator[tuple[str, str]]:
+    """(what the model reads since its last end token, what the assistant says then) for each of the assistant's messages."""
+    read = ""  # all text up to the last end token
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            [before] = render_chats(tokenizer, [list(messages[:number])])
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(f"{place}: the model's chat template refuses the conversation: {first_line(error)}") from None
+        if not before.startswith(read):
+            raise ConfigError(f"{place}: message {number}: the chat template renders what comes before it otherwise than it was said")
+        yield before[len(read) :], message["content"]
+        read = before + message["content"] + str(tokenizer.eos_token)
