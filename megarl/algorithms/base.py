@@ -124,9 +124,28 @@ class PolicyAlgorithm(BaseModel):
         """A number of each token, 0 where d = 0, whose mean over the whole sequence `policy_term` needs; None: it needs none."""
         return None
 
-    def policy_term(self, block: Block) -> Term:
-        """The policy's loss: value and slope per token, in tensors of its own; each token by itself."""
+    def policy_loss(self, block: Block) -> Tensor:
+        """The policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
+
+        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it.
+        """
         raise NotImplementedError
+
+    def policy_term(self, block: Block) -> Term:
+        """The policy's loss: value and slope d loss / d lp per token, in tensors of its own; each token by itself.
+
+        By default `policy_loss`, differentiated. A slope that is derived by hand spares the graph and its temporaries.
+        """
+        with torch.enable_grad():
+            lp_T = block.lp_T.detach().requires_grad_()
+            d_T, mean_T = block.d_T + (lp_T - block.lp_T), block.mean_T
+            if mean_T is not None:
+                own_T = self.sequence_term(d_T, block.advantage_T)
+                assert own_T is not None
+                mean_T = mean_T + (own_T - own_T.detach())  # the mean's 1 / |o_i| is the token's weight in the loss
+            value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, mean_T))
+            [slope_T] = torch.autograd.grad(value_T.sum(), lp_T)
+        return Term(value_T.detach(), slope_T)
 
     def weights(self, count_N: Tensor) -> Tensor:
         """The weight of a loss token of each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""

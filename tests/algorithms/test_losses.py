@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm, blocks
-from megarl.algorithms.ops import SumOver, token_weights
+from megarl.algorithms.cispo import Cispo
+from megarl.algorithms.gmpo import Gmpo
+from megarl.algorithms.grpo import Grpo
+from megarl.algorithms.gspo import Gspo
+from megarl.algorithms.ops import Block, SumOver, token_weights
+from megarl.algorithms.rloo import Rloo
 from megarl.batch import Batch
 from tests.algorithms import reference
 from tests.algorithms.cases import ALGORITHMS, LENGTHS, cast, contiguous, make, ragged, same, together, weighted, zigzag
@@ -52,6 +57,62 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, seed: int) -> N
     torch.testing.assert_close(entropy_gradient_T[batch.mask_T], e_T.grad[batch.mask_T], rtol=1e-12, atol=0)
     for masked_T in (gradient_T[~batch.mask_T], entropy_gradient_T[~batch.mask_T], loss.loss_T[~batch.mask_T].detach()):
         assert bool((masked_T == 0).all())
+
+
+class ClippedFormula(Grpo):
+    def policy_loss(self, block: Block) -> Tensor:
+        ratio_T = block.d_T.exp()
+        clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss_T = torch.maximum(-ratio_T * block.advantage_T, -clipped_T * block.advantage_T)
+        bounded_T = torch.minimum(loss_T, -self.dual_clip * block.advantage_T) if self.dual_clip is not None else loss_T
+        return torch.where(block.advantage_T < 0, bounded_T, loss_T)
+
+
+class GspoFormula(Gspo):
+    def policy_loss(self, block: Block) -> Tensor:
+        assert block.mean_T is not None
+        ratio_T = block.mean_T.exp()
+        return torch.maximum(-ratio_T * block.advantage_T, -ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high) * block.advantage_T)
+
+
+class GmpoFormula(Gmpo):
+    def policy_loss(self, block: Block) -> Tensor:
+        assert block.mean_T is not None
+        return -block.advantage_T * block.mean_T.exp()
+
+
+class CispoFormula(Cispo):
+    def policy_loss(self, block: Block) -> Tensor:
+        return -block.d_T.exp().clamp(1 - self.clip_low, 1 + self.clip_high).detach() * block.advantage_T * block.lp_T
+
+
+class RlooFormula(Rloo):
+    def policy_loss(self, block: Block) -> Tensor:
+        return -block.d_T.exp().detach() * block.advantage_T * block.lp_T
+
+
+FORMULAS: dict[type[PolicyAlgorithm], type[PolicyAlgorithm]] = {
+    Grpo: ClippedFormula,
+    Gspo: GspoFormula,
+    Gmpo: GmpoFormula,
+    Cispo: CispoFormula,
+    Rloo: RlooFormula,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, algorithm in ALGORITHMS.items() if type(algorithm) in FORMULAS])
+def test_a_formula_alone_gives_the_slope_that_was_derived_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under a correction, with a KL in the loss, and where tokens are clipped."""
+    algorithm = ALGORITHMS[name]
+    formula = FORMULAS[type(algorithm)]
+    monkeypatch.setattr(formula, "policy_term", PolicyAlgorithm.policy_term)
+    plain = formula(**algorithm.model_dump())
+    batch, logp_T, entropy_T = ragged(4, LENGTHS)
+    batch = weighted(algorithm, batch)
+    value, gradient_T, _, _ = evaluate(algorithm, batch, logp_T, entropy_T)
+    mine, slope_T, _, _ = evaluate(plain, batch, logp_T, entropy_T)
+    assert float(mine) == pytest.approx(float(value), rel=1e-12)
+    torch.testing.assert_close(slope_T, gradient_T, rtol=1e-10, atol=1e-14)
 
 
 @every
