@@ -15,7 +15,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
-from megarl.models.weights import canonical
+from megarl.parallel.weights import canonical
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import build
 

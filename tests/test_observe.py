@@ -167,8 +167,8 @@ def test_peak_memory_is_that_of_the_largest_process_of_a_kind() -> None:
 def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
     import ray
 
+    from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.workers.cluster import ray_session
 
     class ModelWorker:
         def ready(self) -> int:

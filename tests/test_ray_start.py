@@ -30,7 +30,7 @@ START = """
     node.time = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: 100 * time.monotonic())
 
     from megarl.config import ClusterSettings
-    from megarl.workers.cluster import ray_session
+    from megarl.cluster.session import ray_session
 
     with ray_session(ClusterSettings(gpus=False, start_timeout_s=float(sys.argv[1])), actors=1):
         print("started")
@@ -59,9 +59,9 @@ def test_a_slow_raylet_has_the_whole_start_limit_and_is_not_kept_waiting_by_its_
 
 def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
     line = refusal(start(0.5, "is slow"))
-    assert line == "megarl.workers.cluster.ClusterError: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"
+    assert line == "megarl.cluster.session.ClusterError: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"
 
 
 def test_a_raylet_that_dies_is_told_at_once() -> None:
     line = refusal(start(1e6, "dies"))
-    assert line.startswith("megarl.workers.cluster.ClusterError: Ray's raylet ended at the start (exit code -9; ")
+    assert line.startswith("megarl.cluster.session.ClusterError: Ray's raylet ended at the start (exit code -9; ")

@@ -15,7 +15,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.rows import QKV, GateUp, Op, Plain
-from megarl.models.weights import canonical
+from megarl.parallel.weights import canonical
 from tests.distributed.work import TINY, make_checkpoint
 
 OPS: dict[str, Op] = {

@@ -66,9 +66,9 @@ class Bench:
     """What one rank measures."""
 
     def __init__(self, grid: Any, layers: int, directory: Path, rounds: int) -> None:
-        from megarl.models.build import build_chunks, transformer_config
         from megarl.parallel.backend import choose
-        from megarl.parallel.checkpoint import Part
+        from megarl.parallel.build import build_chunks, transformer_config
+        from megarl.parallel.checkpoint.state import Part
         from megarl.parallel.optimizer import make_trainable
 
         hf = {**MODEL, "num_hidden_layers": layers}
@@ -93,7 +93,7 @@ class Bench:
 
     def run(self) -> dict[str, float]:
         """Seconds and bytes, the medians of the rounds."""
-        from megarl.parallel.checkpoint import Saver
+        from megarl.parallel.checkpoint.save import Saver
 
         savers = {kind: Saver(self.directory / kind, self.grid, settings(kind == "async")) for kind in ("sync", "async")}
         size = savers["sync"].save(0, self.part, {}).bytes
@@ -115,7 +115,7 @@ class Bench:
         return [torch.randn(max(1, shape.numel() * size // whole // 4)) for shape in shapes]
 
     def _round(self, number: int, savers: dict[str, Any], plain: list[Tensor]) -> dict[str, float]:
-        from megarl.parallel.checkpoint import load
+        from megarl.parallel.checkpoint.load import load
 
         path = self.directory / "sync" / f"step_{number:06d}"
         found = {

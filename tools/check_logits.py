@@ -63,11 +63,11 @@ def sequences(count: int, tokens: int, vocabulary: int, seed: int) -> Batch:
 
 def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | None:
     """This rank's part of the logits of `batch`; None where it is not of the last stage, or repeats another rank's. Collective."""
-    from megarl.models.build import build_chunks, transformer_config
     from megarl.models.hf import read_config
-    from megarl.models.weights import load_hf
     from megarl.parallel import schedule
     from megarl.parallel.backend import choose
+    from megarl.parallel.build import build_chunks, transformer_config
+    from megarl.parallel.weights import load_hf
 
     hf = read_config(settings.path)
     chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=False)

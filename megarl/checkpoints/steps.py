@@ -19,6 +19,7 @@ from typing import Any
 from megarl.checkpoints.files import Record, read_record
 from megarl.errors import ConfigError
 
+CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 HF = "hf"  # folder of each model: config.json, generation defaults and tokenizer, as a Hugging Face directory has them
 COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it

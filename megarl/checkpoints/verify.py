@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.checkpoints.steps import Entry, is_step, listing, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, is_step, listing, verify
 from megarl.errors import ConfigError
-
-FOLDER = "checkpoints"  # of a run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,8 +41,8 @@ def _entries(directory: Path) -> list[Entry]:
         raise ConfigError(f"verify: no such directory: {directory}")
     if is_step(directory):
         return [verify(directory)]
-    if (directory / FOLDER).is_dir():
-        directory = directory / FOLDER
+    if (directory / CHECKPOINTS).is_dir():
+        directory = directory / CHECKPOINTS
     entries = listing(directory)
     if not entries:
         raise ConfigError(f"verify: {directory} has no step directories")

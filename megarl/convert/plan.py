@@ -16,7 +16,7 @@ from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, read_config
 from megarl.models.rows import HeadKind, Shape, Weight
 from megarl.models.stored import Place, boxes, places
-from megarl.parallel.dcp import Shard, check_cover
+from megarl.parallel.checkpoint.dcp import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of torch -> of safetensors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.steps import HF, Verified, is_step, listing, verify
+from megarl.checkpoints.steps import CHECKPOINTS, HF, Verified, is_step, listing, verify
 from megarl.convert.audit import digest_of, raw, sha256, totals
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, Item, Unit, cut_shards, cut_units, make_items
@@ -22,9 +22,8 @@ from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
 from megarl.models.rows import HeadKind, Weight
 from megarl.models.stored import HEAD, Place
-from megarl.parallel.dcp import Shard, Stored, check_cover
+from megarl.parallel.checkpoint.dcp import Shard, Stored, check_cover
 
-CHECKPOINTS = "checkpoints"  # of a run
 _OPTIMIZER = "optimizer."  # what begins the names of its states
 _ALIGNED = 8  # bytes; where safetensors' data begin
 

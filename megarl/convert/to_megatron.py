@@ -25,7 +25,7 @@ from megarl.models.families import family_of
 from megarl.models.hf import CONVERSION, described
 from megarl.models.rows import HeadKind, Weight
 from megarl.models.stored import Place
-from megarl.parallel.dcp import Shard, check_cover, write_metadata
+from megarl.parallel.checkpoint.dcp import Shard, check_cover, write_metadata
 
 MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
 STEP = 0

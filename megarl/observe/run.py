@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
+from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
 from megarl.observe import report, summary
 from megarl.observe.alarms import Alarms
@@ -37,8 +38,8 @@ KEPT = (
     "critic",
     BEST,
     "eval.json",
-    "checkpoints",
-    "checkpoints-critic",
+    CHECKPOINTS,
+    f"{CHECKPOINTS}-critic",
 )
 RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)

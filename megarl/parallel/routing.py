@@ -12,8 +12,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.models.weights import unwrap
 from megarl.parallel.grid import Grid
+from megarl.parallel.weights import unwrap
 
 
 class RouterWatch:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megarl.cluster.session import ray_session
 from megarl.config import TrainConfig
 from megarl.observe.run import Run
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
-from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups, processes, start
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import pstdev
 
+from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, merge
@@ -16,7 +17,6 @@ from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
-from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare

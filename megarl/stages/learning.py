@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
+from megarl.cluster.session import ray_session
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
@@ -21,7 +22,6 @@ from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.stages.checks import Pairs
 from megarl.stages.saving import Checkpoints, every, resume_point
-from megarl.workers.cluster import ray_session
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 

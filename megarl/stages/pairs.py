@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
@@ -18,7 +19,6 @@ from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
-from megarl.workers.cluster import ray_session
 from megarl.workers.engines import Engines, call_seed, start_engines
 from megarl.workers.rollout_worker import Response
 

@@ -13,12 +13,11 @@ import yaml
 from pydantic import ValidationError
 
 from megarl.checkpoints.resume import compare
-from megarl.checkpoints.steps import Entry, Verified, verified, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
-from megarl.workers.megatron_worker import CHECKPOINTS
 
 TRAINER = "trainer.json"
 

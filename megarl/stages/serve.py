@@ -17,12 +17,12 @@ import numpy as np
 import ray
 
 from megarl.batch import Sample
+from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.rewards.http import token_of
 from megarl.stages.checks import check_serve
-from megarl.workers.cluster import interface_address, ray_session
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks

@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 
+from megarl.cluster.actor_group import ActorGroup
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout.engine import Sampling
-from megarl.workers.cluster import ActorGroup
 from megarl.workers.rollout_worker import Response, RolloutWorker
 from megarl.workers.worker_group import reserve_workers
 

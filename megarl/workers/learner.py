@@ -18,17 +18,17 @@ from torch import Tensor
 from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import CHECKPOINTS, Verified
+from megarl.cluster.actor_group import ActorGroup
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
-from megarl.workers.cluster import ActorGroup
 from megarl.workers.critic import values
-from megarl.workers.megatron_worker import CHECKPOINTS, MegatronWorker
+from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint import Part
+    from megarl.parallel.checkpoint.state import Part
 
 MODEL = "model"  # in a checkpoint
 

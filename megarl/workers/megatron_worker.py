@@ -17,11 +17,9 @@ from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSett
 from megarl.imports import uncollected
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint import Part, Saver
+    from megarl.parallel.checkpoint.save import Saver
+    from megarl.parallel.checkpoint.state import Part
     from megarl.workers.model import Model
-
-
-CHECKPOINTS = "checkpoints"  # folder of a run
 
 
 class MegatronWorker:
@@ -68,7 +66,7 @@ class MegatronWorker:
 
     def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:
         """Saves the trained models and their optimizers with the files `extra`; returns when what is saved may change again."""
-        from megarl.parallel.checkpoint import Saver
+        from megarl.parallel.checkpoint.save import Saver
 
         if self._saver is None:
             self._saver = Saver(root, self._grid, settings)
@@ -81,7 +79,7 @@ class MegatronWorker:
 
     def load(self, steps: Mapping[str, Verified]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them, and this process its random states."""
-        from megarl.parallel.checkpoint import load, load_random
+        from megarl.parallel.checkpoint.load import load, load_random
 
         parts = self.trained()
         for path in dict.fromkeys(steps[name].path for name in parts):

@@ -13,16 +13,17 @@ from megarl.batch import Batch
 from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.families import family_of
-from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
-from megarl.parallel.checkpoint import Part, load
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.checkpoint.load import load
+from megarl.parallel.checkpoint.state import Part
+from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
-from megarl.sync.export import export, save_hf
+from megarl.parallel.weights import load_hf
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
 Read = Callable[[Tensor, Tensor, Batch], Tensor]

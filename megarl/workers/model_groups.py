@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import CHECKPOINTS, Verified
+from megarl.cluster.actor_group import ActorGroup
 from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
-from megarl.workers.cluster import ActorGroup
 from megarl.workers.engines import Engines
-from megarl.workers.megatron_worker import CHECKPOINTS
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import Response

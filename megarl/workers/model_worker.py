@@ -28,7 +28,7 @@ from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint import Part
+    from megarl.parallel.checkpoint.state import Part
     from megarl.workers.model import Model
     from megarl.workers.push import Pusher
 

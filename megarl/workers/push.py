@@ -11,11 +11,11 @@ import torch
 from ray.exceptions import RayError
 from torch import Tensor
 
+from megarl.cluster.actor_group import raise_cause
 from megarl.config import SyncSettings
 from megarl.observe.metrics import Last, Metric
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
-from megarl.workers.cluster import raise_cause
 
 
 class Pusher:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import ray
 
+from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.placement import reserve
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
-from megarl.workers.cluster import ActorGroup, reserve
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.hf import read_config
 from megarl.models.rows import HeadKind
-from megarl.models.weights import load_hf, local_parameters
 from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
-from megarl.sync.export import export, save_hf
+from megarl.parallel.weights import load_hf, local_parameters
 from tools.make_tiny_model import FAMILIES
 
 VOCABULARY = 129  # two ranks do not divide it

@@ -18,10 +18,14 @@ import torch.distributed as dist
 
 from megarl.checkpoints.steps import Verified, verify
 from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
-from megarl.models.build import build_chunks, transformer_config
+from megarl.errors import SaveError
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
-from megarl.parallel.checkpoint import Meeting, Part, SaveError, Saver, load, load_random
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.checkpoint.barrier import Meeting
+from megarl.parallel.checkpoint.load import load, load_random
+from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.checkpoint.state import Part
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from tests.distributed.work import Job, Report, build, learn

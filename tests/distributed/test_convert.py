@@ -11,13 +11,15 @@ import torch
 
 from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, described, read_config
-from megarl.models.weights import load_hf, local_parameters
 from megarl.parallel.backend import choose
-from megarl.parallel.checkpoint import Part, Saver, load
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.checkpoint.load import load
+from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.checkpoint.state import Part
 from megarl.parallel.grid import Grid
+from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.saving import build_part, verified
 from tests.harness import Pool
 from tools.make_tiny_model import FAMILIES, build
@@ -79,7 +81,7 @@ def megatron_loads(grid: Grid, path: Path, step: Path) -> list[str]:
     """The same by Megatron's own `dist_checkpointing.load`, strict, into the tensors that the model describes."""
     from megatron.core import dist_checkpointing
 
-    from megarl.parallel.sharded import model_state
+    from megarl.parallel.checkpoint.sharded import model_state
 
     expected, hf = chunks_of(grid, path)
     load_hf(expected, path, hf, grid)

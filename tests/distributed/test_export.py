@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.hf import Checkpoint, read_config
-from megarl.models.weights import load_hf
+from megarl.parallel import export
 from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid, connect_store
 from megarl.parallel.packing import pack_micro
-from megarl.sync import export, wire
+from megarl.parallel.weights import load_hf
+from megarl.sync import wire
 from megarl.sync.send import Sender
 from tests.distributed.work import global_batch, make_checkpoint
 from tests.harness import Pool

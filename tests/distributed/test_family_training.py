@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megarl.config import Layout
 from megarl.models.hf import read_config
+from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
-from megarl.sync.export import export
 from tests.distributed.families import Make
 from tests.distributed.test_export import stored
 from tests.distributed.work import Job, Report, build, learn, train

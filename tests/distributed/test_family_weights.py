@@ -138,6 +138,6 @@ def announced(grid: Grid, path: Path, target: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megarl.sync.export").addHandler(handler)
+    logging.getLogger("megarl.parallel.export").addHandler(handler)
     saved(grid, path, "float32", "value", target)
     return said

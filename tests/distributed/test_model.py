@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings
-from megarl.models.build import transformer_config
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
+from megarl.parallel.build import transformer_config
 from megarl.parallel.grid import Grid
 from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
 from tests.harness import Pool

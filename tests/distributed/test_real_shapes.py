@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
-from megarl.models.build import transformer_config
 from megarl.models.families import check_layout, family_of
 from megarl.models.rows import Shape, Weight
 from megarl.parallel.backend import choose
+from megarl.parallel.build import transformer_config
 
 
 @dataclass(frozen=True)

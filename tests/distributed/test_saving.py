@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megarl.checkpoints.files import Record, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
 from megarl.config import Layout
-from megarl.parallel.staging import StagedWriter
+from megarl.parallel.checkpoint.staging import StagedWriter
 from tests.distributed.saving import (
     die_in_a_save,
     fail_then_recover,

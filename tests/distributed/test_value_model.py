@@ -18,16 +18,16 @@ from torch import Tensor
 from megarl.algorithms.value import value_loss, value_weights
 from megarl.batch import Batch
 from megarl.config import Layout, ModelSettings, OptimizerSettings
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import read_config
 from megarl.models.rows import HeadKind
-from megarl.models.weights import load_hf, unwrap
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
-from megarl.sync.export import export, save_hf
+from megarl.parallel.weights import load_hf, unwrap
 from tests.distributed.test_export import stored
 from tests.distributed.work import global_batch, make_checkpoint, shares
 from tests.harness import Pool, RankError

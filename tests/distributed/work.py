@@ -19,16 +19,16 @@ from torch import Tensor
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ModelSettings, OptimizerSettings
-from megarl.models.build import build_chunks, transformer_config
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
-from megarl.models.weights import load_hf
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
+from megarl.parallel.weights import load_hf
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.workers.reaper import members
+from megarl.cluster.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"

@@ -14,6 +14,8 @@ import pytest
 import ray
 
 from megarl import cli
+from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.session import ray_session
 from megarl.config import Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
@@ -24,7 +26,6 @@ from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
 from megarl.trainer import learn
 from megarl.workers import learner
-from megarl.workers.cluster import ActorGroup, ray_session
 from megarl.workers.engines import Engines, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, assign_roles, build_groups, rl_spec

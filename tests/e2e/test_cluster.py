@@ -7,7 +7,7 @@ import os
 import pytest
 import ray
 
-from megarl.workers.cluster import ActorGroup, WorkerDied
+from megarl.cluster.actor_group import ActorGroup, WorkerDied
 
 
 class Neighbour:

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from megarl.checkpoints.verify import main as verify
+from megarl.cluster.actor_group import WorkerDied
 from megarl.config import SftConfig, load
 from megarl.errors import SaveError
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
-from megarl.workers.cluster import WorkerDied
 from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done
 from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
 from tests.e2e.lab import Lab, command

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megarl.checkpoints.steps import Verified
 from megarl.config import ConfigError
-from megarl.parallel.dcp import Chunks, Place, Shard, check_cover, read_chunk, tensors
+from megarl.parallel.checkpoint.dcp import Chunks, Place, Shard, check_cover, read_chunk, tensors
+from megarl.parallel.checkpoint.sharded import Sharded
+from megarl.parallel.checkpoint.unpickle import read_metadata
 from megarl.parallel.grid import Grid
-from megarl.parallel.sharded import Sharded
-from megarl.parallel.unpickle import read_metadata
 
 Result = TypeVar("Result")
 _READERS = 4  # threads of a rank that read files

@@ -21,8 +21,8 @@ from torch import Tensor
 from megarl.models.families import family_of
 from megarl.models.hf import Writer
 from megarl.models.rows import Weight
-from megarl.models.weights import head_of, local_parameters, tensor_parallel
 from megarl.parallel.grid import Grid
+from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
 
 log = logging.getLogger(__name__)
 GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)

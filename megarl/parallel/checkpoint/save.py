@@ -1,14 +1,4 @@
-"""Distributed checkpoints: models, their optimizers and random states of all ranks in one step directory, on any layout.
-
-    saver = Saver(root, grid, settings)                      # on every rank, once
-    saver.save(step, {"policy": Part(chunks, hf, trainable), "critic": ...}, {"trainer.json": b"..."})
-    saver.wait()                                             # before the end; raises what went wrong behind
-    load(verified, {"policy": Part(...)}, grid)              # any layout; a Part without its optimizer loads the weights alone
-    load_random(verified, grid)                              # the same layout: from here on, bit for bit
-
-A step directory (`megarl.checkpoints.steps`): `<name>/` in Megatron's torch_dist format for each model, with `hf/` inside that says what it
-is (config.json, tokenizer), `random/<rank>.safetensors`, the caller's own files (rank 0's), and the manifest.
-"""
+"""Saves models, their optimizers and the random states of all ranks into one step directory."""
 
 from __future__ import annotations
 
@@ -17,8 +7,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,29 +19,16 @@ from torch import Tensor
 
 from megarl.checkpoints.aside import Aside
 from megarl.checkpoints.files import Record, write_file
-from megarl.checkpoints.steps import HF, Manifest, Verified
+from megarl.checkpoints.steps import HF, Manifest
 from megarl.config import CheckpointSettings
-from megarl.errors import ConfigError, SaveError
-from megarl.parallel import sharded, torch_dist
-from megarl.parallel.dcp import write_metadata
+from megarl.errors import SaveError
+from megarl.parallel.checkpoint import sharded, torch_dist
+from megarl.parallel.checkpoint.barrier import Meeting
+from megarl.parallel.checkpoint.dcp import write_metadata
+from megarl.parallel.checkpoint.rng import random_states
+from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, Part
 from megarl.parallel.grid import Grid
-from megarl.parallel.optimizer import Trainable
-from megarl.parallel.rng import random_states, restore_random_states
-from megarl.parallel.staging import StagedWriter
-
-RANDOM = "random"  # folder of the random states
-_POLL_S = 0.02
-_IDENTITY = ("model_type", "vocab_size")  # of config.json; everything else shows in the shapes
-
-
-@dataclass(frozen=True)
-class Part:
-    """One model of a checkpoint: this rank's chunks, and the optimizer if it is to be saved or loaded with them."""
-
-    chunks: Sequence[Any]  # of models/build.py, in data-parallel wrappers or not
-    hf: Mapping[str, Any]  # config.json
-    trainable: Trainable | None = None
-    described: Mapping[str, bytes] = field(default_factory=dict)  # what is saved beside the weights (rank 0's): see `hf.described`
 
 
 @dataclass(frozen=True)
@@ -181,88 +158,10 @@ class Saver:
         aside.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
 
 
-class Meeting:
-    """Where the ranks' threads meet for one save: the store, since the process groups belong to the main threads."""
-
-    def __init__(self, grid: Grid, root: Path, number: int) -> None:
-        self._store = dist.PrefixStore(f"checkpoint/{root}/{number}", grid.store)
-        self._rank, self._ranks = grid.rank, range(grid.world)
-
-    def report(self, text: str) -> None:
-        """This rank's word."""
-        self._store.set(f"rank/{self._rank}", text)
-
-    def reports(self, timeout_s: float) -> list[str]:
-        """Every rank's word. Raises SaveError naming the ranks that are late."""
-        deadline = time.monotonic() + timeout_s
-        while not self._store.check([f"rank/{rank}" for rank in self._ranks]):
-            if time.monotonic() > deadline:
-                late = [rank for rank in self._ranks if not self._store.check([f"rank/{rank}"])]
-                raise SaveError(f"ranks {late} did not finish writing in {timeout_s:g} s")
-            time.sleep(_POLL_S)
-        words = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
-        for rank in self._ranks:
-            self._store.delete_key(f"rank/{rank}")
-        return words
-
-    def conclude(self, fault: str) -> None:
-        """Rank 0's last word: what went wrong, or nothing."""
-        self._store.set("verdict", fault or "saved")
-
-    def verdict(self, timeout_s: float) -> str:
-        """What went wrong, or nothing."""
-        deadline = time.monotonic() + timeout_s
-        while not self._store.check(["verdict"]):
-            if time.monotonic() > deadline:
-                return f"rank 0 did not finish in {timeout_s:g} s"
-            time.sleep(_POLL_S)
-        fault = self._store.get("verdict").decode()
-        return "" if fault == "saved" else fault
-
-
-def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> None:
-    """Gives the models (and optimizers, where a part has one) what a step directory holds of them, on any layout. Collective.
-
-    Raises ConfigError, on all ranks: a model that the directory lacks, of another family or size (key and both shapes), or without the
-    optimizer that is asked for.
-    """
-    for name, part in parts.items():
-        saved = _saved(step, name, part)
-        state: dict[str, Any] = {"model": sharded.model_state(part.chunks, grid)}
-        if part.trainable is not None:
-            state["optimizer"] = sharded.empty_optimizer_state(part.trainable, state["model"])
-        allowed_extra = ("optimizer.",) if part.trainable is None else ()
-        torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
-        if part.trainable is not None:
-            sharded.put_optimizer(part.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
-            part.trainable.steps = saved["optimizer"]["steps"]
-
-
-def load_random(step: Verified, grid: Grid) -> bool:
-    """Sets every random state of this process to the one saved. False, and nothing done, where the layout is another. Collective."""
-    if step.manifest.layout != grid.layout.model_dump():
-        return False
-    restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
-    return True
-
-
-def _saved(step: Verified, name: str, part: Part) -> Mapping[str, Any]:
-    """What the manifest says of a model. Raises ConfigError where the model at hand cannot be it."""
-    saved = step.manifest.models.get(name)
-    if saved is None:
-        raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")
-    for key in _IDENTITY:
-        if saved[key] != part.hf[key]:
-            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {part.hf[key]!r}")
-    if part.trainable is not None and saved["optimizer"] is None:
-        raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
-    return saved
-
-
 def _description(part: Part) -> dict[str, Any]:
     trainable = part.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
-    return {**{key: part.hf[key] for key in _IDENTITY}, "optimizer": optimizer}
+    return {**{key: part.hf[key] for key in IDENTITY}, "optimizer": optimizer}
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,111 @@
+"""A Ray session: a private one on this machine, or a running cluster that is joined."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
+
+from megarl.cluster import reaper as reaper_script
+from megarl.cluster.ray_start import RayNotStarted, mend
+from megarl.config import ClusterSettings
+from megarl.errors import Stopped
+
+
+class ClusterError(Stopped):
+    """Ray did not start."""
+
+
+LOOPBACK = {
+    # Ray 2.60 maps 127.0.0.1 to the machine's address (ray/_private/services.py:786) and then listens on every interface, unless
+    # it is told that there is no cluster; with loopback as the node's address all its servers bind loopback alone.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+@contextlib.contextmanager
+def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
+    """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
+
+    A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
+    the children and nowhere else. With `settings.interface` the ranks listen there; Ray's own servers then listen on every interface,
+    which it offers no setting against, and the token guards them.
+    """
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_MODE="token",
+        RAY_memory_monitor_refresh_ms="0",
+        RAY_worker_niceness="0",  # Ray's 15 leaves its workers a thirtieth of a core that anything else wants too
+        RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
+        RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        HF_HUB_OFFLINE="1",
+    )
+    # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
+    Config.initialize("")
+    if settings.address is not None:
+        ray.init(address=settings.address, log_to_driver=True)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
+    if settings.interface is None:
+        os.environ.update(LOOPBACK)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
+    mend(settings.start_timeout_s)
+    on_termination = signal.getsignal(signal.SIGTERM)
+    # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
+    scratch = tempfile.mkdtemp(prefix="megarl-")
+    temporary = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = scratch  # what the actors leave behind goes with the session
+    reaper = subprocess.Popen([sys.executable, "-I", "-S", reaper_script.__file__, scratch], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        try:
+            ray.init(
+                num_cpus=actors + 1,
+                object_store_memory=settings.object_store_mb << 20,
+                include_dashboard=False,
+                log_to_driver=True,
+                configure_logging=False,
+                _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
+                _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
+            )
+        except RayNotStarted as error:
+            raise ClusterError(str(error)) from error
+        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
+        yield
+    finally:
+        ray.shutdown()
+        del os.environ["RAY_AUTH_TOKEN"], os.environ["TMPDIR"]
+        if temporary is not None:
+            os.environ["TMPDIR"] = temporary
+        reaper.communicate()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine. ValueError where it has none."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    for entry in addresses.get(interface, []):
+        if entry.family.name == "AF_INET":
+            return str(entry.address)
+    raise ValueError(f"cluster.interface: {interface!r} has no IPv4 address here (interfaces: {', '.join(sorted(addresses))})")

@@ -1,0 +1,22 @@
+"""What a distributed checkpoint holds of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.parallel.optimizer import Trainable
+
+RANDOM = "random"  # folder of the random states
+IDENTITY = ("model_type", "vocab_size")  # of config.json; everything else shows in the shapes
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a checkpoint: this rank's chunks, and the optimizer if it is to be saved or loaded with them."""
+
+    chunks: Sequence[Any]  # of parallel/build.py, in data-parallel wrappers or not
+    hf: Mapping[str, Any]  # config.json
+    trainable: Trainable | None = None
+    described: Mapping[str, bytes] = field(default_factory=dict)  # what is saved beside the weights (rank 0's): see `hf.described`
