@@ -111,6 +111,12 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
     }
 
 
+def layer_spec(layer: Any, backend: Any) -> None:
+    """The projections down to the latents are whole on every tensor-parallel rank, as the weights above have them."""
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = backend.replicated_linear
+
+
 FAMILY = Family(
     heads={"lm": parts.lm_head("DeepseekV3ForCausalLM", sizes), "value": scalar_head("DeepseekV3ForSequenceClassification", sizes)},
     sizes=sizes,
@@ -119,4 +125,5 @@ FAMILY = Family(
     fields=fields,
     optional=parts.tied_twice,
     predictors=parts.predictors,
+    layer_spec=layer_spec,
 )

@@ -242,6 +242,9 @@ def _nothing(hf: dict[str, Any]) -> tuple[str, ...]:
     return ()
 
 
+def _as_it_is(layer: Any, backend: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class Family:
     """What megarl knows of one kind of model: a backbone, and the heads that it may carry."""
@@ -253,6 +256,7 @@ class Family:
     fields: Callable[[dict[str, Any]], dict[str, Any]]  # of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
     optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # Hugging Face tensors that may be there and are not used
     predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # what names of multi-token-prediction tensors begin with
+    layer_spec: Callable[[Any, Any], None] = _as_it_is  # changes Megatron's ModuleSpec of a layer, with modules of the `parallel.Backend`
 
     def head_of(self, hf: dict[str, Any]) -> HeadKind:
         """The head that a config.json of this family names."""

@@ -1,28 +1,22 @@
 """Where each parameter lies in a Megatron checkpoint: under which name, at which place of the axes for layers and experts.
 
-The names are those under which Megatron's models with Transformer Engine's layers store them, whatever layers a model at hand is made of:
-a checkpoint is the same on every machine, and any program on Megatron-core finds what it looks for.
+The names are those of Megatron's models with Transformer Engine's layers (`te_names`), whatever layers a model at hand is made of: a
+checkpoint is the same on every machine, and any program on Megatron-core finds what it looks for.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.rows import OUTPUT, Family, HeadKind, Op, Shape, Weight
+from megarl.models.te_names import to_te
 
 HEAD = "score.weight"  # of a scalar head, which has a name of its own on the disk
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
-_NORMS = {  # a norm -> the linear layer behind it, of which Transformer Engine makes it a part
-    "input_layernorm.weight": "self_attention.linear_qkv.",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.",
-}
 
 
 @dataclass(frozen=True)
@@ -43,26 +37,12 @@ class Box:
     size: tuple[int, ...]
 
 
-def norm_names(names: Collection[str]) -> dict[str, str]:
-    """Parameters by their own names -> the names that Transformer Engine's layers give them; `names` are those of whole layers."""
-    found = dict.fromkeys(names)
-    renamed = {}
-    for name in found:
-        renamed[name] = name
-        for norm, linear in _NORMS.items():
-            if name.endswith("." + norm):
-                layer = name.removesuffix(norm)
-                if f"{layer}{linear}weight" in found:
-                    renamed[name] = f"{layer}{linear}layer_norm_weight"
-    return renamed
-
-
 def places(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, Place]]:
     """Every parameter of a model that a checkpoint holds, in the model's order. Raises ConfigError as the family does."""
     weights = [weight for weight in family.weights(hf, head) if not weight.alias]
     # Where layers differ, Megatron stores each under its number (transformer_block.py: a list of moe_layer_freq).
     alike = not isinstance(family.fields(hf).get("moe_layer_freq"), list)
-    renamed = norm_names([weight.name for weight in weights])
+    renamed = to_te([weight.name for weight in weights])
     sizes = family.sizes(hf)
     found = []
     for weight in weights:

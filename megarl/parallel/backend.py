@@ -1,4 +1,7 @@
-"""The hardware, chosen once: CUDA with NCCL and Transformer Engine, or the CPU with gloo and Megatron's local modules."""
+"""The hardware, chosen once: CUDA with NCCL and Transformer Engine, or the CPU with gloo and Megatron's local modules.
+
+New hardware is one more class here and a line in `choose`. Code elsewhere asks the backend and never which one it is.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import functools
 import importlib.metadata
 import os
 import resource
-from dataclasses import dataclass
+import tempfile
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from megarl.config import ConfigError
 from megarl.parallel import upstream
@@ -18,60 +23,169 @@ from megarl.parallel.cpu import hook
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What differs between the two kinds of machine. Code branches on this object at construction and nowhere else."""
+class Backend(ABC):
+    """One kind of hardware, ready to run Megatron once it is made."""
 
-    name: Literal["cuda", "cpu"]
-    collective: Literal["nccl", "gloo"]
+    collective: Literal["nccl", "gloo"]  # of the process groups that carry tensors
     device: torch.device
-
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Megatron's block spec (TransformerBlockSubmodules) of the layers that this rank builds for the given virtual stage."""
-        from megarl.parallel import spec
-
-        return spec.transformer_engine(config, vp_stage) if self.name == "cuda" else spec.local(config, vp_stage)
+    fused: bool  # whether Transformer Engine's fused kernels are there
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
         """The TransformerConfig fields that follow from the hardware."""
-        fused = self.name == "cuda"
         return {
-            "moe_grouped_gemm": fused,
-            "moe_permute_fusion": fused,
-            "apply_rope_fusion": fused,
-            "bias_dropout_fusion": fused,
-            "bias_activation_fusion": fused,
+            "moe_grouped_gemm": self.fused,
+            "moe_permute_fusion": self.fused,
+            "apply_rope_fusion": self.fused,
+            "bias_dropout_fusion": self.fused,
+            "bias_activation_fusion": self.fused,
             "masked_softmax_fusion": False,  # belongs to the unfused attention, which neither spec uses
             "gradient_accumulation_fusion": False,  # needs apex's CUDA extension
         }
 
+    @abstractmethod
+    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
+        """Megatron's block spec (TransformerBlockSubmodules) of the layers that this rank builds for the given virtual stage."""
+
+    @property
+    @abstractmethod
+    def replicated_linear(self) -> type:
+        """The linear module that has its whole weight on every tensor-parallel rank, for families whose layers need one."""
+
+    @abstractmethod
+    def fuse_optimizer(self, optimizer: Any) -> None:
+        """Lets Megatron's optimizer update each parameter in one kernel."""
+
+    @abstractmethod
+    def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that the device copies into fast."""
+
+    @abstractmethod
+    def parking_buffer(self, size: int) -> Tensor:
+        """Room for `size` bytes outside the device's memory, as uint8."""
+
+    @abstractmethod
     def peak_memory_mb(self) -> float:
-        """The largest memory this process has held: of the GPU on CUDA, resident otherwise."""
-        if self.name == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        """The largest memory this process has held, on the device."""
 
-    def random_state(self) -> torch.Tensor:
-        """The device's random state (the CPU's own on a CPU)."""
-        return torch.cuda.get_rng_state() if self.name == "cuda" else torch.get_rng_state()
+    @abstractmethod
+    def random_state(self) -> Tensor:
+        """The device's random state."""
 
-    def set_random_state(self, state: torch.Tensor) -> None:
+    @abstractmethod
+    def set_random_state(self, state: Tensor) -> None:
         """Sets the device's random state."""
-        if self.name == "cuda":
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for the work queued on the device."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Gives cached device memory back to the driver."""
+
+
+class Cuda(Backend):
+    """One GPU of NVIDIA's, which is this process's current device from here on."""
+
+    collective, fused = "nccl", True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+
+    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
+        from megarl.parallel import spec
+
+        return spec.transformer_engine(config, vp_stage)
+
+    @property
+    def replicated_linear(self) -> type:
+        from megatron.core.extensions.transformer_engine import TELinear
+
+        return TELinear
+
+    def fuse_optimizer(self, optimizer: Any) -> None:
+        """Transformer Engine's and apex's Adam are fused as they are."""
+
+    def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def parking_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def peak_memory_mb(self) -> float:
+        return torch.cuda.max_memory_allocated() / 2**20
+
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Wait for the work queued on the device."""
-        if self.name == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached device memory back to the driver."""
-        if self.name == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
+
+
+class Cpu(Backend):
+    """The CPU: Megatron's sources are rewritten as they are imported, and mended where gloo or the CPU needs it."""
+
+    collective, fused = "gloo", False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        hook.install()
+        from megarl.parallel.cpu import patches
+
+        patches.apply()
+
+    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
+        from megarl.parallel import spec
+
+        return spec.local(config, vp_stage)
+
+    @property
+    def replicated_linear(self) -> type:
+        from megarl.parallel.spec import ReplicatedLinear
+
+        return ReplicatedLinear
+
+    def fuse_optimizer(self, optimizer: Any) -> None:
+        """Without Transformer Engine and apex Megatron makes a plain torch AdamW, of a dozen kernels (optimizer/__init__.py:357)."""
+        for part in optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups if part.optimizer is not None else []:
+                group["fused"] = True
+
+    def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def parking_buffer(self, size: int) -> Tensor:
+        # The CPU's memory is the device's memory here: what is parked lies in an unnamed file of TMPDIR, whose pages the kernel may drop.
+        handle, path = tempfile.mkstemp()
+        try:
+            os.truncate(handle, size)
+            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        finally:
+            os.close(handle)
+            os.unlink(path)
+
+    def peak_memory_mb(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
 
 
 @functools.cache
@@ -84,15 +198,6 @@ def choose() -> Backend:
     if found != MEGATRON:
         raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
     upstream.quiet()
-    if not torch.cuda.is_available():
-        hook.install()
-        from megarl.parallel.cpu import patches
-
-        patches.apply()
-        upstream.apply()
-        return Backend("cpu", "gloo", torch.device("cpu"))
-    upstream.apply()
-
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return Backend("cuda", "nccl", device)
+    backend = Cuda() if torch.cuda.is_available() else Cpu()
+    upstream.apply(backend.device, backend.synchronize)
+    return backend

@@ -70,10 +70,13 @@ def build_chunks(
 
 
 def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
-    rope = family_of(hf).rope(hf)
+    family = family_of(hf)
+    rope, spec = family.rope(hf), backend.layer_spec(config, stage)
+    for layer in spec.layer_specs:
+        family.layer_spec(layer, backend)
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=backend.layer_spec(config, stage),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(hf["vocab_size"], config.tensor_model_parallel_size),
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +11,7 @@ from megarl.parallel.backend import Backend
 
 
 class Parking:
-    """Storages out of the device's memory and back: in pinned host memory on CUDA, in an unnamed file of TMPDIR on the CPU.
+    """Moves storages out of the device's memory into the backend's parking buffers, and back.
 
     Whole storages are moved, not tensors, so that every view into Megatron's buffers stays what it was.
     """
@@ -21,7 +19,7 @@ class Parking:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        self._places: dict[int, Tensor] = {}  # where a storage went before: pinned memory is slow to get
+        self._places: dict[int, Tensor] = {}  # where a storage went before: a buffer is slow to get
 
     def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
         """Moves the storages of the tensors out. keep=False drops their contents: they come back with any values."""
@@ -44,20 +42,8 @@ class Parking:
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         place = self._places.get(storage._cdata)
         if place is None or len(place) != storage.nbytes():
-            place = self._places[storage._cdata] = self._room(storage.nbytes())
+            place = self._places[storage._cdata] = self._backend.parking_buffer(storage.nbytes())
         return place.copy_(_bytes(storage))
-
-    def _room(self, size: int) -> Tensor:
-        if self._backend.name == "cuda":
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        # Memory of the CPU is its device's memory: what waits lies in a file, whose pages the kernel may drop.
-        handle, path = tempfile.mkstemp()
-        try:
-            os.truncate(handle, size)
-            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        finally:
-            os.close(handle)
-            os.unlink(path)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

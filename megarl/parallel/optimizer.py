@@ -107,18 +107,10 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
     # Vectors (norms) are not decayed.
     overrides = get_standard_config_overrides(optimizer_config)
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False)
-    if choose().name == "cpu":
-        _fuse(optimizer)
+    choose().fuse_optimizer(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
     # float32 and bfloat16 need no loss scale. Megatron's (1 here) is a method of the optimizer, whose shards of the weights are views with
     # a graph: a model that can reach its optimizer is never freed, because the way back leads through C++ (see `schedule._drop_graph`).
     config.grad_scale_func = None
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return Trainable(wrapped, optimizer, settings, total_steps)
-
-
-def _fuse(optimizer: ChainedOptimizer) -> None:
-    """One kernel a parameter instead of a dozen: without TE and apex Megatron makes a plain torch AdamW (optimizer/__init__.py:357)."""
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups if part.optimizer is not None else []:
-            group["fused"] = True

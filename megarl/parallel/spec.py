@@ -33,7 +33,7 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class WholeLinear(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """x W^T with all of W on every tensor-parallel rank: the projections of multi-latent attention down to its latents.
 
     Megatron's local spec cuts them by column and gathers the result, and loses gradients of the shared rotary key then: its gather's
@@ -74,8 +74,7 @@ def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.multi_latent_attention:
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+    if config.qk_layernorm and config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -6,6 +6,7 @@ Each names the upstream file and line and first checks that the faulty lines are
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,16 +31,16 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def apply() -> None:
-    """Mend the importable megatron.core, on any hardware."""
+def apply(device: torch.device, synchronize: Callable[[], None]) -> None:
+    """Mend the importable megatron.core, on any hardware: `device`, whose queued work `synchronize` waits for."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer.moe.router import TopKRouter
 
-    _shape_exchange(P2PCommunicator)
+    _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
 
 
-def _shape_exchange(communicator: Any) -> None:
+def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callable[[], None]) -> None:
     """p2p_communication.py:216-243 posts sends and receives in the order previous, next, and waits for all of them.
 
     With two pipeline stages both neighbours are one process, and what it sends to its previous stage arrives at our next: when both
@@ -54,13 +55,10 @@ def _shape_exchange(communicator: Any) -> None:
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        from megarl.parallel.backend import choose
-
-        backend = choose()
-        from_prev, from_next = torch.zeros(2, 3, dtype=torch.int64, device=backend.device)
+        from_prev, from_next = torch.zeros(2, 3, dtype=torch.int64, device=device)
         receives = [(from_next, self.next_rank)] * recv_next + [(from_prev, self.prev_rank)] * recv_prev
         sends = [
-            (torch.tensor(tensor.shape, device=backend.device), peer)
+            (torch.tensor(tensor.shape, device=device), peer)
             for tensor, peer in ((tensor_send_prev, self.prev_rank), (tensor_send_next, self.next_rank))
             if tensor is not None
         ]
@@ -72,7 +70,7 @@ def _shape_exchange(communicator: Any) -> None:
         for request in requests[: len(receives)]:  # NCCL gives one request for all, gloo one for each
             request.wait()
         self._megarl_sends = requests[len(receives) :]
-        backend.synchronize()  # as upstream does, against a race of batch_isend_irecv
+        synchronize()  # as upstream does, against a race of batch_isend_irecv
         return from_prev.tolist(), from_next.tolist()
 
     communicator._communicate_shapes = communicate_shapes

@@ -1,7 +1,6 @@
 """Hugging Face weights into the Megatron parameters of this rank, and the names that tie the two together.
 
-Canonical parameter names are those of Megatron's local layer spec, with layers and experts counted over the whole model; the
-Transformer Engine spec's names are translated here and nowhere else.
+Canonical parameter names are those of Megatron's local layers (`te_names`), with layers and experts counted over the whole model.
 """
 
 from __future__ import annotations
@@ -17,18 +16,13 @@ from torch import Tensor
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
 from megarl.models.rows import OUTPUT, HeadKind, Weight
+from megarl.models.te_names import from_te
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
-_TRANSFORMER_ENGINE = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"), r"mlp.experts.local_experts.\3.linear_fc\1.\2"),
-)
 
 
 def unwrap(chunk: Any) -> Any:
@@ -125,7 +119,5 @@ def _local_experts(chunk: Any) -> int:
 
 def canonical(name: str, layers: list[int], first_expert: int) -> str:
     """The canonical name of a chunk's parameter, given the global numbers of the chunk's layers and of its first expert."""
-    for pattern, replacement in _TRANSFORMER_ENGINE:
-        name = pattern.sub(replacement, name)
-    name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", from_te(name))
     return _EXPERT.sub(lambda match: f"mlp.experts.local_experts.{first_expert + int(match[1])}.", name)

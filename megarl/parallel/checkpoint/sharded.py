@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megarl.models.stored import norm_names
+from megarl.models.te_names import to_te
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
 
@@ -44,7 +44,7 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
         found = _bare(chunk).sharded_state_dict(metadata=metadata)
         objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
         assert all(key.endswith(_EXTRA) for key in objects), f"not tensors: {sorted(objects)}"
-        renamed = norm_names({leaf.key for leaf in _leaves(tensors)})
+        renamed = to_te({leaf.key for leaf in _leaves(tensors)})
         for leaf in _leaves(tensors):
             leaf.key = renamed[leaf.key]
         state[f"model{number}"] = tensors

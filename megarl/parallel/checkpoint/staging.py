@@ -51,7 +51,7 @@ class StagedWriter:
         self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
         self._places: dict[str, list[Location | None]] = {}
         self._files: dict[str, Record] = {}
-        self._pinned = choose().name == "cuda"
+        self._backend = choose()
         self._threads = [threading.Thread(target=self._write, args=(number,), daemon=True) for number in range(WRITERS)]
         for thread in self._threads:
             thread.start()
@@ -65,7 +65,7 @@ class StagedWriter:
             if self._error is not None:
                 return
             self._held += tensor.nbytes
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+        copy = self._backend.staging_buffer(tensor.shape, tensor.dtype)
         copy.copy_(tensor)
         places = self._places.setdefault(model, [])
         places.append(None)

@@ -30,7 +30,7 @@ def apply() -> None:
     _router_gemm(moe_utils)
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
-    _whole_projections(multi_latent_attention)
+    _replicated_projections(multi_latent_attention)
     _optimizer_without_compiler()
 
 
@@ -96,9 +96,9 @@ def _uneven_collectives(mappings: Any) -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
 
 
-def _whole_projections(multi_latent_attention: Any) -> None:
+def _replicated_projections(multi_latent_attention: Any) -> None:
     """multi_latent_attention.py:421 knows a projection that every tensor-parallel rank has whole only as Transformer Engine's TELinear."""
-    from megarl.parallel.spec import WholeLinear
+    from megarl.parallel.spec import ReplicatedLinear
 
     expect(
         multi_latent_attention.MLASelfAttention.__init__,
@@ -106,7 +106,7 @@ def _whole_projections(multi_latent_attention: Any) -> None:
         "q_down_proj_kwargs['parallel_mode'] = 'duplicated'",
         "if submodules.linear_kv_down_proj in [TELinear]:",
     )
-    multi_latent_attention.TELinear = WholeLinear
+    multi_latent_attention.TELinear = ReplicatedLinear
 
 
 def _optimizer_without_compiler() -> None:
