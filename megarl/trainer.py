@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric
-from megarl.observe.rollout_metrics import rollout_metrics, scale_metrics
 from megarl.stages.checks import Data, check_gap, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
+from megarl.stages.rollout_metrics import rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.train_state import TrainState
 

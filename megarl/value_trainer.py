@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
-from megarl.observe.rollout_metrics import scale_metrics
 from megarl.stages.checks import check_value
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
+from megarl.stages.rollout_metrics import scale_metrics
 from megarl.stages.saving import Checkpoints, every, resume_point
 from megarl.stages.train_state import TrainState
 from megarl.trainer import train_step

@@ -10,13 +10,13 @@ from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, merge
-from megarl.observe.rollout_metrics import reward_failures
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Score
 from megarl.rollout.engine import Sampling
 from megarl.stages.checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
+from megarl.stages.rollout_metrics import reward_failures
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare

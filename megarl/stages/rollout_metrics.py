@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Sum
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score, errors_by_kind
-
-if TYPE_CHECKING:
-    from megarl.workers.rollout_worker import Response
+from megarl.workers.rollout_worker import Response
 
 
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
