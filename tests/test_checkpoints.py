@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoints.aside import Aside
-from megarl.checkpoints.files import HashedFile, Record, write_file
+from megarl.checkpoints.files import FileRecord, HashedFile, write_file
+from megarl.checkpoints.step_writer import StepWriter
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, newest, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
@@ -23,7 +23,7 @@ SHARD = bytes(range(256)) * 40
 
 def save(root: Path, step: int, keep_last: int = 100, keep_every: int = 0) -> Path:
     """A step directory with a model's shard and two files of the run."""
-    aside = Aside(root, step)
+    aside = StepWriter(root, step)
     aside.begin(["policy"])
     files = {
         name: write_file(aside.path / name, data)
@@ -57,7 +57,7 @@ def other_step(path: Path) -> None:
 
 
 def outside(path: Path) -> None:
-    path.write_bytes(encode(Manifest(2, 1, {}, {}, {}, {"../step_000001/trainer.json": Record(13, "0" * 64)})))
+    path.write_bytes(encode(Manifest(2, 1, {}, {}, {}, {"../step_000001/trainer.json": FileRecord(13, "0" * 64)})))
 
 
 def listed_pickle(path: Path) -> None:
@@ -149,7 +149,7 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path) -> None:
 
 def test_an_unfinished_save_is_skipped_and_cleared_by_the_next(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    cut = Aside(tmp_path, 2)
+    cut = StepWriter(tmp_path, 2)
     cut.begin(["policy"])
     write_file(cut.path / "policy" / "__0_0.distcp", SHARD)
     skipped: list[Entry] = []

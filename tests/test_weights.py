@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.config import ConfigError, Layout
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from megarl.models.rows import QKV, GateUp, Op, Plain
+from megarl.models.weight_map import QKV, GateUp, Op, Plain
 from megarl.parallel.weights import canonical
 from tests.distributed.work import TINY, make_checkpoint
 

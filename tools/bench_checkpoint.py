@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, grid: Any, layers: int, directory: Path, rounds: int) -> None:
         from megarl.parallel.backend import choose
         from megarl.parallel.build import build_chunks, transformer_config
-        from megarl.parallel.checkpoint.state import Part
+        from megarl.parallel.checkpoint.state import ModelState
         from megarl.parallel.optimizer import make_trainable
 
         hf = {**MODEL, "num_hidden_layers": layers}
@@ -80,7 +80,7 @@ class Bench:
         trainable = make_trainable(chunks, OptimizerSettings(), total_steps=1)
         trainable.step()  # on zero gradients: the moments are there
         self.grid, self.directory, self.rounds = grid, directory, rounds
-        self.part = {"policy": Part(trainable.chunks, hf, trainable)}
+        self.part = {"policy": ModelState(trainable.chunks, hf, trainable)}
 
     def slowest(self, call: Callable[[], Any]) -> float:
         """Seconds that the slowest rank takes."""

@@ -73,11 +73,11 @@ def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | N
     chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=False)
     load_hf(chunks, settings.path, hf, grid)
 
-    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return torch.zeros(()), (batch.extra_T["entry"].cpu(), logits_RV[row_T].float().cpu())
 
     numbered = batch.with_extra(entry=torch.arange(len(batch)))
-    results = schedule.run(chunks, [numbered], visit, grid, forward_only=True)
+    results = schedule.run(chunks, [numbered], loss_fn, grid, forward_only=True)
     if not results or grid.dp_rank:
         return None
     [(entry_T, logits_TV)] = results

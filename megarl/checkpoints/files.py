@@ -12,7 +12,7 @@ _CHUNK = 4 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """A file as it was written."""
 
     size: int  # bytes
@@ -50,7 +50,7 @@ class HashedFile:
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror, str(self.path))
 
-    def close(self) -> Record:
+    def close(self) -> FileRecord:
         """Ends the file. Raises OSError where it is not whole on the disk."""
         try:
             self.check()
@@ -60,7 +60,7 @@ class HashedFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         finally:
             self.discard()
-        return Record(self.size, self._hash.hexdigest())
+        return FileRecord(self.size, self._hash.hexdigest())
 
     def discard(self) -> None:
         """Lets go of the file, whole or not."""
@@ -76,21 +76,21 @@ class HashedFile:
         self.discard()
 
 
-def write_file(path: Path, data: bytes) -> Record:
+def write_file(path: Path, data: bytes) -> FileRecord:
     """Writes a new file. Raises OSError where it is not whole on the disk."""
     with HashedFile(path) as file:
         file.write(data)
         return file.close()
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> FileRecord:
     """The record of a file as it is now."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while data := file.read(_CHUNK):
             digest.update(data)
             size += len(data)
-    return Record(size, digest.hexdigest())
+    return FileRecord(size, digest.hexdigest())
 
 
 def sync(path: Path) -> None:

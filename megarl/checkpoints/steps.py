@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoints.files import Record, read_record
+from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
@@ -39,7 +39,7 @@ class Manifest:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     models: Mapping[str, Mapping[str, Any]]  # by name: what the ranks need to know of each
-    files: Mapping[str, Record]  # by path inside the directory; all but the manifest
+    files: Mapping[str, FileRecord]  # by path inside the directory; all but the manifest
 
     @property
     def size(self) -> int:
@@ -159,7 +159,7 @@ def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:
         return faults + [fault for fault in found if fault is not None]
 
 
-def _fault(file: Path, name: str, record: Record, contents: bool) -> str | None:
+def _fault(file: Path, name: str, record: FileRecord, contents: bool) -> str | None:
     if file.is_symlink() or not file.is_file():
         return f"{name}: not a plain file"
     if Path(name).suffix in _PICKLES and Path(name).name != COMMON:
@@ -192,7 +192,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ConfigError(f"{MANIFEST}: flipped: its SHA-256 is not its own")
         if content.pop("format") != FORMAT:
             raise ConfigError(f"{MANIFEST}: of another format than {FORMAT}")
-        files = {name: Record(**record) for name, record in content.pop("files").items()}
+        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
         if outside := [name for name in files if os.path.normpath(name) != name or name.startswith(("/", ".."))]:
             raise ConfigError(f"{MANIFEST}: names {outside[0]!r}, which is not inside the directory")
         return Manifest(**content, files=files)

@@ -17,7 +17,7 @@ from megarl.convert.plan import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.families import check_checkpoint, family_of
 from megarl.models.hf import INDEX, TensorInfo, header, inventory
-from megarl.models.rows import HeadKind, Shape
+from megarl.models.weight_map import HeadKind, Shape
 
 _PIECE = 16 << 20  # bytes hashed at a time where no tensor is made
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megarl.convert.budget import Budget
+from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.plan import Item, Unit, largest_layer
-from megarl.convert.workplace import Record, Workplace
 from megarl.errors import ConfigError
 
 
-class Stopped(Exception):
+class Cancelled(Exception):
     """Another thread has failed, or the user has had enough."""
 
 
@@ -35,10 +35,10 @@ class Control:
 
     @contextmanager
     def parameter(self, item: Item) -> Iterator[None]:
-        """Room for one parameter. Raises Stopped."""
+        """Room for one parameter. Raises Cancelled."""
         with self._budget.take(item.memory):
             if self._stop.is_set():
-                raise Stopped
+                raise Cancelled
             yield
 
 
@@ -57,53 +57,53 @@ class Conversion(ABC):
         """Raises ConfigError where the source is damaged."""
 
     @abstractmethod
-    def convert(self, unit: Unit, control: Control) -> Record:
+    def convert(self, unit: Unit, control: Control) -> UnitRecord:
         """Writes a unit onto the disk, over whatever an earlier attempt left of it."""
 
     @abstractmethod
-    def verify(self, unit: Unit, record: Record) -> bool:
+    def verify(self, unit: Unit, record: UnitRecord) -> bool:
         """Whether what a finished unit wrote is still there as it was."""
 
     @abstractmethod
-    def complete(self, records: Mapping[int, Record]) -> None:
+    def complete(self, records: Mapping[int, UnitRecord]) -> None:
         """Writes what all units together need."""
 
 
-def run(conversion: Conversion, place: Workplace, workers: int) -> bool:
+def run(conversion: Conversion, directory: ConversionDirectory, workers: int) -> bool:
     """Converts what is not done. False where other processes still hold the rest. Raises ConfigError, with what was done kept."""
     try:
-        place.begin(conversion.plan())
-        if not place.checked:
+        directory.begin(conversion.plan())
+        if not directory.checked:
             conversion.check_source()
-            place.check()
-        _room(conversion, place)
-        _units(conversion, place, workers)
-        records = {unit.index: place.record(unit.index) for unit in conversion.units}
+            directory.check()
+        _room(conversion, directory)
+        _units(conversion, directory, workers)
+        records = {unit.index: directory.record(unit.index) for unit in conversion.units}
         done = {index: record for index, record in records.items() if record is not None}
         if len(done) < len(conversion.units):
-            return place.final.exists()
-        place.finish(lambda: conversion.complete(done))
+            return directory.final.exists()
+        directory.finish(lambda: conversion.complete(done))
     except OSError as error:
-        raise ConfigError(f"convert: {error.filename or place.aside}: {error.strerror}; the same command goes on from here") from None
+        raise ConfigError(f"convert: {error.filename or directory.partial}: {error.strerror}; the same command goes on from here") from None
     return True
 
 
-def _room(conversion: Conversion, place: Workplace) -> None:
-    missing = sum(unit.size for unit in conversion.units if place.record(unit.index) is None)
-    free = os.statvfs(place.aside)
+def _room(conversion: Conversion, directory: ConversionDirectory) -> None:
+    missing = sum(unit.size for unit in conversion.units if directory.record(unit.index) is None)
+    free = os.statvfs(directory.partial)
     if free.f_bavail * free.f_frsize < missing:
-        raise ConfigError(f"convert: {place.aside}: {missing} bytes to write, {free.f_bavail * free.f_frsize} free")
+        raise ConfigError(f"convert: {directory.partial}: {missing} bytes to write, {free.f_bavail * free.f_frsize} free")
 
 
-def _units(conversion: Conversion, place: Workplace, workers: int) -> None:
+def _units(conversion: Conversion, directory: ConversionDirectory, workers: int) -> None:
     control = Control(2 * largest_layer(conversion.items).size)
-    before = {unit.index for unit in conversion.units if place.record(unit.index) is not None}
+    before = {unit.index for unit in conversion.units if directory.record(unit.index) is not None}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(workers) as pool:
         bar = progress.add_task("converting", total=sum(unit.size for unit in conversion.units))
 
         def work(unit: Unit) -> None:
-            _unit(conversion, unit, place, control, unit.index in before)
+            _unit(conversion, unit, directory, control, unit.index in before)
             progress.advance(bar, unit.size)
 
         futures = [pool.submit(work, unit) for unit in conversion.units]
@@ -116,10 +116,10 @@ def _units(conversion: Conversion, place: Workplace, workers: int) -> None:
             raise
 
 
-def _unit(conversion: Conversion, unit: Unit, place: Workplace, control: Control, before: bool) -> None:
-    with place.hold(unit.index) as held:
-        record = place.record(unit.index)
+def _unit(conversion: Conversion, unit: Unit, directory: ConversionDirectory, control: Control, before: bool) -> None:
+    with directory.hold(unit.index) as held:
+        record = directory.record(unit.index)
         if not held or record is not None and (not before or conversion.verify(unit, record)):
             return
-        place.put(unit.index, None)
-        place.put(unit.index, conversion.convert(unit, control))
+        directory.put(unit.index, None)
+        directory.put(unit.index, conversion.convert(unit, control))

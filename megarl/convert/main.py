@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megarl.convert.conversion_directory import ConversionDirectory
     from megarl.convert.engine import Conversion
     from megarl.convert.plan import Item
-    from megarl.convert.workplace import Workplace
 
 GB = 1_000_000_000
 
@@ -78,8 +78,8 @@ def _to_megatron(given: argparse.Namespace) -> int:
         raise ConfigError("convert: hf-to-megatron needs OUT")
     options = {"head": given.head, "model": given.model, "dtype": given.dtype, "tp": given.tp, "etp": given.etp, "drop_mtp": given.drop_mtp}
     conversion = to_megatron.ToMegatron(given.source, given.out, **options)
-    place = to_megatron.workplace(given.out)
-    status = _run(conversion, place, given.workers)
+    directory = to_megatron.conversion_directory(given.out)
+    status = _run(conversion, directory, given.workers)
     if not status:
         to_megatron.point_latest(given.out)
     return status
@@ -97,20 +97,19 @@ def _to_hf(given: argparse.Namespace) -> int:
         for line in summary(conversion.items, len(conversion.units)):
             print(line)
         return 0
-    return _run(conversion, to_hf.workplace(given.out), given.workers)
+    return _run(conversion, to_hf.conversion_directory(given.out), given.workers)
 
 
-def _run(conversion: Conversion, place: Workplace, workers: int) -> int:
+def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -> int:
     from megarl.convert.engine import run
 
     begun = time.perf_counter()
-    if not run(conversion, place, workers):
-        print(f"megarl: {place.final}: other processes still hold the rest")
+    if not run(conversion, directory, workers):
+        print(f"megarl: {directory.final}: other processes still hold the rest")
         return 1
     seconds, size = time.perf_counter() - begun, sum(item.size for item in conversion.items)
-    print(
-        f"megarl: {place.final}: {len(conversion.items)} parameters, {size / GB:.3f} GB in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s"
-    )
+    speed = f"{size / GB:.3f} GB in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s"
+    print(f"megarl: {directory.final}: {len(conversion.items)} parameters, {speed}")
     return 0
 
 
@@ -153,7 +152,7 @@ def summary(items: Sequence[Item], units: int, tp: int = 1, etp: int = 1) -> Ite
     layer = largest_layer(items)
     yield f"parameters       {numbers:,} ({numbers / 1e9:.2f}B)"
     yield f"Hugging Face     {sum(len(item.weight.hf) for item in items):,} tensors"
-    names, cut = {item.place.key for item in items}, sum(len(shards(item, tp, etp)) for item in items)
+    names, cut = {item.name.key for item in items}, sum(len(shards(item, tp, etp)) for item in items)
     yield f"Megatron         {len(items):,} parameters under {len(names):,} names, {cut:,} pieces"
     yield f"bytes            {read:,} read, {written:,} written, in {units:,} units"
     yield f"largest layer    {layer.name}: {layer.size:,} bytes; at most {2 * layer.size / GB:.2f} GB in memory"

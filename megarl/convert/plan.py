@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megarl.errors import ConfigError
+from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, read_config
-from megarl.models.rows import HeadKind, Shape, Weight
-from megarl.models.stored import Place, boxes, places
+from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.dcp import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
@@ -28,13 +28,13 @@ class Item:
     """One parameter of the model."""
 
     weight: Weight
-    place: Place
+    name: CheckpointName
     source: str  # safetensors' name of its dtype on the side that is read
     target: str  # on the side that is written
 
     @property
     def parameters(self) -> int:
-        return math.prod(self.place.shape)
+        return math.prod(self.name.shape)
 
     @property
     def size(self) -> int:
@@ -67,13 +67,13 @@ class Layer:
     size: int  # bytes
 
 
-def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, Place], str], cast: str | None) -> list[Item]:
+def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None) -> list[Item]:
     """Every parameter of the model of a config.json. `cast`: the dtype to write, but for what is float32 in any model; None: as it is."""
     config = dict(hf)
     items = []
-    for weight, place in places(family_of(config), config, head):
-        source = dtype_of(weight, place)
-        items.append(Item(weight, place, source, source if cast is None or weight.float32 else cast))
+    for weight, name in checkpoint_names(family_of(config), config, head):
+        source = dtype_of(weight, name)
+        items.append(Item(weight, name, source, source if cast is None or weight.float32 else cast))
     _check_names(items)
     return items
 
@@ -91,7 +91,7 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
     items = make_items(
         config,
         head or family.head_of(config),
-        lambda weight, place: "F32" if weight.float32 else NAMES[named],
+        lambda weight, name: "F32" if weight.float32 else NAMES[named],
         NAMES[dtype] if dtype else None,
     )
     check_cut(items, tp, etp)
@@ -103,27 +103,27 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
 
 def shards(item: Item, tp: int, etp: int) -> list[Shard]:
     """The pieces of a parameter that a checkpoint holds."""
-    place = item.place
-    ones = (1,) * len(place.index)
+    name = item.name
+    ones = (1,) * len(name.index)
     return [
-        Shard(place.key, place.extents + place.shape, place.index + box.offset, ones + box.size, DTYPES[item.target])
+        Shard(name.key, name.extents + name.shape, name.index + box.offset, ones + box.size, DTYPES[item.target])
         for box in boxes(item.weight.op, ranks_of(item.weight, tp, etp))
     ]
 
 
 def _check_names(items: Sequence[Item]) -> None:
     """No tensor of either side is used or written twice: an invariant of the families' rows."""
-    ours = [(item.place.key, item.place.index) for item in items]
+    ours = [(item.name.key, item.name.index) for item in items]
     theirs = [name for item in items for name in item.weight.hf]
     assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs), "a family's rows name a tensor twice"
     shapes: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
-    places_of: dict[str, int] = defaultdict(int)
+    count: dict[str, int] = defaultdict(int)
     for item in items:
-        shapes[item.place.key].add((item.place.extents, item.place.shape))
-        places_of[item.place.key] += 1
+        shapes[item.name.key].add((item.name.extents, item.name.shape))
+        count[item.name.key] += 1
     for key, found in shapes.items():
         [(extents, _)] = found  # one shape of all layers and experts
-        assert places_of[key] == math.prod(extents), f"{key}: {places_of[key]} places of {extents}"
+        assert count[key] == math.prod(extents), f"{key}: {count[key]} parameters for axes of {extents}"
 
 
 def check_cut(items: Sequence[Item], tp: int, etp: int) -> None:

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from megarl.checkpoints.steps import CHECKPOINTS, HF, Verified, is_step, listing, verify
 from megarl.convert.audit import digest_of, raw, sha256, totals
+from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, Item, Unit, cut_shards, cut_units, make_items
-from megarl.convert.workplace import Record, Workplace
 from megarl.errors import ConfigError
+from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
-from megarl.models.rows import HeadKind, Weight
-from megarl.models.stored import HEAD, Place
-from megarl.parallel.checkpoint.dcp import Shard, Stored, check_cover
+from megarl.models.weight_map import HeadKind, Weight
+from megarl.parallel.checkpoint.dcp import DcpReader, Shard, check_cover
 
 _OPTIMIZER = "optimizer."  # what begins the names of its states
 _ALIGNED = 8  # bytes; where safetensors' data begin
 
 
-def workplace(target: Path) -> Workplace:
+def conversion_directory(target: Path) -> ConversionDirectory:
     """Where the Hugging Face directory is made."""
-    return Workplace(target, target.parent / f".{target.name}.partial", target.parent / f".{target.name}.journal")
+    return ConversionDirectory(target, target.parent / f".{target.name}.partial", target.parent / f".{target.name}.journal")
 
 
 def find_step(path: Path) -> Path:
@@ -59,13 +59,13 @@ class ToHF(Conversion):
     """The plan and the work. Raises ConfigError for a step that is not whole, a model that it lacks or whose tensors are others."""
 
     def __init__(self, step: Path, target: Path, *, model: str | None, like: Path | None, dtype: str | None, shard_bytes: int) -> None:
-        self._place, self._cast = workplace(target), dtype
+        self._directory, self._cast = conversion_directory(target), dtype
         self._step = _whole(step, contents=False)
         self._model = _model(self._step, model)
         self._hf = like if like is not None else step / self._model / HF
         self._config = self._read_config(like)
-        self._stored = Stored(self._step, self._model)
-        self._weights = {key: shape for key, shape in self._stored.shapes.items() if not key.startswith(_OPTIMIZER)}
+        self._reader = DcpReader(self._step, self._model)
+        self._weights = {key: shape for key, shape in self._reader.shapes.items() if not key.startswith(_OPTIMIZER)}
         self._head: HeadKind = "value" if HEAD in self._weights else "lm"
         self.items = make_items(self._config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
         self._audit()
@@ -88,16 +88,16 @@ class ToHF(Conversion):
                 )
         return config
 
-    def _dtype(self, weight: Weight, place: Place) -> str:
-        if place.key not in self._weights:
-            raise ConfigError(f"convert: {self._step.path / self._model} lacks {place.key} of shape {list(place.extents + place.shape)}")
-        return next(name for name, dtype in DTYPES.items() if dtype == self._stored.dtypes[place.key])
+    def _dtype(self, weight: Weight, name: CheckpointName) -> str:
+        if name.key not in self._weights:
+            raise ConfigError(f"convert: {self._step.path / self._model} lacks {name.key} of shape {list(name.extents + name.shape)}")
+        return next(known for known, dtype in DTYPES.items() if dtype == self._reader.dtypes[name.key])
 
     def _audit(self) -> None:
         """Names and shapes are those of the model, and every element is stored once."""
-        folder, asked = self._step.path / self._model, {item.place.key: item for item in self.items}
+        folder, asked = self._step.path / self._model, {item.name.key: item for item in self.items}
         for key, item in asked.items():
-            shape, expected = self._weights[key], item.place.extents + item.place.shape
+            shape, expected = self._weights[key], item.name.extents + item.name.shape
             padded = item.weight.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
             if shape != expected and not padded:
                 raise ConfigError(f"convert: {folder}: {key} has shape {list(shape)}, expected {list(expected)} by {CONFIG}")
@@ -105,12 +105,12 @@ class ToHF(Conversion):
         if extra:
             raise ConfigError(f"convert: {folder} holds {extra[0]}, which the model has not ({len(extra)} such)")
         try:
-            check_cover(self._stored.shards(self._weights))
+            check_cover(self._reader.shards(self._weights))
         except ValueError as error:
             raise ConfigError(f"convert: {folder}: {error}") from None
 
     def _lay_out(self, shards: list[int]) -> tuple[dict[str, Slot], dict[str, bytes]]:
-        """Every tensor's place, and every file's header."""
+        """Where every tensor goes, and every file's header."""
         slots: dict[str, Slot] = {}
         headers: dict[str, bytes] = {}
         for number, start in enumerate(shards):
@@ -120,7 +120,7 @@ class ToHF(Conversion):
             at, found = 0, []
             for item in self.items[start:stop]:
                 for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                    info = TensorInfo(shape, item.target, self._place.aside / file, at)
+                    info = TensorInfo(shape, item.target, self._directory.partial / file, at)
                     entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
                     found.append((name, info))
                     at += info.size
@@ -152,18 +152,18 @@ class ToHF(Conversion):
         _whole(self._step.path, contents=True)
 
     @torch.no_grad()
-    def convert(self, unit: Unit, control: Control) -> Record:
+    def convert(self, unit: Unit, control: Control) -> UnitRecord:
         hashes: dict[str, str] = {}
         file = self._slots[unit.items[0].weight.hf[0]].file
-        self._place.aside.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._place.aside / file, os.O_RDWR | os.O_CREAT, 0o666)
+        self._directory.partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._directory.partial / file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             for item in unit.items:
                 with control.parameter(item):
                     self._write(item, descriptor, hashes)
             os.fsync(descriptor)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._place.aside / file)) from None
+            raise OSError(error.errno, error.strerror, str(self._directory.partial / file)) from None
         finally:
             os.close(descriptor)
         return {"sha256": hashes}
@@ -179,26 +179,26 @@ class ToHF(Conversion):
 
     def _read(self, item: Item) -> Tensor:
         """The parameter, whole, without padding."""
-        place = item.place
-        offset, size = place.index + (0,) * len(place.shape), (1,) * len(place.index) + place.shape
-        return self._stored.read(Shard(place.key, place.extents + place.shape, offset, size, DTYPES[item.source]))
+        name = item.name
+        offset, size = name.index + (0,) * len(name.shape), (1,) * len(name.index) + name.shape
+        return self._reader.read(Shard(name.key, name.extents + name.shape, offset, size, DTYPES[item.source]))
 
-    def verify(self, unit: Unit, record: Record) -> bool:
+    def verify(self, unit: Unit, record: UnitRecord) -> bool:
         names = [name for item in unit.items for name in item.weight.hf]
-        file = self._place.aside / self._slots[names[0]].file
+        file = self._directory.partial / self._slots[names[0]].file
         last = self._slots[names[-1]].info
         if not file.exists() or file.stat().st_size < last.start + last.size:
             return False
         return all(digest_of(self._slots[name].info) == record["sha256"][name] for name in names)
 
-    def complete(self, records: Mapping[int, Record]) -> None:
+    def complete(self, records: Mapping[int, UnitRecord]) -> None:
         hashes: dict[str, str] = {}
         for record in records.values():
             assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
             hashes |= record["sha256"]
         assert hashes.keys() == self._slots.keys(), "not every tensor was converted once"
         for file, header in self._headers.items():
-            descriptor = os.open(self._place.aside / file, os.O_RDWR)
+            descriptor = os.open(self._directory.partial / file, os.O_RDWR)
             try:
                 _put(descriptor, header, 0)
             finally:
@@ -210,7 +210,7 @@ class ToHF(Conversion):
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()
         for name, data in files.items():
-            (self._place.aside / name).write_bytes(data)
+            (self._directory.partial / name).write_bytes(data)
 
     def _changes(self) -> dict[str, Any]:
         family = family_of(self._config)
@@ -220,16 +220,16 @@ class ToHF(Conversion):
         """conversion.json: every tensor written, its bytes, and where they come from."""
         found = {}
         for item in self.items:
-            place = "".join([item.place.key, *(f"[{index}]" for index in item.place.index)])
+            megatron = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                found[name] = {"dtype": item.target, "shape": list(shape), "sha256": hashes[name], "megatron": place}
-        optimizer = sorted(key for key in self._stored.shapes if key.startswith(_OPTIMIZER))
+                found[name] = {"dtype": item.target, "shape": list(shape), "sha256": hashes[name], "megatron": megatron}
+        optimizer = sorted(key for key in self._reader.shapes if key.startswith(_OPTIMIZER))
         return {
             "format": 1,
             "to": "hf",
             "source": str((self._step.path / self._model).resolve()),
             "dtype": self._cast,
-            "read": totals([(item.place.shape, item.source) for item in self.items]),
+            "read": totals([(item.name.shape, item.source) for item in self.items]),
             "written": totals([(slot.info.shape, slot.info.dtype) for slot in self._slots.values()]),
             "compared_with_the_original": len(self._expected.keys() & hashes.keys()) if self._cast is None else 0,
             "left_out": dict.fromkeys(optimizer, "optimizer"),

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.aside import point
-from megarl.checkpoints.files import HashedFile, read_record, write_file
-from megarl.checkpoints.files import Record as File
+from megarl.checkpoints.files import FileRecord, HashedFile, read_record, write_file
+from megarl.checkpoints.step_writer import point
 from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name
 from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
+from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, Item, Unit, check_cut, cut_units, make_items, shards
-from megarl.convert.workplace import Record, Workplace
 from megarl.errors import ConfigError
+from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONVERSION, described
-from megarl.models.rows import HeadKind, Weight
-from megarl.models.stored import Place
+from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import Shard, check_cover, write_metadata
 
 MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
@@ -32,10 +31,10 @@ STEP = 0
 _FRESH = 0  # seed of a head that the source lacks
 
 
-def workplace(root: Path) -> Workplace:
+def conversion_directory(root: Path) -> ConversionDirectory:
     """Where the step directory of `root` is made."""
     name = step_name(STEP)
-    return Workplace(root / name, root / (name + PARTIAL), root / f".{name}.journal")
+    return ConversionDirectory(root / name, root / (name + PARTIAL), root / f".{name}.journal")
 
 
 class ToMegatron(Conversion):
@@ -44,7 +43,7 @@ class ToMegatron(Conversion):
     def __init__(
         self, path: Path, root: Path, *, head: HeadKind | None, model: str | None, dtype: str | None, tp: int, etp: int, drop_mtp: bool
     ) -> None:
-        self._place = workplace(root)
+        self._directory = conversion_directory(root)
         self._source = self._audited(path, head, drop_mtp)
         self._head: HeadKind = head or family_of(dict(self._source.config)).head_of(dict(self._source.config))
         self._model, self._cast, self._tp, self._etp = model or MODELS[self._head], dtype, tp, etp
@@ -61,7 +60,7 @@ class ToMegatron(Conversion):
             head = family_of(config).head_of(config)
         return audit(path, head, drop_mtp=drop_mtp)
 
-    def _dtype(self, weight: Weight, place: Place) -> str:
+    def _dtype(self, weight: Weight, name: CheckpointName) -> str:
         found = {self._source.tensors[name].dtype for name in weight.hf if name in self._source.tensors}
         if len(found) > 1:
             raise ConfigError(f"convert: {self._source.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
@@ -76,13 +75,13 @@ class ToMegatron(Conversion):
 
     @property
     def _folder(self) -> Path:
-        return self._place.aside / self._model
+        return self._directory.partial / self._model
 
     def _file(self, unit: Unit) -> Path:
         return self._folder / f"__{unit.index}_0.distcp"
 
     @torch.no_grad()
-    def convert(self, unit: Unit, control: Control) -> Record:
+    def convert(self, unit: Unit, control: Control) -> UnitRecord:
         torch.serialization.set_crc32_options(False)  # of this thread; torch reads none, and the file's SHA-256 says more
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file(unit).unlink(missing_ok=True)
@@ -112,15 +111,15 @@ class ToMegatron(Conversion):
                 hashes[name] = sha256(tensor)
             tensors.append(tensor.to(DTYPES[item.target]))
             del tensor
-        return item.weight.op.pack(tensors).reshape(item.place.shape)
+        return item.weight.op.pack(tensors).reshape(item.name.shape)
 
-    def verify(self, unit: Unit, record: Record) -> bool:
+    def verify(self, unit: Unit, record: UnitRecord) -> bool:
         try:
-            return read_record(self._file(unit)) == File(*record["file"])
+            return read_record(self._file(unit)) == FileRecord(*record["file"])
         except FileNotFoundError:
             return False
 
-    def complete(self, records: Mapping[int, Record]) -> None:
+    def complete(self, records: Mapping[int, UnitRecord]) -> None:
         stored = []
         for unit in self.units:
             pieces = [shard for item in unit.items for shard in shards(item, self._tp, self._etp)]
@@ -128,7 +127,7 @@ class ToMegatron(Conversion):
             stored += list(zip(pieces, places, strict=True))
         check_cover(shard for shard, _ in stored)
         hashes = _merged(records)
-        files = {f"{self._model}/{self._file(unit).name}": File(*records[unit.index]["file"]) for unit in self.units}
+        files = {f"{self._model}/{self._file(unit).name}": FileRecord(*records[unit.index]["file"]) for unit in self.units}
         files |= {f"{self._model}/{name}": record for name, record in self._metadata(stored).items()}
         (self._folder / HF).mkdir(exist_ok=True)
         for name, data in self._described().items():
@@ -137,9 +136,9 @@ class ToMegatron(Conversion):
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
         identity = {key: self._source.config[key] for key in ("model_type", "vocab_size")}
         manifest = Manifest(STEP, 0, {}, _versions(), {self._model: {**identity, "optimizer": None}}, files)
-        _rewrite(self._place.aside / MANIFEST, encode(manifest))
+        _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 
-    def _metadata(self, stored: list[tuple[Shard, Any]]) -> dict[str, File]:
+    def _metadata(self, stored: list[tuple[Shard, Any]]) -> dict[str, FileRecord]:
         for name in (".metadata", "metadata.json", "common.pt"):
             (self._folder / name).unlink(missing_ok=True)
         return write_metadata(self._folder, stored)
@@ -155,9 +154,9 @@ class ToMegatron(Conversion):
         """conversion.json: every tensor of the source, its bytes, and where they are now."""
         tensors, written = {}, []
         for item in self.items:
-            written.append((item.place.shape, item.target))
+            written.append((item.name.shape, item.target))
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                to = "".join([item.place.key, *(f"[{index}]" for index in item.place.index)])
+                to = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
                 tensors[name] = {"dtype": item.source, "shape": list(shape), "sha256": hashes[name], "megatron": to}
         assert tensors.keys() == hashes.keys(), "not every tensor was converted once"
         read = [(info.shape, info.dtype) for info in self._source.tensors.values()]
@@ -195,7 +194,7 @@ def _fresh(item: Item) -> Tensor:
     return torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))
 
 
-def _merged(records: Mapping[int, Record]) -> dict[str, str]:
+def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for record in records.values():
         assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
@@ -203,7 +202,7 @@ def _merged(records: Mapping[int, Record]) -> dict[str, str]:
     return hashes
 
 
-def _rewrite(path: Path, data: bytes) -> File:
+def _rewrite(path: Path, data: bytes) -> FileRecord:
     path.unlink(missing_ok=True)
     return write_file(path, data)
 

@@ -3,7 +3,7 @@ shared and routed experts that a sigmoid router chooses by score plus bias, with
 
 What they predict beyond the next token (multi-token prediction, one further layer) is not trained here. Refused: FP8 weights, as
 published (convert them to bfloat16 first), other routers than the sigmoid one (DeepSeek-V2), groups that Megatron would rate otherwise,
-and what every family refuses (`parts.refuse`).
+and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models import parts
-from megarl.models.parts import BLOCK, LAYER, number
+from megarl.models import decoder_blocks as blocks
+from megarl.models.decoder_blocks import BLOCK, LAYER, number
 from megarl.models.rope import Rope, rope
-from megarl.models.rows import Family, Plain, Row, Sizes, scalar_head
+from megarl.models.weight_map import Family, Plain, Sizes, WeightMapping, scalar_head
 
 NAME = "DeepSeek-V3"
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what these rows and Megatron's MLA do not hold."""
-    parts.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    """The model's numbers. Raises ConfigError for what this map and Megatron's MLA do not hold."""
+    blocks.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     heads = number(hf, "num_attention_heads")
     if hf.get("num_key_value_heads") not in (None, heads):
         raise ConfigError(f"model.path: config.json's num_key_value_heads={hf['num_key_value_heads']!r} is not num_attention_heads={heads}")
@@ -34,38 +34,38 @@ def sizes(hf: dict[str, Any]) -> Sizes:
         groups=heads,
         head_dim=number(hf, "qk_nope_head_dim") + number(hf, "qk_rope_head_dim"),
         vocab=number(hf, "vocab_size"),
-        **parts.sigmoid_sizes(hf),  # type: ignore[arg-type]
+        **blocks.sigmoid_sizes(hf),  # type: ignore[arg-type]
     )
 
 
-def rows(hf: dict[str, Any]) -> list[Row]:
+def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
     """Megatron parameter <- Hugging Face tensors, of the backbone."""
     n = sizes(hf)
-    before, after = parts.norms(n)
-    return [parts.embedding(n), before, *_latents(hf, n), after, *parts.sigmoid_experts(n), parts.final_norm(n)]
+    before, after = blocks.norms(n)
+    return [blocks.embedding(n), before, *_latents(hf, n), after, *blocks.sigmoid_experts(n), blocks.final_norm(n)]
 
 
-def _latents(hf: dict[str, Any], n: Sizes) -> list[Row]:
+def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
     """Projections down to the latents are whole on every tensor-parallel rank, those up to the heads are cut by head."""
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     query, latent, value = n.heads * n.head_dim, number(hf, "kv_lora_rank"), number(hf, "v_head_dim")
     keys_values = n.heads * (number(hf, "qk_nope_head_dim") + value)
     if hf.get("q_lora_rank") is None:
-        queries = [Row(ours + "linear_q_proj.weight", (theirs + "q_proj.weight",), Plain((query, n.hidden), 0))]
+        queries = [WeightMapping(ours + "linear_q_proj.weight", (theirs + "q_proj.weight",), Plain((query, n.hidden), 0))]
     else:
         rank = number(hf, "q_lora_rank")
         queries = [
-            Row(ours + "linear_q_down_proj.weight", (theirs + "q_a_proj.weight",), Plain((rank, n.hidden))),
-            Row(ours + "q_layernorm.weight", (theirs + "q_a_layernorm.weight",), Plain((rank,))),
-            Row(ours + "linear_q_up_proj.weight", (theirs + "q_b_proj.weight",), Plain((query, rank), 0)),
+            WeightMapping(ours + "linear_q_down_proj.weight", (theirs + "q_a_proj.weight",), Plain((rank, n.hidden))),
+            WeightMapping(ours + "q_layernorm.weight", (theirs + "q_a_layernorm.weight",), Plain((rank,))),
+            WeightMapping(ours + "linear_q_up_proj.weight", (theirs + "q_b_proj.weight",), Plain((query, rank), 0)),
         ]
     down = Plain((latent + number(hf, "qk_rope_head_dim"), n.hidden))
     return [
         *queries,
-        Row(ours + "linear_kv_down_proj.weight", (theirs + "kv_a_proj_with_mqa.weight",), down),
-        Row(ours + "kv_layernorm.weight", (theirs + "kv_a_layernorm.weight",), Plain((latent,))),
-        Row(ours + "linear_kv_up_proj.weight", (theirs + "kv_b_proj.weight",), Plain((keys_values, latent), 0)),
-        Row(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * value), 1)),
+        WeightMapping(ours + "linear_kv_down_proj.weight", (theirs + "kv_a_proj_with_mqa.weight",), down),
+        WeightMapping(ours + "kv_layernorm.weight", (theirs + "kv_a_layernorm.weight",), Plain((latent,))),
+        WeightMapping(ours + "linear_kv_up_proj.weight", (theirs + "kv_b_proj.weight",), Plain((keys_values, latent), 0)),
+        WeightMapping(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * value), 1)),
     ]
 
 
@@ -74,8 +74,8 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     n = sizes(hf)
     turned = rope(hf)
     return {
-        **parts.decoder_fields(hf, n, Rope("default", turned.theta, 1.0, {}), norm=True),
-        **parts.sigmoid_fields(NAME, hf, n),
+        **blocks.decoder_fields(hf, n, Rope("default", turned.theta, 1.0, {}), norm=True),
+        **blocks.sigmoid_fields(NAME, hf, n),
         "multi_latent_attention": True,
         "q_lora_rank": hf.get("q_lora_rank"),
         "kv_lora_rank": number(hf, "kv_lora_rank"),
@@ -118,12 +118,15 @@ def layer_spec(layer: Any, backend: Any) -> None:
 
 
 FAMILY = Family(
-    heads={"lm": parts.lm_head("DeepseekV3ForCausalLM", sizes), "value": scalar_head("DeepseekV3ForSequenceClassification", sizes)},
+    heads={
+        "lm": blocks.lm_head("DeepseekV3ForCausalLM", sizes),
+        "value": scalar_head("DeepseekV3ForSequenceClassification", sizes),
+    },
     sizes=sizes,
-    rows=rows,
+    weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=parts.tied_twice,
-    predictors=parts.predictors,
+    optional=blocks.tied_twice,
+    predictors=blocks.predictors,
     layer_spec=layer_spec,
 )

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config import ConfigError, Layout
 from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
-from megarl.models.rows import Family, HeadKind
+from megarl.models.weight_map import Family, HeadKind
 
 _MODULES = (qwen3_moe, qwen3, qwen2, llama, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}

@@ -1,46 +1,46 @@
 """Llama 2 and 3 (https://arxiv.org/abs/2407.21783): grouped-query attention, a gated MLP, from 3.1 on RoPE that is slowed by wavelength;
 the 3.2 models tie the embeddings.
 
-Refused: biases of attention or MLP, and what every family refuses (`parts.refuse`).
+Refused: biases of attention or MLP, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import parts
+from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
-from megarl.models.rows import Family, Row, Sizes, scalar_head
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what these rows do not hold: biases, other activations."""
-    parts.refuse("Llama", hf, attention_bias=False, mlp_bias=False)
-    return parts.decoder_sizes(hf, ffn=parts.number(hf, "intermediate_size"))
+    """The model's numbers. Raises ConfigError for what this map does not hold: biases, other activations."""
+    blocks.refuse("Llama", hf, attention_bias=False, mlp_bias=False)
+    return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
-def rows(hf: dict[str, Any]) -> list[Row]:
+def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
     """Megatron parameter <- Hugging Face tensors, of the backbone."""
     n = sizes(hf)
     assert n.ffn is not None
-    return [parts.embedding(n), *parts.attention(n), *parts.gated_mlp(n, n.ffn), parts.final_norm(n)]
+    return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Of Megatron's TransformerConfig."""
-    return parts.decoder_fields(hf, sizes(hf), rope(hf))
+    return blocks.decoder_fields(hf, sizes(hf), rope(hf))
 
 
 def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
     """Old checkpoints store RoPE's frequencies, which config.json gives."""
     stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf["num_hidden_layers"]))
-    return (*parts.tied_twice(hf), *stored)
+    return (*blocks.tied_twice(hf), *stored)
 
 
 FAMILY = Family(
-    heads={"lm": parts.lm_head("LlamaForCausalLM", sizes), "value": scalar_head("LlamaForSequenceClassification", sizes)},
+    heads={"lm": blocks.lm_head("LlamaForCausalLM", sizes), "value": scalar_head("LlamaForSequenceClassification", sizes)},
     sizes=sizes,
-    rows=rows,
+    weight_map=weight_map,
     rope=rope,
     fields=fields,
     optional=_optional,

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.families import family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
-from megarl.models.rows import HeadKind
+from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.models.families import family_of
 from megarl.models.hf import Writer
-from megarl.models.rows import Weight
+from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
 

@@ -21,28 +21,40 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.packing import Packed, pack_micro
 
 # logits [R, V] of the local rows and vocabulary shard; row_T, where on the R axis the entries' logits are; the local entries.
-Visit = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Any]]
+LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Any]]
 
 
 def run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Batch],
-    visit: Visit,
+    loss_fn: LossFn,
     grid: Grid,
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Runs every micro-batch through the model; returns what `visit` returned for each, in order, on the last stage and [] elsewhere.
+    """Runs every micro-batch forward and, unless `forward_only`, backward. Collective.
 
-    micro_batches: whole sequences, the same list on all ranks of a data-parallel replica, equally many on every replica. One without
-    entries is run for the other ranks' sake and not visited. `visit` is called on the ranks of the last stage with (logits_RV, row_T,
-    batch_T): entry t of `batch_T` (this context-parallel rank's share of the micro-batch, any order) is scored from logits_RV[row_T[t]];
-    other rows are padding. It returns (loss_sum, result); loss_sum is a scalar and counts each entry once (ranks of one tensor-parallel
-    group return the same). Gradients are left in the chunks' buffers (see `optimizer`), reduced over all ranks.
-    Raises RuntimeError where ranks bring different numbers of micro-batches.
+    Gradients are left in the chunks' buffers (see `optimizer`), reduced over all ranks.
+
+    Args:
+        chunks: this rank's model chunks.
+        micro_batches: whole sequences, the same list on all ranks of a data-parallel replica, equally many on every replica. One without
+            entries is run because other ranks have some; `loss_fn` is not called for it.
+        loss_fn: called on the ranks of the last stage with (logits_RV [R, V], row_T [T], batch_T): entry t of `batch_T` (this
+            context-parallel rank's share of the micro-batch, any order) is scored from logits_RV[row_T[t]]; other rows are padding. It
+            returns (loss_sum, result): loss_sum is a scalar and counts each entry once (ranks of one tensor-parallel group return the
+            same).
+        grid: this rank's.
+        forward_only: no gradients.
+
+    Returns:
+        The results of `loss_fn` in the order of the micro-batches on the last stage, [] elsewhere.
+
+    Raises:
+        RuntimeError: ranks bring different numbers of micro-batches.
     """
     _agree(len(micro_batches), grid)
-    step = _Step(chunks, micro_batches, visit, grid, forward_only)
+    step = _Step(chunks, micro_batches, loss_fn, grid, forward_only)
     with torch.set_grad_enabled(not forward_only):
         step.run()
     _drop_graph(chunks)
@@ -53,9 +65,9 @@ class _Step:
     """One call of `run`."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Batch], visit: Visit, grid: Grid, forward_only: bool
+        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Batch], loss_fn: LossFn, grid: Grid, forward_only: bool
     ) -> None:
-        self.chunks, self.visit, self.grid, self.forward_only = list(chunks), visit, grid, forward_only
+        self.chunks, self.loss_fn, self.grid, self.forward_only = list(chunks), loss_fn, grid, forward_only
         self.config = get_model_config(self.chunks[0])
         self.results: list[Any] = []
         self.count = len(micro_batches)
@@ -113,8 +125,8 @@ class _Step:
         logits_RV = output_1RV.squeeze(0)
         if not len(batch):
             return logits_RV[0].float().sum() * 0, None
-        loss, result = self.visit(logits_RV, packed.row_T, batch.take(packed.entry_T).to(logits_RV.device))
-        assert self.forward_only or loss.requires_grad, "visit returned a loss without a graph"
+        loss, result = self.loss_fn(logits_RV, packed.row_T, batch.take(packed.entry_T).to(logits_RV.device))
+        assert self.forward_only or loss.requires_grad, "loss_fn returned a loss without a graph"
         self.results.append(result)
         # Megatron multiplies by cp and divides by its micro-batches (schedules.py:276), then by dp * cp (distributed_data_parallel.py:239).
         return loss * (self.count * self.grid.dp_size), None

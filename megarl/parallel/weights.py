@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
-from megarl.models.rows import OUTPUT, HeadKind, Weight
 from megarl.models.te_names import from_te
+from megarl.models.weight_map import OUTPUT, HeadKind, Weight
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid

@@ -43,7 +43,7 @@ from megarl.data.tokenizer import check_same_tokenizer, encode, load_tokenizer
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
-from megarl.models.rows import HeadKind
+from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.http import token_of

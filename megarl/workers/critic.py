@@ -27,21 +27,21 @@ class Critic:
     def __init__(self, model: Model, grid: Grid, together: int) -> None:
         self._model, self._grid, self._together = model, grid, together
 
-    def fill(self, batches: Sequence[Batch]) -> list[Batch]:
+    def forward_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere."""
-        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.fill(self._joined(batches), "value", values)])
+        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.forward_tokens(self._joined(batches), "value", values)])
         parts = value_T.split([len(batch) for batch in batches])
         return [batch.with_extra(value=part_T) for batch, part_T in zip(batches, parts, strict=True)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
         """One optimizer step on the value loss. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`."""
 
-        def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
             loss = value_loss(values(value_R1, row_T, batch), batch, clip)
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
             return total, loss_metrics(loss, "critic/loss", float(total.detach()))
 
-        results, info = self._model.step(self._joined(batches), visit)
+        results, info = self._model.step(self._joined(batches), loss_fn)
         metrics = merge(results) if report else {}
         if self._grid.rank == 0:
             metrics |= {"critic/grad_norm": Mean(info.grad_norm, 1.0), "critic/lr": Mean(info.lr, 1.0)}

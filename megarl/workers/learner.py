@@ -28,7 +28,7 @@ from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint.state import Part
+    from megarl.parallel.checkpoint.state import ModelState
 
 MODEL = "model"  # in a checkpoint
 
@@ -105,9 +105,9 @@ class Learner(MegatronWorker):
         results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
         return merge(results) if self._reports else {}
 
-    def trained(self) -> dict[str, Part]:
+    def trained(self) -> dict[str, ModelState]:
         """The one model that learns."""
-        return {MODEL: self._trained.part}
+        return {MODEL: self._trained.state}
 
     def save(self, directory: Path) -> None:
         """Writes the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
@@ -118,7 +118,7 @@ class Learner(MegatronWorker):
         batches = [self._assemble(plan, list(members)) for members in plan.split[self._grid.dp_rank]]
         if self._reference is None:
             return batches
-        return self._reference.fill(batches, "ref_logp", lambda *output: self._logprobs(*output)[0])
+        return self._reference.forward_tokens(batches, "ref_logp", lambda *output: self._logprobs(*output)[0])
 
     def _assemble(self, plan: MiniBatch, members: list[int]) -> Batch:
         samples = [plan.samples[n] for n in members]

@@ -18,7 +18,7 @@ from megarl.imports import uncollected
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.save import Saver
-    from megarl.parallel.checkpoint.state import Part
+    from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
 
 
@@ -60,7 +60,7 @@ class MegatronWorker:
         """What `build` makes on the grid."""
         raise NotImplementedError
 
-    def trained(self) -> Mapping[str, Part]:
+    def trained(self) -> Mapping[str, ModelState]:
         """The models with their optimizers, by name, on the device."""
         raise NotImplementedError
 
@@ -81,11 +81,11 @@ class MegatronWorker:
         """Gives the trained models and their optimizers what the step directories hold of them, and this process its random states."""
         from megarl.parallel.checkpoint.load import load, load_random
 
-        parts = self.trained()
-        for path in dict.fromkeys(steps[name].path for name in parts):
-            inside = {name: part for name, part in parts.items() if steps[name].path == path}
+        models = self.trained()
+        for path in dict.fromkeys(steps[name].path for name in models):
+            inside = {name: model for name, model in models.items() if steps[name].path == path}
             load(steps[next(iter(inside))], inside, self._grid)
-        load_random(steps[next(iter(parts))], self._grid)
+        load_random(steps[next(iter(models))], self._grid)
 
     def _model(
         self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0

@@ -18,7 +18,7 @@ from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
-from megarl.parallel.checkpoint.state import Part
+from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.offload import Parking
@@ -51,26 +51,35 @@ class Model:
         self._modules: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
         load_hf(self._modules, path, self.hf, grid)
         if settings.weights is not None and path == settings.path and head == "lm":
-            load(trusted(settings.weights), {"policy": Part(self._modules, self.hf)}, grid)
+            load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
         self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
-    def fill(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
-        """The batches with `extra_T[name]`: what `read` makes of the model's output at the entries of this rank, NaN elsewhere.
+    def forward_tokens(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
+        """Runs the model forward and reads one number a token from its output. Collective.
 
-        FloatingPointError where it is not finite at a loss token.
+        Args:
+            batches: micro-batches of whole sequences, the same list on all ranks of a data-parallel replica.
+            name: of the numbers, in `extra_T`.
+            read: makes the numbers [T] of the output.
+
+        Returns:
+            The batches with `extra_T[name]` [T]: the numbers of this rank's entries, NaN for entries of other ranks.
+
+        Raises:
+            FloatingPointError: a number is not finite at a loss token.
         """
 
-        def visit(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        def loss_fn(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             value_T = read(output_RV, row_T, batch)
             if not value_T[batch.mask_T].isfinite().all():  # NaN means "on another rank" to those who read it
                 raise FloatingPointError(f"{name}: {self._path} gives a number that is not finite")
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
-        results = iter(schedule.run(self.chunks, numbered, visit, self._grid, forward_only=True))
+        results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True))
         filled = []
         for batch in batches:
             value_T = torch.full((len(batch),), torch.nan)
@@ -80,14 +89,14 @@ class Model:
             filled.append(batch.with_extra(**{name: value_T}))
         return filled
 
-    def step(self, batches: Sequence[Batch], visit: schedule.Visit) -> tuple[list[Any], StepInfo]:
-        """One optimizer step on the sum of `visit`'s losses; what it returned on the last stage, and what the step did.
+    def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn) -> tuple[list[Any], StepInfo]:
+        """One optimizer step on the sum of `loss_fn`'s losses; what it returned on the last stage, and what the step did.
 
         Raises FloatingPointError where the gradient is not finite; the weights are then as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
         self._trainable.zero_grad()
-        results = schedule.run(self.chunks, batches, visit, self._grid, forward_only=False)
+        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False)
         info = self._trainable.step()
         if info.skipped:
             raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
@@ -110,9 +119,9 @@ class Model:
         return export(self.chunks, self.hf, self._grid, self._config.params_dtype)
 
     @property
-    def part(self) -> Part:
-        """The model and its optimizer as a part of a checkpoint."""
-        return Part(self.chunks, self.hf, self._trainable, self._described)
+    def state(self) -> ModelState:
+        """The model and its optimizer, as a checkpoint holds them."""
+        return ModelState(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""

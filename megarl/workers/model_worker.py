@@ -28,7 +28,7 @@ from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
-    from megarl.parallel.checkpoint.state import Part
+    from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
     from megarl.workers.push import Pusher
 
@@ -91,9 +91,9 @@ class ModelWorker(MegatronWorker):
             flat = self._score_policy(flat, metrics)
         flat = [batch.without("routes") for batch in flat]
         if "reference" in self._models:
-            flat = self._use("reference").fill(flat, "ref_logp", self._logp)
+            flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp)
         if "critic" in self._models:
-            flat = Critic(self._use("critic"), self._grid, self._spec.critic_together).fill(flat)
+            flat = Critic(self._use("critic"), self._grid, self._spec.critic_together).forward_tokens(flat)
         self._keep(flat, mini_batches)
         return merge(metrics) if self._reports else {}
 
@@ -180,9 +180,9 @@ class ModelWorker(MegatronWorker):
         """Writes a model as a Hugging Face directory; value models in the layout of sequence classification."""
         self._use(role).save(directory)
 
-    def trained(self) -> dict[str, Part]:
+    def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: self._awake(role).part for role in self._roles if role in TRAINED}
+        return {role: self._awake(role).state for role in self._roles if role in TRAINED}
 
     def _awake(self, role: Role) -> Model:
         """The model of a role on the device, whoever else is there."""
@@ -210,7 +210,7 @@ class ModelWorker(MegatronWorker):
                 metrics.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routes"]))})
             return self._logp(logits_RV, row_T, batch)
 
-        filled = policy.fill(flat, "old_logp", watched)
+        filled = policy.forward_tokens(flat, "old_logp", watched)
         watch.close()
         if self._reports:
             metrics += [mismatch(batch) for batch in filled]

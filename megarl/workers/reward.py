@@ -34,7 +34,7 @@ class RewardModel:
         members = plan.split[self._grid.dp_rank]
         batches = [pack_scored(fetch(plan.payloads, plan.place_N, chosen)) for chosen in members]
         found: dict[int, float] = {}
-        for chosen, batch in zip(members, self._model.fill(batches, "score", values), strict=True):
+        for chosen, batch in zip(members, self._model.forward_tokens(batches, "score", values), strict=True):
             here_T = batch.mask_T & ~batch.extra_T["score"].isnan()
             found |= {
                 chosen[n]: score for n, score in zip(batch.seq_T[here_T].tolist(), batch.extra_T["score"][here_T].tolist(), strict=True)

@@ -172,7 +172,7 @@ def through_the_model(grid: Grid, job: Job) -> dict[str, Step]:
     steps = {}
     for name, algorithm in ALGORITHMS.items():
 
-        def visit(
+        def loss_fn(
             logits_RV: Tensor, row_T: Tensor, part: Batch, algorithm: PolicyAlgorithm = algorithm
         ) -> tuple[Tensor, tuple[float, dict[str, Metric]]]:
             logp_T, entropy_T = logprob_entropy(logits_RV, row_T, part.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
@@ -182,7 +182,7 @@ def through_the_model(grid: Grid, job: Job) -> dict[str, Step]:
 
         mine = shares(_off_policy(batch, algorithm), job.micro_batches)[grid.dp_rank :: grid.dp_size]
         trainable.zero_grad()
-        results = schedule.run(trainable.chunks, mine, visit, grid, forward_only=False)
+        results = schedule.run(trainable.chunks, mine, loss_fn, grid, forward_only=False)
         trainable.optimizer.prepare_grads()
         norm = float(trainable.optimizer.get_grad_norm())
         results = results if reports else []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
 from megarl.models.hf import read_config
-from megarl.models.rows import HeadKind
+from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.export import export, save_hf

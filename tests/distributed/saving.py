@@ -22,10 +22,10 @@ from megarl.errors import SaveError
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.checkpoint.barrier import Meeting
+from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.load import load, load_random
 from megarl.parallel.checkpoint.save import Saver
-from megarl.parallel.checkpoint.state import Part
+from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from tests.distributed.work import Job, Report, build, learn
@@ -55,7 +55,7 @@ def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
     policy = build(grid, job)
     learn(grid, policy, job)
     saver = Saver(root, grid, settings(asynchronous=True))
-    saver.save(job.steps, {"policy": Part(policy.chunks, read_config(job.path), policy)}, {"note.json": b"{}"})
+    saver.save(job.steps, {"policy": ModelState(policy.chunks, read_config(job.path), policy)}, {"note.json": b"{}"})
     drawn = draw()
     report = learn(grid, policy, job)
     saver.wait()
@@ -65,7 +65,7 @@ def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
 def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resumed:
     """Loads a step into a fresh model, saves it again as it is, then trains."""
     policy = build(grid, job)
-    part = {"policy": Part(policy.chunks, read_config(job.path), policy)}
+    part = {"policy": ModelState(policy.chunks, read_config(job.path), policy)}
     torch.manual_seed(99)
     np.random.seed(99)
     load(verified(step), part, grid)
@@ -93,7 +93,7 @@ def plain_tensors(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
-def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> Part:
+def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> ModelState:
     """A model with the weights that it is built with, scrambled by a seed of its own so that a load shows."""
     hf = read_config(path)
     config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
@@ -103,7 +103,7 @@ def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trai
             for parameter in chunk.parameters():
                 parameter.fill_(0.5)
     trainable = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10) if trained else None
-    return Part(trainable.chunks if trainable is not None else chunks, hf, trainable)
+    return ModelState(trainable.chunks if trainable is not None else chunks, hf, trainable)
 
 
 def save_several(grid: Grid, path: Path, root: Path) -> None:
@@ -111,7 +111,7 @@ def save_several(grid: Grid, path: Path, root: Path) -> None:
     policy = build(grid, Job(path))
     critic = build_part(grid, path, "value")
     reference = build_part(grid, path, trained=False)
-    parts = {"policy": Part(policy.chunks, critic.hf, policy), "critic": critic, "reference": reference}
+    parts = {"policy": ModelState(policy.chunks, critic.hf, policy), "critic": critic, "reference": reference}
     saver = Saver(root, grid, settings(asynchronous=True, staging_mb=1))
     saver.save(1, parts, {"trainer.json": b'{"cursor": 7}'})
     saver.save(2, parts, {})
@@ -181,7 +181,7 @@ def save_into(grid: Grid, path: Path, root: Path) -> str:
 
 def wait_for_a_rank_that_never_writes(grid: Grid) -> str:
     """What rank 0 says when rank 1 of two does not tell what it wrote."""
-    meeting = Meeting(replace(grid, world=2), Path("nowhere"), 0)
+    meeting = SaveBarrier(replace(grid, world=2), Path("nowhere"), 0)
     meeting.report("{}")
     try:
         meeting.reports(0.2)

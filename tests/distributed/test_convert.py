@@ -17,7 +17,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.save import Saver
-from megarl.parallel.checkpoint.state import Part
+from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.saving import build_part, verified
@@ -61,7 +61,7 @@ def save_steps(grid: Grid, paths: dict[str, Path], root: Path) -> None:
         chunks, hf = chunks_of(grid, path)
         load_hf(chunks, path, hf, grid)
         files = described(path, "float32", family_of(hf).labels(hf, "lm")) if grid.rank == 0 else {}
-        Saver(root / family, grid, settings).save(1, {"policy": Part(chunks, hf, None, files)}, {})
+        Saver(root / family, grid, settings).save(1, {"policy": ModelState(chunks, hf, None, files)}, {})
 
 
 def differing(grid: Grid, paths: dict[str, Path], root: Path) -> list[str]:

@@ -82,11 +82,11 @@ def values(grid: Grid, path: Path, batch: Batch) -> dict[int, float]:
     """Entry -> value, on every rank of the last stage."""
     chunks, _ = load(grid, path, "float32", "value")
 
-    def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[int, float]]:
+    def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[int, float]]:
         found = zip(batch.extra_T["entry"].tolist(), value_R1[row_T, 0].tolist(), strict=True)
         return torch.zeros(()), dict(found)
 
-    return dict(item for found in schedule.run(chunks, [batch], visit, grid, forward_only=True) for item in found.items())
+    return dict(item for found in schedule.run(chunks, [batch], loss_fn, grid, forward_only=True) for item in found.items())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -143,7 +143,7 @@ def scores(grid: Grid, path: Path, target: Path) -> list[float]:
     rank.train(plan(BradleyTerry(), grid.dp_size))
     rank.save(target)
     batch = pack_scored(samples())
-    [filled] = rank._trained.fill([batch], "score", lambda value_R1, row_T, part: value_R1[row_T, 0])
+    [filled] = rank._trained.forward_tokens([batch], "score", lambda value_R1, row_T, part: value_R1[row_T, 0])
     return filled.extra_T["score"][filled.mask_T].tolist()
 
 

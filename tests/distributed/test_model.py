@@ -23,11 +23,11 @@ def logits(grid: Grid, job: Job) -> Tensor:
     """Logits of the whole batch, sequence after sequence."""
     policy, batch = build(grid, job), global_batch(job.sequences)
 
-    def visit(logits_RV: Tensor, row_T: Tensor, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return torch.zeros(()), (logits_RV[row_T], batch.extra_T["entry"])
 
     parts = shares(batch.with_extra(entry=torch.arange(len(batch))), job.micro_batches)
-    results = schedule.run(policy.chunks, parts, visit, grid, forward_only=True)
+    results = schedule.run(policy.chunks, parts, loss_fn, grid, forward_only=True)
     whole_TV = torch.empty(len(batch), TINY["vocab_size"])
     for logits_TV, entry_T in results:
         whole_TV[entry_T] = logits_TV

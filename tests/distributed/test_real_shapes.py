@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
 from megarl.models.families import check_layout, family_of
-from megarl.models.rows import Shape, Weight
+from megarl.models.weight_map import Shape, Weight
 from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
 

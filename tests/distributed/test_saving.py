@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megarl.checkpoints.files import Record, read_record
+from megarl.checkpoints.files import FileRecord, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
 from megarl.config import Layout
 from megarl.parallel.checkpoint.staging import StagedWriter
@@ -112,7 +112,7 @@ def forge(step: Path, name: str, data: bytes) -> None:
     """Writes a file of a step directory as one would who also rewrites its manifest."""
     (step / name).write_bytes(data)
     known = read_manifest(step)
-    record = Record(len(data), hashlib.sha256(data).hexdigest())
+    record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
     (step / "manifest.json").write_bytes(encode(replace(known, files={**known.files, name: record})))
     verified(step)
 
@@ -214,7 +214,7 @@ def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
     watcher.join()
     assert tensors[0].nbytes <= most <= budget
     assert all(read_record(tmp_path / name) == record for name, record in written.files.items())
-    for number, place in enumerate(written.places["m"]):
+    for number, place in enumerate(written.locations["m"]):
         with (tmp_path / "m" / place.file).open("rb") as file:
             file.seek(place.offset)
             (tmp_path / "one").write_bytes(file.read(place.length))

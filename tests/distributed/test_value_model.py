@@ -20,7 +20,7 @@ from megarl.batch import Batch
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import read_config
-from megarl.models.rows import HeadKind
+from megarl.models.weight_map import HeadKind
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -91,7 +91,7 @@ def train(grid: Grid, path: Path, micro_batches: int) -> Report:
     critic = make_trainable(build(grid, path)[0], OptimizerSettings(lr=1e-3), total_steps=10)
     report = Report([], [], {})
 
-    def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, float]:
         assert value_R1.dtype == torch.float32 and value_R1.shape[1] == 1
         value_T = value_R1[row_T, 0]
         total = (value_loss(value_T, batch, clip=0.2).loss_T * batch.extra_T["weight"]).sum()
@@ -102,7 +102,7 @@ def train(grid: Grid, path: Path, micro_batches: int) -> Report:
     mine = shares(returns(), micro_batches)[grid.dp_rank :: grid.dp_size]
     for _ in range(2):
         critic.zero_grad()
-        losses = schedule.run(critic.chunks, mine, visit, grid, forward_only=False)
+        losses = schedule.run(critic.chunks, mine, loss_fn, grid, forward_only=False)
         report.loss.append(sum(losses) if grid.tp_rank == 0 else 0.0)
         report.grad_norm.append(critic.step().grad_norm)
     return report
@@ -178,11 +178,11 @@ def test_saved_critic_holds_the_bytes_it_was_loaded_from(pool: Pool, critic: Pat
 def scores(grid: Grid, path: Path) -> Tensor:
     """The value at the last entry of each sequence."""
 
-    def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[int, float]]:
+    def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[int, float]]:
         last_T = batch.position_T == batch.length_N[batch.seq_T] - 1
         return torch.zeros(()), dict(zip(batch.seq_T[last_T].tolist(), value_R1[row_T[last_T], 0].tolist(), strict=True))
 
-    results = schedule.run(build(grid, path)[0], shares(global_batch(SEQUENCES), 2), visit, grid, forward_only=True)
+    results = schedule.run(build(grid, path)[0], shares(global_batch(SEQUENCES), 2), loss_fn, grid, forward_only=True)
     score = {n: value for result in results for n, value in result.items()}
     return torch.tensor([score[n] for n in range(SEQUENCES)])
 
@@ -225,11 +225,11 @@ def rounded(grid: Grid, path: Path) -> tuple[torch.dtype, int]:
     """(dtype of a bfloat16 critic's values, how many of them no bfloat16 can hold)."""
     found: list[Tensor] = []
 
-    def visit(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
+    def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
         found.append(value_R1)
         return torch.zeros(()), None
 
-    schedule.run(build(grid, path, "bfloat16")[0], shares(global_batch(4), 1), visit, grid, forward_only=True)
+    schedule.run(build(grid, path, "bfloat16")[0], shares(global_batch(4), 1), loss_fn, grid, forward_only=True)
     return found[0].dtype, int((found[0] != found[0].bfloat16().float()).sum())
 
 

@@ -94,7 +94,7 @@ class Report:
     loss: list[float]  # this rank's share of each step's loss; 0 on ranks that report nothing
     grad_norm: list[float]
     logp: dict[tuple[int, int], float]  # (sequence, position) -> log-prob in the last step
-    runs: int  # micro-batches that `visit` saw in the last step
+    runs: int  # micro-batches that `loss_fn` saw in the last step
 
 
 def global_batch(sequences: int) -> Batch:
@@ -136,7 +136,7 @@ def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
     losses, norms, runs = [], [], 0
     logp: dict[tuple[int, int], float] = {}
 
-    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[float, Tensor, Tensor, Tensor]]:
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[float, Tensor, Tensor, Tensor]]:
         lp_T, entropy_T = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
         total = (batch.extra_T["weight"] * (lp_T + 0.1 * entropy_T)).sum()
         return total, (float(total), batch.seq_T, batch.position_T, lp_T.detach())
@@ -144,7 +144,7 @@ def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
     mine = shares(global_batch(job.sequences), job.micro_batches)[grid.dp_rank :: grid.dp_size]
     for _ in range(job.steps):
         policy.zero_grad()
-        results = schedule.run(policy.chunks, mine, visit, grid, forward_only=False)
+        results = schedule.run(policy.chunks, mine, loss_fn, grid, forward_only=False)
         norms.append(policy.step().grad_norm)
         losses.append(sum(loss for loss, *_ in results) if reports else 0.0)
         runs = len(results)
@@ -189,16 +189,16 @@ def disagree(grid: Grid, job: Job) -> None:
 
 
 def forward_only(grid: Grid, job: Job) -> list[int]:
-    """Entries that each visit saw; the second of three micro-batches is empty."""
+    """Entries that each loss_fn saw; the second of three micro-batches is empty."""
     policy = build(grid, job)
     first, last = shares(global_batch(4), 2)
     batches = [first, first.take(torch.empty(0, dtype=torch.int64)), last]
 
-    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, int]:
         assert not logits_RV.requires_grad
         return torch.zeros(()), len(batch)
 
-    return schedule.run(policy.chunks, batches, visit, grid, forward_only=True)
+    return schedule.run(policy.chunks, batches, loss_fn, grid, forward_only=True)
 
 
 def not_finite(grid: Grid, job: Job) -> tuple[bool, bool]:
@@ -206,11 +206,11 @@ def not_finite(grid: Grid, job: Job) -> tuple[bool, bool]:
     policy = build(grid, job)
     before = [parameter.clone() for chunk in policy.chunks for parameter in chunk.parameters()]
 
-    def visit(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
         return logits_RV.sum() * torch.nan, None
 
     policy.zero_grad()
-    schedule.run(policy.chunks, shares(global_batch(4), 2)[:1], visit, grid, forward_only=False)
+    schedule.run(policy.chunks, shares(global_batch(4), 2)[:1], loss_fn, grid, forward_only=False)
     skipped = policy.step().skipped
     after = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     return skipped, all(torch.equal(one, two) for one, two in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Where all ranks' background threads wait for one another at the end of a save."""
+"""The barrier at the end of a save: rank 0 waits for every rank's report, and every rank for rank 0's verdict."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from megarl.parallel.grid import Grid
 _POLL_S = 0.02
 
 
-class Meeting:
-    """Where the ranks' threads meet for one save: the store, since the process groups belong to the main threads."""
+class SaveBarrier:
+    """The barrier of one save. It uses the store: the process groups belong to the main threads, and these are background threads."""
 
     def __init__(self, grid: Grid, root: Path, number: int) -> None:
         self._store = dist.PrefixStore(f"checkpoint/{root}/{number}", grid.store)
         self._rank, self._ranks = grid.rank, range(grid.world)
 
     def report(self, text: str) -> None:
-        """This rank's word."""
+        """Publishes what this rank wrote."""
         self._store.set(f"rank/{self._rank}", text)
 
     def reports(self, timeout_s: float) -> list[str]:
-        """Every rank's word. Raises SaveError naming the ranks that are late."""
+        """Every rank's report, by rank. Raises SaveError naming the ranks that are late."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check([f"rank/{rank}" for rank in self._ranks]):
             if time.monotonic() > deadline:
                 late = [rank for rank in self._ranks if not self._store.check([f"rank/{rank}"])]
                 raise SaveError(f"ranks {late} did not finish writing in {timeout_s:g} s")
             time.sleep(_POLL_S)
-        words = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
+        found = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
         for rank in self._ranks:
             self._store.delete_key(f"rank/{rank}")
-        return words
+        return found
 
     def conclude(self, fault: str) -> None:
-        """Rank 0's last word: what went wrong, or nothing."""
+        """Rank 0 publishes what went wrong, or the empty string."""
         self._store.set("verdict", fault or "saved")
 
     def verdict(self, timeout_s: float) -> str:
-        """What went wrong, or nothing."""
+        """Waits for what rank 0 concludes: what went wrong, or the empty string."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check(["verdict"]):
             if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.checkpoints.files import Record, write_file
+from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import COMMON, Verified
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint.unpickle import METADATA, read_metadata
@@ -38,7 +38,13 @@ from megarl.parallel.checkpoint.unpickle import METADATA, read_metadata
 FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
-Place = tuple[str, int, int]  # file, offset, length
+
+class Location(NamedTuple):
+    """Where a saved tensor lies."""
+
+    file: str  # name inside the model's folder
+    offset: int  # bytes
+    length: int
 
 
 @dataclass(frozen=True)
@@ -68,15 +74,15 @@ def check_cover(shards: Iterable[Shard]) -> None:
             raise ValueError(f"{key}: {elements} elements of {whole} in shape {list(pieces[0].shape)}")
 
 
-def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Place]]) -> dict[str, Record]:
+def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> dict[str, FileRecord]:
     """Writes what makes shards one checkpoint. The files' records, by name."""
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
-    for shard, place in shards:
+    for shard, location in shards:
         whole = TensorStorageMetadata(TensorProperties(dtype=shard.dtype), torch.Size(shard.shape), [])
         chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size))
         tensors.setdefault(shard.key, whole).chunks.append(chunk)
-        stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(*place)
+        stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(*location)
     metadata = Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     common = io.BytesIO()
     torch.save({}, common)
@@ -92,8 +98,8 @@ def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
     return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
-class Stored:
-    """The tensors of one model of a step directory, read from wherever they lie."""
+class DcpReader:
+    """Reads the tensors of one model of a step directory."""
 
     def __init__(self, step: Verified, model: str) -> None:
         """Raises ConfigError as `read_metadata` does."""
@@ -128,7 +134,7 @@ class Stored:
         info = self._metadata.storage_data[MetadataIndex(wanted.key, chunk.offsets)]
         file = self._folder / info.relative_path
         with file.open("rb") as stream:
-            piece = read_chunk(stream.fileno(), (info.relative_path, info.offset, info.length), f"{file}: {wanted.key}")
+            piece = read_chunk(stream.fileno(), Location(info.relative_path, info.offset, info.length), f"{file}: {wanted.key}")
         if tuple(piece.shape) != tuple(chunk.sizes) or piece.dtype != wanted.dtype:
             raise ConfigError(
                 f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(chunk.sizes)}"
@@ -136,10 +142,19 @@ class Stored:
         return piece
 
 
-def read_chunk(descriptor: int, place: Place, what: str) -> Tensor:
-    """The tensor saved at a place of an open file, read into its own memory and no other. Raises ConfigError where there is none."""
+def read_chunk(descriptor: int, location: Location, what: str) -> Tensor:
+    """Reads one saved tensor into memory of its own.
+
+    Args:
+        descriptor: of the open file.
+        location: of the tensor; its `file` is not looked at.
+        what: names the tensor in an error.
+
+    Raises:
+        ConfigError: there is no tensor.
+    """
     try:
-        window = cast(IO[bytes], _Window(descriptor, place[1], place[2]))
+        window = cast(IO[bytes], _Window(descriptor, location.offset, location.length))
         found = torch.load(window, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
@@ -187,8 +202,8 @@ class Chunks:
     def overlaps(self, shard: Shard) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...], tuple[slice, ...]]]:
         """Each chunk that the shard touches, and where in the chunk and in the shard."""
         lead = [range(start, start + size) for start, size in zip(shard.offset[: self._lead], shard.size, strict=False)]
-        for place in itertools.product(*lead):
-            for chunk in self._chunks.get(place, ()):
+        for index in itertools.product(*lead):
+            for chunk in self._chunks.get(index, ()):
                 starts = [max(one, two) for one, two in zip(chunk.offsets, shard.offset, strict=True)]
                 ends = [
                     min(one + many, two + more)

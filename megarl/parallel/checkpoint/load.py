@@ -9,26 +9,32 @@ from megarl.checkpoints.steps import Verified
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.rng import restore_random_states
-from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, Part
+from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
 
 
-def load(step: Verified, parts: Mapping[str, Part], grid: Grid) -> None:
-    """Gives the models (and optimizers, where a part has one) what a step directory holds of them, on any layout. Collective.
+def load(step: Verified, models: Mapping[str, ModelState], grid: Grid) -> None:
+    """Loads models, and the optimizers of those that have one, on any layout. Collective.
 
-    Raises ConfigError, on all ranks: a model that the directory lacks, of another family or size (key and both shapes), or without the
-    optimizer that is asked for.
+    Args:
+        step: the directory.
+        models: by the name of their folder in it; their tensors are overwritten.
+        grid: this rank's.
+
+    Raises:
+        ConfigError: on all ranks, for a model that the directory lacks, or that it holds with another family or size (key and both
+            shapes) or without the optimizer that is asked for.
     """
-    for name, part in parts.items():
-        saved = _saved(step, name, part)
-        state: dict[str, Any] = {"model": sharded.model_state(part.chunks, grid)}
-        if part.trainable is not None:
-            state["optimizer"] = sharded.empty_optimizer_state(part.trainable, state["model"])
-        allowed_extra = ("optimizer.",) if part.trainable is None else ()
-        torch_dist.read(step, name, state, int(part.hf["vocab_size"]), allowed_extra, grid)
-        if part.trainable is not None:
-            sharded.put_optimizer(part.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
-            part.trainable.steps = saved["optimizer"]["steps"]
+    for name, model in models.items():
+        saved = _saved(step, name, model)
+        state: dict[str, Any] = {"model": sharded.model_state(model.chunks, grid)}
+        if model.trainable is not None:
+            state["optimizer"] = sharded.empty_optimizer_state(model.trainable, state["model"])
+        allowed_extra = ("optimizer.",) if model.trainable is None else ()
+        torch_dist.read(step, name, state, int(model.hf["vocab_size"]), allowed_extra, grid)
+        if model.trainable is not None:
+            sharded.put_optimizer(model.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
+            model.trainable.steps = saved["optimizer"]["steps"]
 
 
 def load_random(step: Verified, grid: Grid) -> bool:
@@ -39,14 +45,14 @@ def load_random(step: Verified, grid: Grid) -> bool:
     return True
 
 
-def _saved(step: Verified, name: str, part: Part) -> Mapping[str, Any]:
+def _saved(step: Verified, name: str, model: ModelState) -> Mapping[str, Any]:
     """What the manifest says of a model. Raises ConfigError where the model at hand cannot be it."""
     saved = step.manifest.models.get(name)
     if saved is None:
         raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")
     for key in IDENTITY:
-        if saved[key] != part.hf[key]:
-            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {part.hf[key]!r}")
-    if part.trainable is not None and saved["optimizer"] is None:
+        if saved[key] != model.hf[key]:
+            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {model.hf[key]!r}")
+    if model.trainable is not None and saved["optimizer"] is None:
         raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
     return saved

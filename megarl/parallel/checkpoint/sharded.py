@@ -55,11 +55,11 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
 
 
 def share_writing(state: Sharded, grid: Grid) -> None:
-    """Spreads the weights that data-parallel replicas hold in common over them, in place: one in turn writes each."""
-    for place, leaf in enumerate(_leaves(state)):
+    """Spreads the weights that data-parallel replicas hold in common over them, by changing `state`: each in turn writes one."""
+    for number, leaf in enumerate(_leaves(state)):
         replicas = grid.groups.edp.size() if ".experts." in leaf.key else grid.groups.dp_cp.size()
         *others, replica = leaf.replica_id
-        leaf.replica_id = (*others, (replica - place) % replicas)
+        leaf.replica_id = (*others, (replica - number) % replicas)
 
 
 def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
@@ -69,12 +69,10 @@ def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
     """
     sharded = _by_parameter(model)
     state: Sharded = {}
-    for place in _places(trainable):
-        whole = _assembled(place)
+    for one in _buffered(trainable):
+        whole = _assembled(one)
         if whole is not None:
-            state[str(len(state))] = {
-                name: _like(sharded[place.parameter], name, tensor) for name, tensor in zip(STATES, whole, strict=True)
-            }
+            state[str(len(state))] = {name: _like(sharded[one.parameter], name, tensor) for name, tensor in zip(STATES, whole, strict=True)}
     return state
 
 
@@ -82,23 +80,21 @@ def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
     """The tensors of `optimizer_state`, uninitialised, of every parameter that this rank's slices touch: to be loaded."""
     sharded = _by_parameter(model)
     return {
-        str(number): {
-            name: _like(sharded[place.parameter], name, torch.empty(place.parameter.shape, dtype=torch.float32)) for name in STATES
-        }
-        for number, place in enumerate(place for place in _places(trainable) if place.held)
+        str(number): {name: _like(sharded[one.parameter], name, torch.empty(one.parameter.shape, dtype=torch.float32)) for name in STATES}
+        for number, one in enumerate(_held(trainable))
     }
 
 
 @torch.no_grad()
 def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
     """Gives the optimizer the main copies and moments of a loaded `empty_optimizer_state`, and Adam's count of steps."""
-    for part in _parts(trainable):
+    for part in _optimizers(trainable):
         if not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()  # a step on zero gradients: what it changes is overwritten here
-    for number, place in enumerate(place for place in _places(trainable) if place.held):
-        for name, mine in zip(STATES, place.local(), strict=True):
-            mine.copy_(state[str(number)][name].data.flatten()[place.begin : place.end])
-    for part in _parts(trainable):
+    for number, one in enumerate(_held(trainable)):
+        for name, mine in zip(STATES, one.local(), strict=True):
+            mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
+    for part in _optimizers(trainable):
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter
                 entry["step"].fill_(adam_step)
@@ -110,7 +106,7 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
 def adam_step(trainable: Trainable) -> int:
     """How many steps Adam has taken: those of `trainable.steps` that were not skipped."""
     steps: set[int] = set()
-    for part in _parts(trainable):
+    for part in _optimizers(trainable):
         steps |= {int(entry["step"]) for entry in part.optimizer.state.values() if "step" in entry}
         steps |= {int(group["step"]) for group in part.optimizer.param_groups if group["params"] and "step" in group}
     assert len(steps) <= 1, f"parameters disagree on Adam's step: {sorted(steps)}"
@@ -118,10 +114,10 @@ def adam_step(trainable: Trainable) -> int:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _BufferedParameter:
     """A parameter in the flat buffer of a distributed optimizer whose data-parallel ranks own equal slices of it."""
 
-    part: Any
+    part: Any  # DistributedOptimizer of the dense or of the expert parameters
     parameter: Tensor
     owners: range  # data-parallel ranks that hold a piece
     cuts: tuple[int, ...]  # where their pieces begin in the flattened parameter, and the end of the last
@@ -152,9 +148,9 @@ class _Place:
         return [tensor.detach() for tensor in found]
 
 
-def _places(trainable: Trainable) -> Iterator[_Place]:
+def _buffered(trainable: Trainable) -> Iterator[_BufferedParameter]:
     """Every parameter of the buffers that this rank shares, in one order for all ranks that share them."""
-    for part in _parts(trainable):
+    for part in _optimizers(trainable):
         ranks = part.data_parallel_group.size()
         for buffer in part.buffers:
             for parameter, (start, end, bucket_id) in buffer.param_index_map.items():
@@ -162,27 +158,32 @@ def _places(trainable: Trainable) -> Iterator[_Place]:
                 share, start, end = bucket.grad_data.numel() // ranks, start - bucket.offset, end - bucket.offset
                 owners = range(start // share, (end - 1) // share + 1)
                 inner = [owner * share - start for owner in owners[1:]]
-                yield _Place(part, parameter, owners, (0, *inner, end - start))
+                yield _BufferedParameter(part, parameter, owners, (0, *inner, end - start))
 
 
-def _parts(trainable: Trainable) -> list[Any]:
+def _held(trainable: Trainable) -> list[_BufferedParameter]:
+    """Those of which this rank's slices hold a piece."""
+    return [one for one in _buffered(trainable) if one.held]
+
+
+def _optimizers(trainable: Trainable) -> list[Any]:
     """The optimizers of dense and of expert parameters, as far as this rank has any."""
     return [part for part in trainable.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def _assembled(place: _Place) -> list[Tensor] | None:
+def _assembled(one: _BufferedParameter) -> list[Tensor] | None:
     """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
-    if not place.held:
+    if not one.held:
         return None
-    mine, first = place.local(), place.owners.start
-    group, shape = place.part.data_parallel_group, place.parameter.shape
-    if len(place.owners) > 1 and place.rank != first:
+    mine, first = one.local(), one.owners.start
+    group, shape = one.part.data_parallel_group, one.parameter.shape
+    if len(one.owners) > 1 and one.rank != first:
         dist.send(torch.stack(mine), group=group, group_dst=first)
         return None
-    if len(place.owners) > 1:
+    if len(one.owners) > 1:
         pieces = [torch.stack(mine)]
-        for owner in place.owners[1:]:
-            begin, end = place.cuts[owner - first : owner - first + 2]
+        for owner in one.owners[1:]:
+            begin, end = one.cuts[owner - first : owner - first + 2]
             pieces.append(pieces[0].new_empty(len(STATES), end - begin))
             dist.recv(pieces[-1], group=group, group_src=owner)
         mine = list(torch.cat(pieces, dim=1))

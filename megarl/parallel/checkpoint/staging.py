@@ -12,27 +12,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.files import HashedFile, Record
+from megarl.checkpoints.files import FileRecord, HashedFile
 from megarl.parallel.backend import choose
+from megarl.parallel.checkpoint.dcp import Location
 
 WRITERS = 2  # threads, and so files a model, of each rank: one hashes while the other waits for the disk
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a tensor was written."""
-
-    file: str  # name inside the model's folder
-    offset: int  # bytes
-    length: int
 
 
 @dataclass(frozen=True)
 class Written:
     """What one rank wrote."""
 
-    files: Mapping[str, Record]  # by path inside the step directory
-    places: Mapping[str, list[Location]]  # by model, in the order of `put`
+    files: Mapping[str, FileRecord]  # by path inside the step directory
+    locations: Mapping[str, list[Location]]  # by model, in the order of `put`
 
 
 class StagedWriter:
@@ -49,8 +41,8 @@ class StagedWriter:
         self._begin = threading.Event()  # until the room is taken or all is staged: writers would hold Python's lock from the copies
         self._error: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
-        self._places: dict[str, list[Location | None]] = {}
-        self._files: dict[str, Record] = {}
+        self._locations: dict[str, list[Location | None]] = {}
+        self._files: dict[str, FileRecord] = {}
         self._backend = choose()
         self._threads = [threading.Thread(target=self._write, args=(number,), daemon=True) for number in range(WRITERS)]
         for thread in self._threads:
@@ -67,9 +59,9 @@ class StagedWriter:
             self._held += tensor.nbytes
         copy = self._backend.staging_buffer(tensor.shape, tensor.dtype)
         copy.copy_(tensor)
-        places = self._places.setdefault(model, [])
-        places.append(None)
-        self._queue.put((model, len(places) - 1, copy))
+        locations = self._locations.setdefault(model, [])
+        locations.append(None)
+        self._queue.put((model, len(locations) - 1, copy))
 
     def close(self) -> None:
         """Says that nothing more comes."""
@@ -83,8 +75,8 @@ class StagedWriter:
             thread.join()
         if self._error is not None:
             raise self._error
-        whole = {model: [place for place in places if place is not None] for model, places in self._places.items()}
-        assert all(len(whole[model]) == len(places) for model, places in self._places.items())
+        whole = {model: [one for one in locations if one is not None] for model, locations in self._locations.items()}
+        assert all(len(whole[model]) == len(locations) for model, locations in self._locations.items())
         return Written(self._files, whole)
 
     def _write(self, number: int) -> None:
@@ -92,14 +84,14 @@ class StagedWriter:
         self._begin.wait()
         try:
             while (item := self._queue.get()) is not None:
-                model, place, tensor = item
+                model, index, tensor = item
                 if model not in files:
                     files[model] = HashedFile(self._directory / model / name)
                 file = files[model]
                 offset = file.size
                 torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
                 file.check()
-                self._places[model][place] = Location(name, offset, file.size - offset)
+                self._locations[model][index] = Location(name, offset, file.size - offset)
                 nbytes = tensor.nbytes
                 del item, tensor
                 with self._room:

@@ -13,8 +13,8 @@ IDENTITY = ("model_type", "vocab_size")  # of config.json; everything else shows
 
 
 @dataclass(frozen=True)
-class Part:
-    """One model of a checkpoint: this rank's chunks, and the optimizer if it is to be saved or loaded with them."""
+class ModelState:
+    """One model as it is saved or loaded: this rank's chunks, and the optimizer if that is saved or loaded with them."""
 
     chunks: Sequence[Any]  # of parallel/build.py, in data-parallel wrappers or not
     hf: Mapping[str, Any]  # config.json

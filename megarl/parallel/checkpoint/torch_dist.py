@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megarl.checkpoints.steps import Verified
 from megarl.config import ConfigError
-from megarl.parallel.checkpoint.dcp import Chunks, Place, Shard, check_cover, read_chunk, tensors
+from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, read_chunk, tensors
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.checkpoint.unpickle import read_metadata
 from megarl.parallel.grid import Grid
@@ -136,7 +136,7 @@ class _Copy:
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
     """Reads every stored chunk that the wanted tensors touch, once, a few files at a time."""
-    reads: dict[Place, tuple[str, list[_Copy]]] = {}
+    reads: dict[Location, tuple[str, list[_Copy]]] = {}
     stored = tensors(metadata)
     chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
     for leaf in wanted:
@@ -146,22 +146,22 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
             data.zero_()  # rows that pad the vocabulary here and not there
         for chunk, source, target in chunks[leaf.key].overlaps(shard):
             info = metadata.storage_data[MetadataIndex(leaf.key, chunk.offsets)]
-            copies = reads.setdefault((info.relative_path, info.offset, info.length), (leaf.key, []))[1]
+            copies = reads.setdefault(Location(info.relative_path, info.offset, info.length), (leaf.key, []))[1]
             copies.append(_Copy(source, data[target]))
             missing -= copies[-1].target.numel()
         if missing and not leaf.allow_shape_mismatch:
             raise ConfigError(f"checkpoint: {folder}: {missing} elements of {leaf.key} are nowhere")
-    files = [list(group) for _, group in itertools.groupby(sorted(reads), key=lambda place: place[0])]
+    files = [list(group) for _, group in itertools.groupby(sorted(reads), key=lambda location: location.file)]
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(lambda places: _read_file(folder, places, reads), files))
+        list(pool.map(lambda locations: _read_file(folder, locations, reads), files))
 
 
 @torch.no_grad()
-def _read_file(folder: Path, places: list[Place], reads: Mapping[Place, tuple[str, list[_Copy]]]) -> None:
-    path = folder / places[0][0]
+def _read_file(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]]) -> None:
+    path = folder / locations[0].file
     with path.open("rb") as file:
-        for place in places:
-            key, copies = reads[place]
-            chunk = read_chunk(file.fileno(), place, f"{path}: {key}")
+        for location in locations:
+            key, copies = reads[location]
+            chunk = read_chunk(file.fileno(), location, f"{path}: {key}")
             for copy in copies:
                 copy.target.copy_(chunk[copy.source])

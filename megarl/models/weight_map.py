@@ -1,9 +1,9 @@
-"""Rows of invertible operations: what a model family is made of.
+"""The weight map of a model family: which Hugging Face tensors make each Megatron parameter, and how.
 
-A `Row` ties one kind of Megatron parameter to the Hugging Face tensors that it is made of, through an `Op`. The operation packs them into
-one tensor whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
+A `WeightMapping` names one kind of Megatron parameter, its Hugging Face tensors, and the `Op` between them. The operation packs the
+tensors into one whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
 parameter. Every operation commutes with cutting: packing the slices [a, b) of the Hugging Face tensors gives the slice [a, b) of the
-packed tensor. So the same row loads a shard by reading only its slices, exports, converts and says which shapes a checkpoint must have.
+packed tensor. So one mapping loads a shard by reading only its slices, exports, converts and gives the shapes a checkpoint must have.
 """
 
 from __future__ import annotations
@@ -178,20 +178,20 @@ class GateUp(Op):
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightMapping:
     """One kind of Megatron parameter. Names hold `{layer}` and `{expert}`, both counted from 0 over the whole model."""
 
     megatron: str
     hf: tuple[str, ...]
     op: Op
-    alias: bool = False  # a second copy of tensors that another row exports (tied embeddings)
+    alias: bool = False  # a second copy of tensors that another mapping exports (tied embeddings)
     layers: range | None = None  # those that have it; None: all
     float32: bool = False  # a buffer of float32 whatever the model's dtype, saved and sent so (a router's expert bias)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter (or persistent buffer) of the whole model: a row at one layer and expert."""
+    """One Megatron parameter (or persistent buffer) of the whole model: a mapping at one layer and expert."""
 
     name: str
     hf: tuple[str, ...]
@@ -224,7 +224,7 @@ class Head:
     """What stands on the backbone of a family, on the last pipeline stage."""
 
     architecture: str  # config.json's architectures[0]
-    row: Callable[[dict[str, Any]], Row]  # of the parameter OUTPUT
+    mapping: Callable[[dict[str, Any]], WeightMapping]  # of the parameter OUTPUT
     labels: dict[str, Any]  # what config.json says of the head beside its architecture
     known: bool = True  # to transformers; else megarl alone loads what it saves
 
@@ -232,10 +232,10 @@ class Head:
 def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, known: bool = True) -> Head:
     """One number a token, as transformers' sequence classification with one label keeps it in every family that has a class for it."""
 
-    def row(hf: dict[str, Any]) -> Row:
-        return Row(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))
+    def mapping(hf: dict[str, Any]) -> WeightMapping:
+        return WeightMapping(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))
 
-    return Head(architecture, row, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}, known)
+    return Head(architecture, mapping, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}, known)
 
 
 def _nothing(hf: dict[str, Any]) -> tuple[str, ...]:
@@ -250,8 +250,8 @@ class Family:
     """What megarl knows of one kind of model: a backbone, and the heads that it may carry."""
 
     heads: dict[HeadKind, Head]
-    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's rows do not hold
-    rows: Callable[[dict[str, Any]], list[Row]]  # of the backbone
+    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's weight map do not hold
+    weight_map: Callable[[dict[str, Any]], list[WeightMapping]]  # of the backbone
     rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for what no rank could build
     fields: Callable[[dict[str, Any]], dict[str, Any]]  # of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
     optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # Hugging Face tensors that may be there and are not used
@@ -269,13 +269,16 @@ class Family:
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
     def weights(self, hf: dict[str, Any], head: HeadKind = "lm") -> list[Weight]:
-        """Every Megatron parameter of the backbone of `hf` under `head`, whichever head `hf` names, in the order of the model: outer
-        rows, then layer by layer."""
-        sizes, rows = self.sizes(hf), [*self.rows(hf), self.heads[head].row(hf)]
-        outer = [weight for row in rows if "{layer}" not in row.megatron for weight in _expand(row, None, 0)]
-        inner = [row for row in rows if "{layer}" in row.megatron]
-        places = ((layer, row) for layer in range(sizes.layers) for row in inner if row.layers is None or layer in row.layers)
-        return outer + [weight for layer, row in places for weight in _expand(row, layer, sizes.experts)]
+        """Every Megatron parameter of the backbone of `hf` under `head`, whichever head `hf` names, in the order of the model: what
+        stands outside the layers, then layer by layer."""
+        sizes, mappings = self.sizes(hf), [*self.weight_map(hf), self.heads[head].mapping(hf)]
+        weights = [weight for one in mappings if "{layer}" not in one.megatron for weight in _expand(one, None, 0)]
+        inner = [one for one in mappings if "{layer}" in one.megatron]
+        for layer in range(sizes.layers):
+            for one in inner:
+                if one.layers is None or layer in one.layers:
+                    weights += _expand(one, layer, sizes.experts)
+        return weights
 
     def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
         """The name and shape of every tensor that a checkpoint with this config.json must hold."""
@@ -283,8 +286,8 @@ class Family:
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
 
-def _expand(row: Row, layer: int | None, experts: int) -> Iterator[Weight]:
-    for expert in range(experts) if "{expert}" in row.megatron else [None]:
+def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:
+    for expert in range(experts) if "{expert}" in mapping.megatron else [None]:
         numbers = {"layer": layer, "expert": expert}
-        name, hf = row.megatron.format(**numbers), tuple(name.format(**numbers) for name in row.hf)
-        yield Weight(name, hf, row.op, layer, expert, row.alias, row.float32)
+        name, hf = mapping.megatron.format(**numbers), tuple(name.format(**numbers) for name in mapping.hf)
+        yield Weight(name, hf, mapping.op, layer, expert, mapping.alias, mapping.float32)

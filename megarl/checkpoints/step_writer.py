@@ -13,7 +13,7 @@ from megarl.checkpoints.steps import LATEST, MANIFEST, PARTIAL, Manifest, encode
 
 
 @dataclass(frozen=True)
-class Aside:
+class StepWriter:
     """`root`/step_<step>.partial. One process begins it and commits it; any may write files into it in between."""
 
     root: Path

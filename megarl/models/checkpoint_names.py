@@ -1,4 +1,4 @@
-"""Where each parameter lies in a Megatron checkpoint: under which name, at which place of the axes for layers and experts.
+"""The name of each parameter in a Megatron checkpoint, and its index on the axes that stack layers and experts there.
 
 The names are those of Megatron's models with Transformer Engine's layers (`te_names`), whatever layers a model at hand is made of: a
 checkpoint is the same on every machine, and any program on Megatron-core finds what it looks for.
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.rows import OUTPUT, Family, HeadKind, Op, Shape, Weight
 from megarl.models.te_names import to_te
+from megarl.models.weight_map import OUTPUT, Family, HeadKind, Op, Shape, Weight
 
 HEAD = "score.weight"  # of a scalar head, which has a name of its own on the disk
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
@@ -20,25 +20,37 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A parameter's place in a checkpoint: `[*index, ...]` of the tensor `key`, whose shape is `(*extents, *shape)`."""
+class CheckpointName:
+    """A parameter is `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
 
     key: str
-    index: tuple[int, ...]  # layer and expert, where they are axes
+    index: tuple[int, ...]  # layer and expert, where the checkpoint stacks them
     extents: tuple[int, ...]  # of these axes
     shape: Shape  # of the parameter, without padding
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a parameter."""
+    """A rectangular part of a parameter."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
-def places(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, Place]]:
-    """Every parameter of a model that a checkpoint holds, in the model's order. Raises ConfigError as the family does."""
+def checkpoint_names(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, CheckpointName]]:
+    """Every parameter of a model that a checkpoint holds, with its name there.
+
+    Args:
+        family: the model's.
+        hf: its config.json.
+        head: what stands on the backbone, whichever head `hf` names.
+
+    Returns:
+        (parameter, name) in the model's order, tied copies left out.
+
+    Raises:
+        ConfigError: as the family does.
+    """
     weights = [weight for weight in family.weights(hf, head) if not weight.alias]
     # Where layers differ, Megatron stores each under its number (transformer_block.py: a list of moe_layer_freq).
     alike = not isinstance(family.fields(hf).get("moe_layer_freq"), list)
@@ -53,11 +65,11 @@ def places(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Wei
             index, extents = [weight.layer], [sizes.layers]
         if weight.expert is not None:
             index, extents = [*index, weight.expert], [*extents, sizes.experts]
-        found.append((weight, Place(key, tuple(index), tuple(extents), stored_shape(weight.op))))
+        found.append((weight, CheckpointName(key, tuple(index), tuple(extents), parameter_shape(weight.op))))
     return found
 
 
-def stored_shape(op: Op) -> Shape:
+def parameter_shape(op: Op) -> Shape:
     """The shape of the parameter: the packed tensor's, its leading axes made one."""
     own = len(op.shapes[0]) - 1  # axes that stay
     packed = op.packed_shape
@@ -65,8 +77,8 @@ def stored_shape(op: Op) -> Shape:
 
 
 def boxes(op: Op, ranks: int) -> list[Box]:
-    """The parameter cut for `ranks` tensor-parallel ranks, each of which needs a share of these rectangles and no part of the others."""
-    shape, packed, axis = stored_shape(op), op.packed_shape, op.axis
+    """The parameter cut into rectangles, each of which exactly one of `ranks` tensor-parallel ranks needs."""
+    shape, packed, axis = parameter_shape(op), op.packed_shape, op.axis
     if axis is None or ranks == 1:
         return [Box((0,) * len(shape), shape)]
     units, own = op.units(ranks), len(shape) - 1

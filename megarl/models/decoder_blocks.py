@@ -1,4 +1,4 @@
-"""What families have in common: rows of attention, MLP and experts, and the Megatron fields that go with them.
+"""The blocks that families build their decoders from: weight maps of embedding, attention, MLP and experts, and their Megatron fields.
 
 A family's file says which of these it has and under which names, what it refuses, and what is its own.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megarl.config import ConfigError
 from megarl.models.rope import Rope
-from megarl.models.rows import OUTPUT, QKV, GateUp, Head, Plain, Row, Sizes
+from megarl.models.weight_map import OUTPUT, QKV, GateUp, Head, Plain, Sizes, WeightMapping
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's, Hugging Face's
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
@@ -31,7 +31,7 @@ def number(hf: Mapping[str, Any], key: str) -> int:
 
 
 def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
-    """ConfigError for a key of config.json that is there and neither null nor what the family's rows and Megatron hold.
+    """ConfigError for a key of config.json that is there and neither null nor what the family's weight map and Megatron hold.
 
     For every family: another activation than silu, quantized weights, sliding windows.
     """
@@ -60,78 +60,84 @@ def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
     )
 
 
-# --- rows ---
+# --- weight maps ---
 
 
-def embedding(n: Sizes) -> Row:
+def embedding(n: Sizes) -> WeightMapping:
     """The vocabulary's, which tensor parallelism may pad."""
-    return Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary(n))
+    return WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary(n))
 
 
-def final_norm(n: Sizes) -> Row:
+def final_norm(n: Sizes) -> WeightMapping:
     """The norm behind the last layer."""
-    return Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,)))
+    return WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,)))
 
 
-def norms(n: Sizes) -> tuple[Row, Row]:
+def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
     """The norms before the attention and before the MLP."""
     return (
-        Row(LAYER + "input_layernorm.weight", (BLOCK + "input_layernorm.weight",), Plain((n.hidden,))),
-        Row(LAYER + "pre_mlp_layernorm.weight", (BLOCK + "post_attention_layernorm.weight",), Plain((n.hidden,))),
+        WeightMapping(LAYER + "input_layernorm.weight", (BLOCK + "input_layernorm.weight",), Plain((n.hidden,))),
+        WeightMapping(LAYER + "pre_mlp_layernorm.weight", (BLOCK + "post_attention_layernorm.weight",), Plain((n.hidden,))),
     )
 
 
-def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[Row]:
+def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[WeightMapping]:
     """Grouped-query attention between its norms; `bias` of query, key and value; `norm` of each head's query and key."""
     before, after = norms(n)
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     names = tuple(f"{theirs}{name}_proj." for name in "qkv")
-    rows = [before, Row(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, n.hidden))]
+    mappings = [before, WeightMapping(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, n.hidden))]
     if bias:
-        rows.append(Row(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n)))
+        mappings.append(WeightMapping(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n)))
     if norm:
-        rows += [Row(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
-    return [*rows, Row(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)), after]
+        mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
+    return [
+        *mappings,
+        WeightMapping(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)),
+        after,
+    ]
 
 
-def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None) -> list[Row]:
+def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None) -> list[WeightMapping]:
     """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts."""
     ours, theirs = LAYER + ours, BLOCK + theirs
     return [
-        Row(ours + "linear_fc1.weight", (theirs + "gate_proj.weight", theirs + "up_proj.weight"), GateUp(ffn, n.hidden), layers=layers),
-        Row(ours + "linear_fc2.weight", (theirs + "down_proj.weight",), Plain((n.hidden, ffn), 1), layers=layers),
+        WeightMapping(
+            ours + "linear_fc1.weight", (theirs + "gate_proj.weight", theirs + "up_proj.weight"), GateUp(ffn, n.hidden), layers=layers
+        ),
+        WeightMapping(ours + "linear_fc2.weight", (theirs + "down_proj.weight",), Plain((n.hidden, ffn), 1), layers=layers),
     ]
 
 
 def experts(
     n: Sizes, theirs: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), layers: range | None = None
-) -> list[Row]:
+) -> list[WeightMapping]:
     """The router and the routed experts, whose projections are called `names`."""
     router, expert = BLOCK + theirs + "gate.weight", BLOCK + theirs + "experts.{expert}."
     gate, up, down = (f"{expert}{name}.weight" for name in names)
     return [
-        Row(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden)), layers=layers),
-        Row(_EXPERT + "linear_fc1.weight", (gate, up), GateUp(n.expert_ffn, n.hidden), layers=layers),
-        Row(_EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1), layers=layers),
+        WeightMapping(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden)), layers=layers),
+        WeightMapping(_EXPERT + "linear_fc1.weight", (gate, up), GateUp(n.expert_ffn, n.hidden), layers=layers),
+        WeightMapping(_EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1), layers=layers),
     ]
 
 
-def sigmoid_experts(n: Sizes) -> list[Row]:
+def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
     """DeepSeek-V3's MLPs, GLM-4.5's too: the first layers dense, then routed experts chosen by score plus a bias, and shared ones."""
     rest = range(n.dense, n.layers)
     bias = (BLOCK + "mlp.gate.e_score_correction_bias",)
     return [
         *(gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
         *experts(n, layers=rest),
-        Row(LAYER + "mlp.router.expert_bias", bias, Plain((n.experts,)), layers=rest, float32=True),
+        WeightMapping(LAYER + "mlp.router.expert_bias", bias, Plain((n.experts,)), layers=rest, float32=True),
         *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest),
     ]
 
 
-def logits(n: Sizes, hf: Mapping[str, Any]) -> Row:
+def logits(n: Sizes, hf: Mapping[str, Any]) -> WeightMapping:
     """The output layer, which may be the embedding once more."""
     tied = bool(hf.get("tie_word_embeddings"))
-    return Row(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
+    return WeightMapping(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
 
 
 def lm_head(architecture: str, sizes: Any) -> Head:
@@ -162,7 +168,7 @@ def _qkv(n: Sizes, *rest: int) -> QKV:
 
 
 def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
-    """Of the TransformerConfig of a dense decoder with the rows above. Raises ConfigError."""
+    """Of the TransformerConfig of a dense decoder with the blocks above. Raises ConfigError."""
     if "rms_norm_eps" not in hf:
         raise ConfigError("model.path: config.json lacks rms_norm_eps")
     if rope.attention_factor != 1.0 and rope.fraction != 1.0:

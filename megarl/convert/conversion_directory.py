@@ -1,4 +1,4 @@
-"""Where a conversion is made: a directory aside that takes its name when it is whole, and a journal of the units that are done.
+"""The directory that a conversion writes: under another name until it is whole, beside a journal of the units that are done.
 
 Any number of processes may work on one conversion, on machines that share the file system: each takes units that nobody holds, and the
 last one completes it. Who dies lets go of its unit (the kernel's file locks); the same command goes on where it was.
@@ -19,16 +19,16 @@ from typing import Any
 from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 
-Record = dict[str, Any]  # what a unit that is done says of itself, as JSON has it
+UnitRecord = dict[str, Any]  # what a unit that is done says of itself, as JSON has it
 _PLAN, _COMMIT, _CHECKED = "plan.json", "commit", "checked"
 
 
 @dataclass(frozen=True)
-class Workplace:
-    """The directory `final` in the making, at `aside` with its journal at `journal`, all on one file system."""
+class ConversionDirectory:
+    """The directory `final`, written at `partial` with its journal at `journal`, all on one file system."""
 
     final: Path
-    aside: Path
+    partial: Path
     journal: Path
 
     def begin(self, plan: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Workplace:
         if self.final.exists():
             raise ConfigError(f"convert: {self.final} already exists: not overwritten")
         self.journal.mkdir(parents=True, exist_ok=True)
-        self.aside.mkdir(parents=True, exist_ok=True)
+        self.partial.mkdir(parents=True, exist_ok=True)
         file, mine = self.journal / _PLAN, self.journal / f"{_PLAN}.{os.getpid()}"
         text = json.dumps(plan, indent=1, sort_keys=True)
         mine.write_text(text)
@@ -49,7 +49,7 @@ class Workplace:
             if begun != text:
                 differing = _difference(json.loads(begun), plan)
                 raise ConfigError(
-                    f"convert: {self.aside} was begun otherwise ({differing}): remove it and {self.journal}, or convert to another place"
+                    f"convert: {self.partial} was begun otherwise ({differing}): remove it and {self.journal}, or convert to another place"
                 ) from None
         finally:
             mine.unlink()
@@ -63,21 +63,21 @@ class Workplace:
         """Remembers that it was."""
         (self.journal / _CHECKED).touch()
 
-    def record(self, unit: int) -> Record | None:
+    def record(self, unit: int) -> UnitRecord | None:
         """What was said of a unit that is done."""
         try:
             return json.loads(self._record(unit).read_text())
         except FileNotFoundError:
             return None
 
-    def put(self, unit: int, record: Record | None) -> None:
+    def put(self, unit: int, record: UnitRecord | None) -> None:
         """Says that a unit is done, whose bytes lie on the disk; None: that it is not."""
         if record is None:
             self._record(unit).unlink(missing_ok=True)
             return
-        aside = self._record(unit).with_suffix(".new")
-        aside.write_text(json.dumps(record))
-        aside.replace(self._record(unit))
+        new = self._record(unit).with_suffix(".new")
+        new.write_text(json.dumps(record))
+        new.replace(self._record(unit))
 
     @contextmanager
     def hold(self, unit: int) -> Iterator[bool]:
@@ -88,14 +88,14 @@ class Workplace:
     def finish(self, complete: Callable[[], None]) -> None:
         """complete() writes what is still missing and then `final` appears; one of the processes does it."""
         with self._lock(_COMMIT, wait=True):
-            if not self.aside.exists():
+            if not self.partial.exists():
                 return
             complete()
-            for folder, _, names in os.walk(self.aside):
+            for folder, _, names in os.walk(self.partial):
                 for name in names:
                     sync(Path(folder, name))
                 sync(Path(folder))
-            self.aside.rename(self.final)
+            self.partial.rename(self.final)
             sync(self.final.parent)
         shutil.rmtree(self.journal, ignore_errors=True)
 
