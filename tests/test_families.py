@@ -15,6 +15,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
+from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import build
@@ -269,6 +270,15 @@ def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: d
 )
 def test_names_of_transformer_engine_s_layers_become_canonical(built: str, name: str) -> None:
     assert canonical(built, layers=[4], first_expert=8) == name
+
+
+def test_names_of_transformer_engine_s_layers_lead_back() -> None:
+    names = [weight.name for weight in family_of(DEEPSEEK_V3).weights(DEEPSEEK_V3) if weight.layer in (None, 0, 3)]
+    renamed = to_te(names)
+    assert [from_te(name) for name in renamed.values()] == names
+    own = "decoder.layers.{}.pre_mlp_layernorm.weight"
+    assert renamed[own.format(0)] == "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+    assert renamed[own.format(3)] == own.format(3)  # before a mixture of experts
 
 
 def test_architectures_are_transformers_names_where_it_has_them() -> None:

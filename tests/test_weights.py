@@ -1,4 +1,4 @@
-"""Rows of operations are exact inverses, read only their slices, and say what a checkpoint and a layout must be."""
+"""The operations of weight maps are exact inverses, read only their slices, and say what a checkpoint and a layout must be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step directory in the making: written aside, renamed when it is whole; then `latest`, then what is no longer kept."""
+"""Writes a step directory: under another name until it is whole, then renamed; moves `latest`, removes steps no longer kept."""
 
 from __future__ import annotations
 
@@ -37,11 +37,18 @@ class StepWriter:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self, manifest: Manifest, *, keep_last: int, keep_every: int) -> None:
-        """Writes the manifest and gives the directory its name. The files must lie on the disk. Raises OSError; then nothing has changed.
+        """Writes the manifest and gives the directory its name; then removes steps that are no longer kept.
 
-        An earlier directory of this step makes place. Of the older ones, the `keep_last` newest whole ones (this included) stay and those
-        of every `keep_every`-th step (0: none); damaged ones leave when they are older than all of these. Later steps, from before the
-        run went back to this one, are left alone.
+        The files must lie on the disk. An earlier directory of this step is replaced. Later steps, from before the run went back to this
+        one, are left alone.
+
+        Args:
+            manifest: of every file.
+            keep_last: so many of the newest whole steps stay, this one included; damaged ones leave when they are older than all of these.
+            keep_every: steps divisible by it stay too; 0: none.
+
+        Raises:
+            OSError: nothing has changed.
         """
         write_file(self.path / MANIFEST, encode(manifest))
         for folder, _, _ in os.walk(self.path):
@@ -70,9 +77,9 @@ class StepWriter:
 
 def point(root: Path, name: str) -> None:
     """Lets `latest` name a step directory."""
-    aside = root / f".{LATEST}"
+    new = root / f".{LATEST}"
     with contextlib.suppress(FileNotFoundError):
-        aside.unlink()
-    write_file(aside, f"{name}\n".encode())
-    aside.replace(root / LATEST)
+        new.unlink()
+    write_file(new, f"{name}\n".encode())
+    new.replace(root / LATEST)
     sync(root)

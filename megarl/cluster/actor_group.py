@@ -33,9 +33,19 @@ class ActorGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def wait(self, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
-        """The results in the order of the references, which are those of one or several calls on all actors.
+        """Waits for calls on all actors.
 
-        Raises WorkerDied if an actor is gone, else what the first failing actor raised; WorkerLate after `timeout_s`. Each names the actor.
+        Args:
+            references: of one or several calls.
+            doing: names the work in an error.
+            timeout_s: for all of them together.
+
+        Returns:
+            The results, in the order of the references.
+
+        Raises:
+            WorkerDied: an actor is gone; any other exception is what the first failing actor raised.
+            WorkerLate: no answer in time. Each names the actor.
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
@@ -73,9 +83,14 @@ class ActorGroup:
 
 
 def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
-    """Raises what went wrong in the actor called `name`, in its own type, or WorkerDied or WorkerLate with that name.
+    """Raises what went wrong in an actor, in its own type, or WorkerDied or WorkerLate.
 
     Ray's wrapper of an actor's exception is an instance of that exception's class too, so it is looked at first.
+
+    Args:
+        error: what Ray raised.
+        name: of the actor, for the message.
+        doing: the work, for the message.
     """
     cause: BaseException = error
     while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception went through

@@ -1,4 +1,4 @@
-"""Places for actors in a Ray cluster."""
+"""Reserves resources for actors in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.cluster.actor_group import WorkerLate
 
 
 def reserve(bundles: list[dict[str, float]], timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
-    """One place per bundle, neighbours on one node where possible, so that consecutive ranks share a machine.
+    """Reserves the bundles, neighbours on one node where possible, so that consecutive ranks share a machine.
 
     Raises WorkerLate with what was asked and what the cluster has.
     """

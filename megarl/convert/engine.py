@@ -70,7 +70,19 @@ class Conversion(ABC):
 
 
 def run(conversion: Conversion, directory: ConversionDirectory, workers: int) -> bool:
-    """Converts what is not done. False where other processes still hold the rest. Raises ConfigError, with what was done kept."""
+    """Converts the units that are not done yet; what is done stays done whatever happens.
+
+    Args:
+        conversion: the work.
+        directory: where it is written.
+        workers: threads.
+
+    Returns:
+        False where other processes still hold units.
+
+    Raises:
+        ConfigError: a damaged source, another plan, no room, a failing disk.
+    """
     try:
         directory.begin(conversion.plan())
         if not directory.checked:

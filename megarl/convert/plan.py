@@ -68,7 +68,14 @@ class Layer:
 
 
 def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None) -> list[Item]:
-    """Every parameter of the model of a config.json. `cast`: the dtype to write, but for what is float32 in any model; None: as it is."""
+    """Every parameter of a model, with what is read and written for it.
+
+    Args:
+        hf: config.json of the model.
+        head: what stands on its backbone.
+        dtype_of: the dtype (safetensors' name) of a parameter in the source.
+        cast: the dtype to write, but for what is float32 in any model; None: the source's.
+    """
     config = dict(hf)
     items = []
     for weight, name in checkpoint_names(family_of(config), config, head):
@@ -79,9 +86,17 @@ def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight
 
 
 def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int) -> tuple[list[Item], int]:
-    """The items and the number of units of a directory that may hold config.json alone: every name, shape and cut checked, no weight read.
+    """Plans the conversion of a directory that may hold config.json alone: checks every name, shape and cut, and reads no weight.
 
-    The weights are taken to have config.json's dtype, bfloat16 where it names none.
+    Args:
+        path: the directory. Its weights are taken to have config.json's dtype, bfloat16 where it names none.
+        head: what stands on the backbone; None: what config.json names.
+        dtype: to cast to, torch's name; None: no cast.
+        tp: tensor-parallel ranks that the checkpoint is cut for.
+        etp: the same for experts.
+
+    Returns:
+        The items, and the number of units.
     """
     config = read_config(path)
     family = family_of(config)
@@ -102,7 +117,7 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
 
 
 def shards(item: Item, tp: int, etp: int) -> list[Shard]:
-    """The pieces of a parameter that a checkpoint holds."""
+    """The pieces of a parameter that a checkpoint cut for `tp` tensor-parallel ranks (`etp` for experts) holds."""
     name = item.name
     ones = (1,) * len(name.index)
     return [

@@ -77,7 +77,7 @@ def parameter_shape(op: Op) -> Shape:
 
 
 def boxes(op: Op, ranks: int) -> list[Box]:
-    """The parameter cut into rectangles, each of which exactly one of `ranks` tensor-parallel ranks needs."""
+    """The parameter cut for `ranks` tensor-parallel ranks: rectangles that one rank holds whole (every rank, where it is replicated)."""
     shape, packed, axis = parameter_shape(op), op.packed_shape, op.axis
     if axis is None or ranks == 1:
         return [Box((0,) * len(shape), shape)]

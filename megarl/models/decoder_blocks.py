@@ -82,7 +82,13 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
 
 
 def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[WeightMapping]:
-    """Grouped-query attention between its norms; `bias` of query, key and value; `norm` of each head's query and key."""
+    """Grouped-query attention between its norms.
+
+    Args:
+        n: the model's numbers.
+        bias: of query, key and value.
+        norm: of each head's query and key.
+    """
     before, after = norms(n)
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     names = tuple(f"{theirs}{name}_proj." for name in "qkv")
@@ -99,7 +105,15 @@ def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[Weigh
 
 
 def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None) -> list[WeightMapping]:
-    """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts."""
+    """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts.
+
+    Args:
+        n: the model's numbers.
+        ffn: units.
+        ours: Megatron's name inside the layer.
+        theirs: Hugging Face's.
+        layers: that have it; None: all.
+    """
     ours, theirs = LAYER + ours, BLOCK + theirs
     return [
         WeightMapping(
@@ -112,7 +126,14 @@ def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", laye
 def experts(
     n: Sizes, theirs: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), layers: range | None = None
 ) -> list[WeightMapping]:
-    """The router and the routed experts, whose projections are called `names`."""
+    """The router and the routed experts.
+
+    Args:
+        n: the model's numbers.
+        theirs: Hugging Face's name of the mixture inside the layer.
+        names: of an expert's gate, up and down projections there.
+        layers: that have it; None: all.
+    """
     router, expert = BLOCK + theirs + "gate.weight", BLOCK + theirs + "experts.{expert}."
     gate, up, down = (f"{expert}{name}.weight" for name in names)
     return [
@@ -168,7 +189,18 @@ def _qkv(n: Sizes, *rest: int) -> QKV:
 
 
 def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
-    """Of the TransformerConfig of a dense decoder with the blocks above. Raises ConfigError."""
+    """Fields of the TransformerConfig of a dense decoder with the blocks above.
+
+    Args:
+        hf: config.json.
+        n: the model's numbers.
+        rope: its rotary embedding.
+        bias: of query, key and value.
+        norm: of each head's query and key.
+
+    Raises:
+        ConfigError: config.json lacks a number, or Megatron lacks this rotary embedding.
+    """
     if "rms_norm_eps" not in hf:
         raise ConfigError("model.path: config.json lacks rms_norm_eps")
     if rope.attention_factor != 1.0 and rope.fraction != 1.0:
@@ -195,7 +227,13 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
 
 
 def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict[str, Any]:
-    """Of a router that chooses by softmax; `normalized`: the chosen probabilities are scaled to a sum of 1, a softmax over them alone."""
+    """Fields of a router that chooses by softmax.
+
+    Args:
+        hf: config.json.
+        n: the model's numbers.
+        normalized: the chosen probabilities are scaled to a sum of 1, which is a softmax over the chosen alone.
+    """
     return {
         "num_moe_experts": n.experts,
         "moe_ffn_hidden_size": n.expert_ffn,
@@ -206,7 +244,16 @@ def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict
 
 
 def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, Any]:
-    """Of the router and the MLPs of `sigmoid_experts`. Raises ConfigError where Megatron's router would choose other experts."""
+    """Fields of the router and the MLPs of `sigmoid_experts`.
+
+    Args:
+        family: its name, for the message.
+        hf: config.json.
+        n: the model's numbers.
+
+    Raises:
+        ConfigError: Megatron's router would choose other experts.
+    """
     topk, groups, chosen = number(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
     if topk == 1 or not hf.get("norm_topk_prob", True):
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")

@@ -23,10 +23,19 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 
 def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout, backend: Backend) -> TransformerConfig:
-    """Megatron's configuration of the model that `hf` (config.json of a known family) describes.
+    """Megatron's configuration of a model.
 
-    `model.megatron` may set any field of TransformerConfig that neither the weights nor the layout nor the gradient's scaling fix.
-    Raises ConfigError for an unknown field, a fixed one, or a model feature that is not supported.
+    Args:
+        hf: config.json of a known family.
+        model: its `megatron` may set any field of TransformerConfig that neither the weights nor the layout nor the gradient's scaling fix.
+        layout: of the ranks.
+        backend: the hardware's fields.
+
+    Returns:
+        A TransformerConfig, or an MLATransformerConfig for multi-latent attention.
+
+    Raises:
+        ConfigError: an unknown field, a fixed one, or a model feature that is not supported.
     """
     fixed = fixed_fields(hf, model.dtype, layout)
     check_fields(model.megatron, fixed)
@@ -49,11 +58,18 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
 def build_chunks(
     config: TransformerConfig, hf: dict[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm"
 ) -> list[MegatronModule]:
-    """The model chunks of this rank (one, or one for each virtual stage), on the device, their weights not yet loaded.
+    """Builds the model chunks of this rank on the device, their weights not yet loaded. Requires the grid.
 
-    grad=False builds a frozen model (reference, reward model). head="value" puts a scalar head in the place of the output layer (critic,
-    reward model): the last stage then gives values [1, R, 1] in float32 instead of logits, whole on every tensor-parallel rank. Only that
-    head has initial weights of its own. Requires the grid.
+    Args:
+        config: see `transformer_config`.
+        hf: config.json.
+        backend: the hardware.
+        grad: False builds a frozen model (reference, reward model).
+        head: "value" puts a scalar head in the place of the output layer (critic, reward model): the last stage then gives values
+            [1, R, 1] in float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head has initial weights.
+
+    Returns:
+        One chunk, or one for each virtual stage.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
     chunks = [_chunk(config, hf, backend, stage, head) for stage in stages]

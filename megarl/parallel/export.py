@@ -1,7 +1,7 @@
 """Megatron parameters back to Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
 
 Only the ranks that share rank 0's data (and context) parallel place take part: in each pipeline stage they gather at the stage's first
-rank, which hands the shards on to rank 0. Every rank derives the same order from the family's rows, so the collectives pair up. Bytes
+rank, which hands the shards on to rank 0. Every rank derives the same order from the family's weight map, so the collectives pair up. Bytes
 are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
 """
 
@@ -38,9 +38,16 @@ class _Batch:
 
 
 def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The model as a stream of (Hugging Face name, full tensor in `dtype` on this rank's device; routers' expert biases in float32).
+    """Streams the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
-    Collective: every rank must iterate to the end, and rank 0 alone gets tensors. A tensor is valid until the next is asked for.
+    Args:
+        chunks: this rank's, in data-parallel wrappers or not.
+        hf: config.json of the model.
+        grid: this rank's.
+        dtype: of the tensors; routers' expert biases stay in float32.
+
+    Yields:
+        On rank 0 (Hugging Face name, whole tensor on the device), valid until the next one is asked for; elsewhere nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]
@@ -53,12 +60,21 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
 
 
 def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
-    """Writes the model as a Hugging Face directory `target` in the parameters' dtype; config and tokenizer come from `source`.
+    """Writes the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective; rank 0 writes.
 
     config.json names the model's own head: transformers loads a critic or reward model with AutoModelForSequenceClassification, whichever
     directory it came from. It scores a sequence at the last token that is not config.json's pad_token_id, so one token too early where
     that is also the end token, and takes one sequence at a time where there is none.
-    Collective; rank 0 writes. `target` appears complete or not at all; ConfigError if it already holds something.
+
+    Args:
+        chunks: this rank's, in data-parallel wrappers or not.
+        hf: config.json of the model.
+        grid: this rank's.
+        source: the directory that config and tokenizer come from.
+        target: the directory to write.
+
+    Raises:
+        ConfigError: `target` already holds something.
     """
     chunks = list(chunks)
     dtype = next(iter(local_parameters(chunks, grid.ep_rank).values())).dtype

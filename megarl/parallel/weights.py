@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
 from megarl.models.te_names import from_te
 from megarl.models.weight_map import OUTPUT, HeadKind, Weight
-
-if TYPE_CHECKING:
-    from megarl.parallel.grid import Grid
+from megarl.parallel.grid import Grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
@@ -55,11 +53,20 @@ def _weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
 
 
 def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:
-    """Fills every parameter of this rank from the Hugging Face directory, reading only this rank's slices.
+    """Fills every parameter of this rank from a Hugging Face directory, of which it reads this rank's slices only.
 
-    A model with a scalar head may come from a language model's directory: it takes the backbone and keeps its fresh head.
-    Call it on the chunks of `build_chunks`, before `make_trainable` copies parameters into the optimizer. Each parameter keeps its dtype.
-    Raises ValueError naming the parameter where the built model and the family's rows differ, or the heads where the directory lacks ours.
+    Call it before `make_trainable` copies parameters into the optimizer. A model with a scalar head may come from a language model's
+    directory: it takes the backbone and keeps its fresh head.
+
+    Args:
+        chunks: of `build_chunks`; each parameter keeps its dtype.
+        path: the directory.
+        hf: config.json of the model.
+        grid: this rank's.
+
+    Raises:
+        ValueError: names the parameter where the built model and the family's weight map differ, or the heads where the directory lacks
+            the model's.
     """
     chunks = list(chunks)
     family, head = family_of(hf), head_of(chunks)
@@ -118,6 +125,12 @@ def _local_experts(chunk: Any) -> int:
 
 
 def canonical(name: str, layers: list[int], first_expert: int) -> str:
-    """The canonical name of a chunk's parameter, given the global numbers of the chunk's layers and of its first expert."""
+    """The canonical name of a chunk's parameter.
+
+    Args:
+        name: in the chunk, of local or of Transformer Engine's layers.
+        layers: the numbers in the whole model of the chunk's layers.
+        first_expert: the number in the whole model of the chunk's first expert.
+    """
     name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", from_te(name))
     return _EXPERT.sub(lambda match: f"mlp.experts.local_experts.{first_expert + int(match[1])}.", name)

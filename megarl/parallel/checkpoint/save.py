@@ -68,17 +68,17 @@ class Saver:
         begun = time.perf_counter()
         planned = {name: self._plan(name, model) for name, model in models.items()}
         size = sum(tensor.nbytes for tensors in planned.values() for tensor in tensors)
-        directory = StepWriter(self._root, step)
+        writer = StepWriter(self._root, step)
         files = {f"{name}/{HF}/{file}": data for name, model in models.items() for file, data in model.described.items()}
-        self._begin(directory, [*models, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
-        tensors_writer = StagedWriter(directory.path, self._grid.rank, self._settings.staging_mb << 20)
+        self._begin(writer, [*models, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
+        staged = StagedWriter(writer.path, self._grid.rank, self._settings.staging_mb << 20)
         for name, tensors in planned.items():
             for tensor in tensors:
-                tensors_writer.put(name, tensor)
-        tensors_writer.close()
+                staged.put(name, tensor)
+        staged.close()
         described = {name: _description(model) for name, model in models.items()}
         barrier = SaveBarrier(self._grid, self._root, self._saves)
-        work = (directory, tensors_writer, random_states(), described, {**files, **extra}, barrier)
+        work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
         self._pending, self._saves = (thread, barrier, step), self._saves + 1
@@ -106,28 +106,28 @@ class Saver:
         self._plans[name], tensors = torch_dist.make_plan(state, self._grid, self._plans.get(name))
         return tensors
 
-    def _begin(self, directory: StepWriter, folders: list[str], size: int) -> None:
+    def _begin(self, writer: StepWriter, folders: list[str], size: int) -> None:
         """Makes the directory, on rank 0, where there is room for `size` bytes of each rank."""
         total = torch.tensor(size)
         dist.all_reduce(total, group=self._grid.groups.control)
         fault: list[str | None] = [None]
         if self._grid.rank == 0:
             try:
-                directory.begin(folders)
+                writer.begin(folders)
                 free = os.statvfs(self._root)
                 if free.f_bavail * free.f_frsize < int(total):
-                    directory.discard()
+                    writer.discard()
                     fault = [f"{self._root}: {int(total)} bytes to write, {free.f_bavail * free.f_frsize} free"]
             except OSError as error:
                 fault = [f"{error.strerror}: {error.filename}"]
         dist.broadcast_object_list(fault, group=self._grid.groups.control, group_src=0)
         if fault[0] is not None:
-            raise SaveError(f"checkpoint: step {directory.step} was not saved: {fault[0]}")
+            raise SaveError(f"checkpoint: step {writer.step} was not saved: {fault[0]}")
 
     def _finish(
         self,
-        directory: StepWriter,
-        tensors: StagedWriter,
+        writer: StepWriter,
+        staged: StagedWriter,
         random: bytes,
         models: Mapping[str, Any],
         extra: Mapping[str, bytes],
@@ -135,9 +135,9 @@ class Saver:
     ) -> None:
         """In a background thread: every rank reports to rank 0 what it wrote, and rank 0 commits the step directory."""
         try:
-            written = tensors.finish()
+            written = staged.finish()
             name = f"{RANDOM}/{self._grid.rank:05d}.safetensors"
-            files = {**written.files, name: write_file(directory.path / name, random)}
+            files = {**written.files, name: write_file(writer.path / name, random)}
             barrier.report(json.dumps({"files": {name: astuple(record) for name, record in files.items()}, "locations": written.locations}))
         except Exception as error:
             barrier.report(json.dumps({"fault": _one_line(error)}))
@@ -148,13 +148,13 @@ class Saver:
             faults = [f"rank {rank}: {report['fault']}" for rank, report in enumerate(reports) if "fault" in report]
             if faults:
                 raise SaveError(faults[0])
-            self._commit(directory, reports, models, extra)
+            self._commit(writer, reports, models, extra)
             barrier.conclude("")
         except Exception as error:
-            directory.discard()
+            writer.discard()
             barrier.conclude(_one_line(error))
 
-    def _commit(self, directory: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
+    def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}
         for model in models:
             ranks = [report["locations"].get(model, []) for report in reports]
@@ -163,13 +163,13 @@ class Saver:
                 for shards, locations in zip(self._plans[model].ranks, ranks, strict=True)
                 for shard, location in zip(shards, locations, strict=True)
             ]
-            found = write_metadata(directory.path / model, written)
+            found = write_metadata(writer.path / model, written)
             files |= {f"{model}/{name}": record for name, record in found.items()}
         for name, data in extra.items():
-            files[name] = write_file(directory.path / name, data)
+            files[name] = write_file(writer.path / name, data)
         layout = self._grid.layout.model_dump()
-        manifest = Manifest(directory.step, self._grid.world, layout, _versions(), models, files)
-        directory.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
+        manifest = Manifest(writer.step, self._grid.world, layout, _versions(), models, files)
+        writer.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
 
 
 def _description(model: ModelState) -> dict[str, Any]:

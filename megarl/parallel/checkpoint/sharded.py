@@ -87,7 +87,13 @@ def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
 
 @torch.no_grad()
 def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
-    """Gives the optimizer the main copies and moments of a loaded `empty_optimizer_state`, and Adam's count of steps."""
+    """Gives the optimizer what was loaded.
+
+    Args:
+        trainable: the model with its optimizer.
+        state: a loaded `empty_optimizer_state`: main copies and moments.
+        adam_step: Adam's count of steps.
+    """
     for part in _optimizers(trainable):
         if not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()  # a step on zero gradients: what it changes is overwritten here

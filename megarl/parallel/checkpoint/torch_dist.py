@@ -42,9 +42,17 @@ class Plan:
 
 
 def make_plan(state: Sharded, grid: Grid, known: Plan | None) -> tuple[Plan, list[Tensor]]:
-    """The plan of a model's state and this rank's tensors in its order. Collective where no plan of an earlier save is `known`.
+    """Decides which tensors this rank writes of a model. Collective where no plan of an earlier save is `known`.
 
-    Every element of every tensor is then known to be written by exactly one rank.
+    It is then checked that every element of every tensor is written by exactly one rank.
+
+    Args:
+        state: the model's, see `sharded`.
+        grid: this rank's.
+        known: the plan of an earlier save of the model.
+
+    Returns:
+        The plan, and this rank's tensors in its order.
     """
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     assert not common, f"not sharded: {sorted(common)}"
@@ -65,10 +73,19 @@ def make_plan(state: Sharded, grid: Grid, known: Plan | None) -> tuple[Plan, lis
 
 
 def read(step: Verified, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
-    """Fills the tensors of `state`, in place, from a model of a step directory. Collective; each rank reads what it needs and no more.
+    """Fills the tensors of `state`, in place, from a model of a step directory. Collective; each rank reads only what it needs.
 
-    Raises ConfigError, on every rank, before anything is filled: a tensor that the checkpoint lacks or has in another shape (of a padded
-    vocabulary the first `vocabulary` rows count), or one that no rank asks for and whose name does not begin with `allowed_extra`.
+    Args:
+        step: the directory.
+        model: the name of its folder there.
+        state: see `sharded`.
+        vocabulary: so many rows of a padded vocabulary must agree.
+        allowed_extra: what names of tensors may begin with that no rank asks for.
+        grid: this rank's.
+
+    Raises:
+        ConfigError: on every rank, before anything is filled, for a tensor that the checkpoint lacks or has in another shape, or for one
+            that no rank asks for.
     """
     metadata = agreed(grid, lambda: read_metadata(step, model))
     wanted = list(nested_values(load_preprocess(state)[0]))
