@@ -24,7 +24,7 @@ from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONVERSION, described
 from megarl.models.weight_map import HeadKind, Weight
-from megarl.parallel.checkpoint.dcp import Shard, check_cover, write_metadata
+from megarl.parallel.checkpoint.dcp import Location, Shard, check_cover, write_metadata
 
 MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
 STEP = 0
@@ -90,17 +90,17 @@ class ToMegatron(Conversion):
         with HashedFile(self._file(unit)) as file:
             for item in unit.items:
                 with control.parameter(item):
-                    stored = self._stored(item, hashes)
+                    parameter = self._parameter(item, hashes)
                     for shard in shards(item, self._tp, self._etp):
                         start = file.size
-                        torch.save(_piece(stored, shard), file)  # type: ignore[arg-type]  # it asks for `write` and `flush`
+                        torch.save(_piece(parameter, shard), file)  # type: ignore[arg-type]  # it asks for `write` and `flush`
                         file.check()
                         places.append([start, file.size - start])
-                    del stored
+                    del parameter
             record = file.close()
         return {"sha256": hashes, "places": places, "file": [record.size, record.sha256]}
 
-    def _stored(self, item: Item, hashes: dict[str, str]) -> Tensor:
+    def _parameter(self, item: Item, hashes: dict[str, str]) -> Tensor:
         """The parameter, whole, in the dtype to write."""
         tensors = []
         for name in item.weight.hf:
@@ -120,15 +120,15 @@ class ToMegatron(Conversion):
             return False
 
     def complete(self, records: Mapping[int, UnitRecord]) -> None:
-        stored = []
+        written: list[tuple[Shard, Location]] = []
         for unit in self.units:
             pieces = [shard for item in unit.items for shard in shards(item, self._tp, self._etp)]
-            places = [(self._file(unit).name, *place) for place in records[unit.index]["places"]]
-            stored += list(zip(pieces, places, strict=True))
-        check_cover(shard for shard, _ in stored)
+            locations = [Location(self._file(unit).name, *place) for place in records[unit.index]["places"]]
+            written += zip(pieces, locations, strict=True)
+        check_cover(shard for shard, _ in written)
         hashes = _merged(records)
         files = {f"{self._model}/{self._file(unit).name}": FileRecord(*records[unit.index]["file"]) for unit in self.units}
-        files |= {f"{self._model}/{name}": record for name, record in self._metadata(stored).items()}
+        files |= {f"{self._model}/{name}": record for name, record in self._metadata(written).items()}
         (self._folder / HF).mkdir(exist_ok=True)
         for name, data in self._described().items():
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
@@ -138,10 +138,10 @@ class ToMegatron(Conversion):
         manifest = Manifest(STEP, 0, {}, _versions(), {self._model: {**identity, "optimizer": None}}, files)
         _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 
-    def _metadata(self, stored: list[tuple[Shard, Any]]) -> dict[str, FileRecord]:
+    def _metadata(self, written: list[tuple[Shard, Location]]) -> dict[str, FileRecord]:
         for name in (".metadata", "metadata.json", "common.pt"):
             (self._folder / name).unlink(missing_ok=True)
-        return write_metadata(self._folder, stored)
+        return write_metadata(self._folder, written)
 
     def _described(self) -> dict[str, bytes]:
         config = dict(self._source.config)
@@ -178,12 +178,12 @@ def point_latest(root: Path) -> None:
     point(root, step_name(STEP))
 
 
-def _piece(stored: Tensor, shard: Shard) -> Tensor:
-    own = slice(len(shard.size) - stored.ndim, None)
-    piece = stored
+def _piece(parameter: Tensor, shard: Shard) -> Tensor:
+    own = slice(len(shard.size) - parameter.ndim, None)
+    piece = parameter
     for axis, (start, size) in enumerate(zip(shard.offset[own], shard.size[own], strict=True)):
         piece = piece.narrow(axis, start, size)
-    if piece.shape != stored.shape:
+    if piece.shape != parameter.shape:
         piece = piece.clone(memory_format=torch.contiguous_format)  # what is saved is a tensor's whole storage
     return piece.view(shard.size)
 

@@ -177,19 +177,19 @@ def _optimizers(trainable: Trainable) -> list[Any]:
     return [part for part in trainable.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def _assembled(one: _BufferedParameter) -> list[Tensor] | None:
+def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
     """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
-    if not one.held:
+    if not buffered.held:
         return None
-    mine, first = one.local(), one.owners.start
-    group, shape = one.part.data_parallel_group, one.parameter.shape
-    if len(one.owners) > 1 and one.rank != first:
+    mine, first = buffered.local(), buffered.owners.start
+    group, shape = buffered.part.data_parallel_group, buffered.parameter.shape
+    if len(buffered.owners) > 1 and buffered.rank != first:
         dist.send(torch.stack(mine), group=group, group_dst=first)
         return None
-    if len(one.owners) > 1:
+    if len(buffered.owners) > 1:
         pieces = [torch.stack(mine)]
-        for owner in one.owners[1:]:
-            begin, end = one.cuts[owner - first : owner - first + 2]
+        for owner in buffered.owners[1:]:
+            begin, end = buffered.cuts[owner - first : owner - first + 2]
             pieces.append(pieces[0].new_empty(len(STATES), end - begin))
             dist.recv(pieces[-1], group=group, group_src=owner)
         mine = list(torch.cat(pieces, dim=1))
