@@ -88,18 +88,8 @@ def _status(key: str) -> int:
 def sequences(count: int, length: int, prompt: int = 0) -> Batch:
     """`count` whole sequences of `length` entries, the first `prompt` of each without loss."""
     seq_T, position_T = torch.arange(count).repeat_interleave(length), torch.arange(length).repeat(count)
-    counts = torch.full((count,), length - prompt)
-    return Batch(
-        position_T,
-        position_T,
-        position_T >= prompt,
-        seq_T,
-        position_T,
-        torch.full((count,), length),
-        counts,
-        torch.full((count,), prompt),
-        in_order=True,
-    )
+    length_N, count_N, start_N = (torch.full((count,), number) for number in (length, length - prompt, prompt))
+    return Batch(position_T, position_T, position_T >= prompt, seq_T, position_T, length_N, count_N, start_N, in_order=True)
 
 
 # --- GAE
