@@ -29,20 +29,20 @@ class Verb:
 
 VERBS = {
     "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
-    "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.checks:check_sft", "megarl.stages.sft:sft"),
+    "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.sft:check_sft", "megarl.stages.sft:sft"),
     "value": Verb(
-        "value pretraining", "megarl.config:TrainConfig", "megarl.stages.checks:check_value", "megarl.value_trainer:pretrain_value"
+        "value pretraining", "megarl.config:TrainConfig", "megarl.value_trainer:check_value", "megarl.value_trainer:pretrain_value"
     ),
-    "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.checks:check_rm", "megarl.stages.rm:rm"),
-    "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.checks:check_dpo", "megarl.stages.dpo:dpo"),
+    "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.rm:check_rm", "megarl.stages.rm:rm"),
+    "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.dpo:check_dpo", "megarl.stages.dpo:dpo"),
     "pairs": Verb(
         "preferences from a policy's own responses",
         "megarl.config:PairsConfig",
-        "megarl.stages.checks:check_pairs",
+        "megarl.stages.pairs:check_pairs",
         "megarl.stages.pairs:pairs",
     ),
-    "serve": Verb("reward model behind HTTP", "megarl.config:ServeConfig", "megarl.stages.checks:check_serve", "megarl.stages.serve:serve"),
-    "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.checks:check_eval", "megarl.stages.eval:run_eval"),
+    "serve": Verb("reward model behind HTTP", "megarl.config:ServeConfig", "megarl.stages.serve:check_serve", "megarl.stages.serve:serve"),
+    "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.eval:check_eval", "megarl.stages.eval:run_eval"),
 }
 
 

@@ -13,47 +13,36 @@ from megarl.checkpoints.steps import trusted
 from megarl.config import (
     ClusterSettings,
     ConfigError,
-    ConversationSource,
     DataSettings,
-    DpoConfig,
     EvalConfig,
     EvalData,
     Layout,
-    LearnConfig,
     ModelReward,
     ModelSettings,
     PairsConfig,
-    PreferenceSource,
     PromptSource,
     ReasoningGymReward,
     ReasoningGymSource,
     RewardSettings,
-    RmConfig,
     RolloutSettings,
     RunSettings,
-    ServeConfig,
-    SftConfig,
-    SftSource,
     TrainConfig,
 )
-from megarl.data.conversations import Conversation, answered, load_conversations
-from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.data.tokenizer import check_same_tokenizer, encode, load_tokenizer
+from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
-from megarl.rewards.http import token_of
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.engine import check_engine
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
@@ -64,22 +53,6 @@ class Data:
 
     train: list[Prompt]
     eval: list[Prompt]
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Conversations that passed every check."""
-
-    train: list[Conversation]
-    held_out: list[Conversation]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs that passed every check."""
-
-    train: list[Preference]  # none where the model is only measured
-    held_out: list[Preference]
 
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
@@ -213,93 +186,6 @@ def check_train(config: TrainConfig) -> Data:
     return data
 
 
-def check_value(config: TrainConfig) -> Data:
-    """All checks of `megarl value`."""
-    if config.critic is None or config.critic.pretrain_steps == 0:
-        raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
-    data = check_train(config)
-    if len(data.eval) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
-    return data
-
-
-def check_sft(config: SftConfig) -> Conversations:
-    """All checks of `megarl sft`; its conversations."""
-    tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
-
-    def conversations(source: SftSource, key: str) -> list[Conversation]:
-        if isinstance(source, ConversationSource):
-            return load_conversations(source, tokenizer, limit, key)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens")
-        return answered(prompts, tokenizer, limit, key)
-
-    held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
-    if data.eval is not None:
-        check_held_out(config, len(held_out))
-    elif not config.sft.steps:
-        raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
-    return Conversations(conversations(data.train, "data.train") if config.sft.steps else [], held_out)
-
-
-def check_rm(config: RmConfig) -> Pairs:
-    """All checks of `megarl rm`; its pairs."""
-    return _pairs(config, "value")
-
-
-def check_dpo(config: DpoConfig) -> Pairs:
-    """All checks of `megarl dpo`; its pairs."""
-    return _pairs(config, "lm")
-
-
-def _pairs(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
-    tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
-
-    def pairs(source: PreferenceSource, key: str) -> list[Preference]:
-        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
-
-    held_out = pairs(data.eval, "data.eval")
-    check_held_out(config, len(held_out))
-    return Pairs(pairs(data.train, "data.train") if config.learn.steps else [], held_out)
-
-
-def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
-    """The checks that supervised stages share; the tokenizer. `sides`: responses that stay together in a micro-batch."""
-    hf, section, learn = check_model(config, head), config.section, config.learn
-    if sides * learn.max_tokens > learn.micro_batch_tokens:
-        raise ConfigError(
-            f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
-            f"{section}.max_tokens={learn.max_tokens}"
-        )
-    if learn.max_tokens > hf["max_position_embeddings"]:
-        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
-    if learn.batch_size < config.layout.dp:
-        raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
-    tokenizer = load_tokenizer(config.model.path)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
-    return tokenizer
-
-
-def check_held_out(config: LearnConfig, count: int) -> None:
-    """ConfigError where the held-out source has too little for the ranks."""
-    if count < config.layout.dp:
-        raise ConfigError(f"data.eval: holds {count}, less than one for each of {config.layout.dp} data-parallel ranks")
-
-
-def check_serve(config: ServeConfig) -> None:
-    """All checks of `megarl serve`."""
-    hf = check_model(config, "value")
-    check_trained_head(config.model.path, "model.path")
-    token_of(config.serve.token_env, "serve.token_env")
-    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
-    if config.data.chat and not tokenizer.chat_template:
-        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
-    if limit > config.serve.micro_batch_tokens:
-        raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
-    if limit > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
-
-
 def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
     """ConfigError where engines without ranks beside them could not run the model."""
     hf = check_model(config)
@@ -309,37 +195,6 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
         )
     check_length(hf, config.rollout)
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
-
-
-def check_eval(config: EvalConfig) -> list[Prompt]:
-    """All checks of `megarl eval`; its prompts."""
-    check_engines_alone(config, "eval")
-    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
-        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
-    check_reward(config.reward)
-    return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
-
-
-def check_pairs(config: PairsConfig) -> Data:
-    """All checks of `megarl pairs`; the prompts of both files."""
-    check_engines_alone(config, "pairs")
-    if isinstance(config.reward.source, ModelReward):
-        raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
-    for key in ("normalise", "overlong", "eval"):
-        if getattr(config.reward, key) is not None:
-            raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
-    check_reward(config.reward)
-    data = check_data(config)
-    if config.pairs.answers:
-        tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
-        for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):
-            for number, tokens in enumerate(encode(tokenizer, [prompt.answer for prompt in prompts], special=False)):
-                if len(tokens) > most:
-                    raise ConfigError(
-                        f"pairs.answers: the answer of {key}, prompt {number}, has {len(tokens)} tokens, more than "
-                        f"rollout.max_response_tokens={most}"
-                    )
-    return data
 
 
 def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:

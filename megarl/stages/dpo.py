@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from megarl.config import DpoConfig
-from megarl.stages.checks import check_dpo
-from megarl.stages.learning import learn_pairs
+from megarl.stages.learning import Pairs, check_preferences, learn_pairs
+
+
+def check_dpo(config: DpoConfig) -> Pairs:
+    """All checks of `megarl dpo`; its pairs."""
+    return check_preferences(config, "lm")
 
 
 def dpo(config: DpoConfig) -> None:

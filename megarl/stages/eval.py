@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from statistics import pstdev
 
 from megarl.cluster.session import ray_session
-from megarl.config import EvalConfig
+from megarl.config import ConfigError, EvalConfig, ModelReward
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, merge
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Score
+from megarl.rewards.sources import check as check_reward
 from megarl.rollout.engine import Sampling
-from megarl.stages.checks import check_eval
+from megarl.stages.checks import check_engines_alone, check_prompts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
 from megarl.workers.engines import Engines, call_seed, start_engines
@@ -38,6 +39,15 @@ def evaluate(
     failures = merge([reward_failures(scores) for scores in found.values()])
     run.pass_rate(name, rates, step, failures | {"eval/heldout/stderr": Last(error)})
     return rates
+
+
+def check_eval(config: EvalConfig) -> list[Prompt]:
+    """All checks of `megarl eval`; its prompts."""
+    check_engines_alone(config, "eval")
+    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
+        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
+    check_reward(config.reward)
+    return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
 
 
 def run_eval(config: EvalConfig) -> None:

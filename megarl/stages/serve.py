@@ -22,7 +22,7 @@ from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.rewards.http import token_of
-from megarl.stages.checks import check_serve
+from megarl.stages.checks import check_model, check_trained_head
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
@@ -139,6 +139,20 @@ class Handler(BaseHTTPRequestHandler):
         except BaseException as error:
             server.fail(error)
             return 500, {"error": f"{type(error).__name__}: {error}"}
+
+
+def check_serve(config: ServeConfig) -> None:
+    """All checks of `megarl serve`."""
+    hf = check_model(config, "value")
+    check_trained_head(config.model.path, "model.path")
+    token_of(config.serve.token_env, "serve.token_env")
+    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
+    if config.data.chat and not tokenizer.chat_template:
+        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
+    if limit > config.serve.micro_batch_tokens:
+        raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
+    if limit > int(hf["max_position_embeddings"]):
+        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
 
 
 def serve(config: ServeConfig) -> None:
