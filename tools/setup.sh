@@ -14,17 +14,45 @@ find_python() {
             command -v "$candidate" && return
         fi
     done
-    die "no Python 3.11 with venv found (set PYTHON to one)"
+    return 1
 }
 
-# One quiet pip run: its whole output goes to the log, its milestones to the console, and the log's end too if it fails.
-install() {
+make_venv() {
+    local python
+    if python=$(find_python); then
+        say "making .venv with $("$python" --version)"
+        "$python" -m venv --clear .venv
+    elif command -v uv >/dev/null; then
+        say "making .venv with a Python 3.11 that uv finds or fetches"
+        uv venv --quiet --seed --clear --python 3.11 .venv || die "uv has no Python 3.11 either (set PYTHON to one)"
+    else
+        die "no Python 3.11 with venv found (set PYTHON to one, or install uv, which fetches it)"
+    fi
+}
+
+# One quiet pip run: its whole output goes to the log, its milestones to the console.
+pip() {
     .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" 2>&1 | tee -a .venv/setup.log | awk '
         /^Collecting / && ++found % 32 == 0 { print "setup:   " found " packages found"; fflush() }
-        /^Installing collected packages/ { print "setup:   unpacking"; fflush() }' || {
+        /^Installing collected packages/ { print "setup:   unpacking"; fflush() }'
+}
+
+install() {
+    pip "$@" || {
         tail -n 15 .venv/setup.log >&2
         die "pip failed; the whole log: .venv/setup.log"
     }
+}
+
+# The public index holds torch's CUDA build under the same version. uv knows where PyTorch keeps the CPU build.
+install_torch() {
+    local torch
+    torch=$(grep '^torch==' tools/cpu.lock)
+    pip "$torch+cpu" && return
+    say "pip finds no $torch+cpu: asking uv"
+    pip uv && .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --torch-backend cpu "$torch" >>.venv/setup.log 2>&1 && return
+    tail -n 5 .venv/setup.log >&2
+    die "no CPU build of torch: neither pip's indexes nor PyTorch's own hold it; give an index that does in PIP_EXTRA_INDEX_URL"
 }
 
 exec 9<tools/setup.sh
@@ -37,15 +65,13 @@ fi
 rm -f .venv/setup.stamp
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    python=$(find_python)
-    say "making .venv with $("$python" --version)"
-    "$python" -m venv --clear .venv
+    make_venv
 fi
 : >.venv/setup.log
 say "installing $(grep -c == tools/cpu.lock) pinned packages (two minutes, 2.5 GB, where nothing is there yet)"
+install_torch
 install -r tools/cpu.lock
-.venv/bin/python -c 'import torch' 2>>.venv/setup.log \
-    || die "torch does not import: pip must find the CPU build of torch (PyTorch's CPU wheel index as an extra index); see .venv/setup.log"
+.venv/bin/python -c 'import torch' 2>>.venv/setup.log || die "torch does not import; see .venv/setup.log"
 say "installing megarl"
 install --no-build-isolation -e .
 printf '%s\n' "$wanted" >.venv/setup.stamp
