@@ -21,7 +21,7 @@ from megarl.observe.phases import Phases
 from megarl.observe.rollout_metrics import rollout_metrics
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.rollout import RolloutBuffer, generate, score
 from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
 from megarl.workers.rollout_worker import Response

@@ -48,7 +48,7 @@ from megarl.rewards.http import token_of
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
-from megarl.rollout.engine import check_engine
+from megarl.rollout.registry import check_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from megarl.observe.rollout_metrics import reward_failures
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Score
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.cluster import ray_session

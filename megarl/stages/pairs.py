@@ -15,7 +15,7 @@ from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
 from megarl.rewards.score import Score
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.cluster import ray_session
