@@ -10,7 +10,7 @@ from megarl.config.section import Positive, Seconds, Section
 
 
 class VllmSettings(Section):
-    """vLLM."""
+    """vLLM's AsyncLLM."""
 
     type: Literal["vllm"] = "vllm"
 
@@ -19,7 +19,7 @@ class RolloutSettings(Section):
     """The engines and how they sample."""
 
     engine: VllmSettings = VllmSettings()
-    """What samples."""
+    """The engine that samples."""
     replicas: Positive = 1
     """Engines; the prompts are dealt out to them."""
     tp: Positive = 1

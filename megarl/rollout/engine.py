@@ -37,15 +37,6 @@ class Finished:
     sample: Sample
 
 
-@dataclass(frozen=True)
-class EngineInfo:
-    """A started engine."""
-
-    workers: int  # processes that take weights: the tensor-parallel size
-    start_s: float  # seconds that the start took, imports included
-    pids: list[int]  # the engine's own process first, then its children
-
-
 class RolloutError(RuntimeError):
     """The rollout side failed; the message names the engine."""
 
@@ -77,15 +68,15 @@ class Engine(Protocol):
     def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         """ConfigError, without starting anything, where an engine could not run the model of this config.json."""
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> EngineInfo:
-        """Loads `model` (a Hugging Face directory) and returns when the engine can answer.
+    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+        """Loads `model` (a Hugging Face directory) and returns, when the engine can answer, the ids of its processes.
 
         Raises ConfigError as `check` does, RolloutError where the engine does not start.
         """
         ...
 
     def check_health(self) -> None:
-        """Raises EngineDead where a process of the engine has ended, or `close` was called."""
+        """Raises EngineDead where a process of the engine has ended or `close` was called, RolloutError where it failed in another way."""
 
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """Takes requests, all or none.

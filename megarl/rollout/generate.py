@@ -60,13 +60,7 @@ async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one call have the same id, and would draw the same responses")
-    requests = [
-        Request(
-            (prompt.id, number), prompt.tokens, sampling.max_tokens, sampling.temperature, request_seed(sampling.seed, prompt.id, number)
-        )
-        for prompt in prompts
-        for number in range(sampling.n)
-    ]
+    requests = [_request(prompt, number, sampling) for prompt in prompts for number in range(sampling.n)]
     deadline = time.monotonic() + timeout_s
     await engine.submit(requests, timeout_s)
     samples: dict[RequestId, Sample] = {}

@@ -12,7 +12,7 @@ import ray
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
-from megarl.rollout.engine import Engine, EngineInfo
+from megarl.rollout.engine import Engine
 from megarl.rollout.generate import Prompt, Sampling, generate
 from megarl.sync.fingerprint import Print
 
@@ -41,10 +41,10 @@ class RolloutWorker:
     def __init__(self, label: str, engine: str) -> None:
         self._engine: Engine = find(engine)(label)
 
-    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> EngineInfo:
+    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> None:
         """Starts the engine with the weights of `model`."""
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
-        return await self._engine.start(model, dtype, settings, seed, gpu=gpu)
+        await self._engine.start(model, dtype, settings, seed, gpu=gpu)
 
     async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
         """The responses to each (number of the prompt, its tokens)."""

@@ -17,7 +17,7 @@ import pytest
 from megarl.batch import Sample
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
-from megarl.rollout.engine import EngineDead, RolloutTimeout
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
 from megarl.rollout.generate import Generated, Prompt, Sampling, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
@@ -31,8 +31,8 @@ END = 1
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
     engine = VllmEngine("engine 0")
-    info = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
-    return engine, info.pids
+    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    return engine, pids
 
 
 def _prompts(count: int) -> list[Prompt]:
@@ -118,6 +118,50 @@ async def _late(tiny: Path) -> None:
 
 def test_a_late_call_says_how_many_responses_are_late_and_leaves_the_engine_usable(host: Host, tiny: Path) -> None:
     host.run(_late, tiny)
+
+
+async def _one_by_one(tiny: Path) -> None:
+    engine, _ = await _start(tiny, max_response_tokens=400)
+
+    def request(name: str, max_tokens: int) -> Request:
+        return Request(name, PROMPTS[0].tokens, max_tokens, 0.0, 1)  # greedily this model says the same again and again, to the end
+
+    async def finished(*names: str) -> list[Finished]:
+        come: list[Finished] = []
+        while {one.id for one in come} != set(names):
+            come += await engine.receive(TIMEOUT_S)
+            assert {one.id for one in come} <= set(names)
+        return come
+
+    try:
+        await engine.submit([request("long", 400), request("longer", 400), request("short", 1)], TIMEOUT_S)
+        [short] = await finished("short")
+        assert (short.sample.finish_reason, short.sample.response_length) == ("length", 1)
+        with pytest.raises(ValueError, match="^request 'long': another request of this id is unfinished$"):
+            await engine.submit([request("new", 1), request("long", 1)], TIMEOUT_S)
+        with pytest.raises(RolloutError, match="^engine 0: 2 requests are unfinished"):
+            await engine.start_update(TIMEOUT_S)
+        await engine.submit([request("late", 3)], TIMEOUT_S)  # joins the others, and overtakes them
+        await finished("late")
+        await engine.abort(["long", "short", "never heard of"], TIMEOUT_S)
+        [aborted] = await finished("long")
+        partial = aborted.sample
+        assert partial.finish_reason == "abort" and 3 <= partial.response_length < 400
+        assert len(partial.rollout_logp) == partial.response_length and _routes(partial).shape == (len(partial.tokens) - 1, 2, 2)
+        [whole] = await finished("longer")  # goes on undisturbed
+        assert whole.sample.response_length == 400
+        assert partial.tokens.tolist() == whole.sample.tokens[: len(partial.tokens)].tolist()
+        await engine.submit([request("long", 400)], TIMEOUT_S)
+        await engine.abort(["long"], TIMEOUT_S)  # before it has a token, as a rule
+        [none] = await finished("long")
+        assert none.sample.finish_reason == "abort" and len(none.sample.rollout_logp) == none.sample.response_length < 400
+        assert await engine.receive(0.0) == []
+    finally:
+        await engine.close()
+
+
+def test_requests_come_back_as_they_finish_and_aborted_ones_with_what_they_have(host: Host, tiny: Path) -> None:
+    host.run(_one_by_one, tiny)
 
 
 async def _dies(tiny: Path, tp: int) -> None:

@@ -8,20 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
 from megarl.rollout.engine import (
     Engine,
     EngineDead,
-    EngineInfo,
     Finished,
     Request,
     RequestId,
@@ -51,7 +48,8 @@ class VllmEngine(Engine):
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._count = 0  # requests so far
         self._open: dict[RequestId, tuple[Any, asyncio.Task[None]]] = {}  # not yet received: vLLM's queue, who waits at it
-        self._ended: list[tuple[RequestId, Sample | Exception]] = []  # to be received
+        self._finished: list[Finished] = []  # to be received
+        self._failure: Exception | None = None  # of the engine, as a request has met it
         self._watched: list[Any] = []
         self._segments: set[Path] = set()
 
@@ -61,9 +59,8 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- life
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> EngineInfo:
+    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
-        begun = time.monotonic()
         assert self._llm is None, "start comes once"
         hf = read_config(model)
         self.check(hf, dtype, settings, gpu=gpu)
@@ -89,7 +86,7 @@ class VllmEngine(Engine):
         self._segments = {segment for pid in pids for segment in message_queues(pid)}
         for segment in self._segments:  # all who use them have mapped them: without a name nothing is left, however the engine ends
             segment.unlink(missing_ok=True)
-        return EngineInfo(workers=settings.tp, start_s=time.monotonic() - begun, pids=pids)
+        return pids
 
     def _watch(self) -> None:
         self._watched = list(self._llm.engine_core.resources.engine_manager.processes)
@@ -99,6 +96,8 @@ class VllmEngine(Engine):
     def check_health(self) -> None:
         if self._llm is None:
             raise EngineDead(f"{self.label}: is closed")
+        if self._failure is not None:
+            raise self._failure
         if self._dead.is_set() or self._llm.errored:
             for process in self._watched:
                 process.join(0.5)  # gone already, but perhaps not yet reaped
@@ -161,27 +160,24 @@ class VllmEngine(Engine):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            result: Sample | Exception = sample_of(request, await queue.get(), self._version, self.label)
+            output = await queue.get()
+            self._finished.append(Finished(request.id, sample_of(request, output, self._version, self.label)))
         except EngineDeadError as error:
-            result = self._death(error)
+            self._failure = self._death(error)
         except Exception as error:
-            result = error
-        self._ended.append((request.id, result))
+            self._failure = error
         self._arrival.set()
 
     async def receive(self, timeout_s: float) -> list[Finished]:
         self.check_health()
-        if not self._ended:
+        if not self._finished:
             self._arrival.clear()
             with suppress(RolloutTimeout):
                 await self._bounded(self._arrival.wait(), timeout_s, lambda: "responses")
-        ended, self._ended = self._ended, []
-        finished = []
-        for id_, result in ended:
-            del self._open[id_]
-            if isinstance(result, Exception):
-                raise result
-            finished.append(Finished(id_, result))
+            self.check_health()
+        finished, self._finished = self._finished, []
+        for one in finished:
+            del self._open[one.id]
         return finished
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:

@@ -204,7 +204,7 @@ def _packed_order(layer: RoutedExperts, rows13: int, hidden: int, inner: int) ->
         packed13 = packed2 = torch.zeros(1, dtype=torch.int64, device=weight.device)
         for shift in range(0, count13.bit_length(), 8):
             byte13, byte2 = _packed(layer, *[(number >> shift & 0xFF).to(weight.dtype) for number in (number13, number2)])
-            packed13, packed2 = packed13 + (byte13.view(-1).long() << shift), packed2 + (byte2.view(-1).long() << shift)
+            packed13, packed2 = packed13 + (byte13.reshape(-1).long() << shift), packed2 + (byte2.reshape(-1).long() << shift)
         _PACKED_ORDERS[key] = _positions(packed13, count13), _positions(packed2, count2)
     return _PACKED_ORDERS[key]
 
