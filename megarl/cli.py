@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import signal
 import sys
 import traceback
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megarl.imports import uncollected
+from megarl.imports import find, uncollected
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -118,12 +117,6 @@ def _guarded(call: Callable[[], int]) -> int:
             traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILURE
-
-
-def find(place: str) -> Callable[..., Any]:
-    """What stands at "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

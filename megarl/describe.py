@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cli import VERBS, find
+from megarl.cli import VERBS
 from megarl.config import RunSettings
 from megarl.errors import ConfigError, hint
+from megarl.imports import find
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one."""

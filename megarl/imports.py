@@ -1,11 +1,19 @@
-"""Heavy imports, made lighter."""
+"""Imports: heavy ones, made lighter, and those of a place that is named in text."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+def find(place: str) -> Callable[..., Any]:
+    """What stands at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.rollout import RolloutBuffer, generate, score
 from megarl.stages.rollout_metrics import rollout_metrics
 from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step

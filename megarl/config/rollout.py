@@ -9,9 +9,17 @@ from pydantic import Field
 from megarl.config.section import Positive, Seconds, Section
 
 
-class RolloutSettings(Section):
-    """vLLM engines and how they sample."""
+class VllmSettings(Section):
+    """vLLM's AsyncLLM."""
 
+    type: Literal["vllm"] = "vllm"
+
+
+class RolloutSettings(Section):
+    """The engines and how they sample."""
+
+    engine: VllmSettings = VllmSettings()
+    """The engine that samples."""
     replicas: Positive = 1
     """Engines; the prompts are dealt out to them."""
     tp: Positive = 1

@@ -208,7 +208,7 @@ class DpoConfig(LearnConfig):
 
 
 class EvalConfig(RunSettings):
-    """`megarl eval`: held-out pass rates of a Hugging Face directory through vLLM."""
+    """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
 
     data: EvalData
     """Prompts."""

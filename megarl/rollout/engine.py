@@ -1,57 +1,40 @@
-"""What a rollout engine takes and gives: plain data and typed failures. Imports neither vLLM nor Ray."""
+"""The seam between megarl and a rollout engine: what every engine takes, gives and raises.
+
+An engine holds one replica of the policy and answers requests with sampled responses. `megarl.rollout.registry` names the engines that
+there are; `megarl.rollout.generate` answers a whole list of prompts with any of them. This file imports neither an engine nor Ray.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from megarl.batch import Sample
-from megarl.config import ConfigError, RolloutSettings
+from megarl.config import RolloutSettings
+from megarl.sync.fingerprint import Print
 
-_BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What an engine needs of a prompt: a name that is unique in the call, and the tokens."""
-
-    id: int | str
-    tokens: list[int]
+RequestId = Hashable
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How to respond. top_p and top_k stay off: the sampled log-probs are those of the whole distribution."""
+class Request:
+    """One response that is wanted. top_p and top_k stay off: the sampled log-probs are those of the whole distribution."""
 
-    n: int  # responses a prompt
-    temperature: float  # 0: greedy
+    id: RequestId  # the caller's name for it, unique among the engine's unfinished requests
+    tokens: list[int]  # the prompt
     max_tokens: int  # longest response
-    seed: int  # with the prompt's id and the sample's number it fixes the random draws, on whatever replica and in whatever order
-
-    def __post_init__(self) -> None:
-        if self.n < 1 or self.max_tokens < 1 or self.temperature < 0:
-            given = f"n={self.n}, max_tokens={self.max_tokens}, temperature={self.temperature}"
-            raise ValueError(f"sampling: {given}: must be at least 1, 1 and 0")
+    temperature: float  # 0: greedy
+    seed: int  # of the response's own random draws; 63 bits
 
 
 @dataclass(frozen=True)
-class Generated:
-    """The responses to one prompt, sample 0 .. n-1."""
+class Finished:
+    """The response to a request, as far as it got: `sample.finish_reason` says why it ended, "abort" where the caller ended it."""
 
-    prompt_id: int | str
-    samples: list[Sample]
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """A started engine."""
-
-    workers: int  # processes that take weights: the tensor-parallel size
-    vllm: str  # version
-    start_s: float  # seconds by vLLM itself, imports included
-    pids: list[int]  # the engine's own process first, then its children
+    id: RequestId
+    sample: Sample
 
 
 class RolloutError(RuntimeError):
@@ -70,38 +53,63 @@ class WeightSyncError(RolloutError):
     """A weight update was refused; the message names the tensor. The engine generates no more until an update has succeeded."""
 
 
-def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
-    """The seed of one response: 63 bits that depend on the call's seed, the prompt and the sample's number, and on nothing else."""
-    text = f"{seed}/{prompt_id!r}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+class Engine(Protocol):
+    """One replica. `start` comes first. Every later call may raise EngineDead, and RolloutTimeout where it takes longer than `timeout_s`.
 
-
-def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """ConfigError, before any process starts, where an engine could not run the model of this config.json.
-
-    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention.
+    Every request that `submit` has taken comes out of `receive` exactly once, whatever ended it. New weights come between requests:
+    `start_update`, `load_bucket` as often as there are buckets, `finish_update`.
     """
-    heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
-    if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
-        raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
-    for key in ("intermediate_size", "moe_intermediate_size"):
-        if hf.get(key) and int(hf[key]) % settings.tp:
-            raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
-    if gpu:
-        return
-    if hf.get("kv_lora_rank"):
-        # vLLM 0.30.0's CPU_MLA decodes latents of 512+64 alone (v1/attention/backends/mla/cpu_mla.py:26), its AMX_MLA takes no float32.
-        raise ConfigError(
-            f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
-        )
-    if settings.kv_cache_mb is None:
-        raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
-    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
-    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
-    longest = settings.max_prompt_tokens + settings.max_response_tokens
-    needed = token_bytes * _BLOCK * (-(-longest // _BLOCK) + 1)  # one block stays empty
-    if needed > settings.kv_cache_mb << 20:
-        raise ConfigError(
-            f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
-            f"needs {-(-needed // 2**20)}"
-        )
+
+    label: str  # begins the messages of its errors
+
+    def __init__(self, label: str) -> None: ...
+
+    @staticmethod
+    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        """ConfigError, without starting anything, where an engine could not run the model of this config.json."""
+
+    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+        """Loads `model` (a Hugging Face directory) and returns, when the engine can answer, the ids of its processes.
+
+        Raises ConfigError as `check` does, RolloutError where the engine does not start.
+        """
+        ...
+
+    def check_health(self) -> None:
+        """Raises EngineDead where a process of the engine has ended or `close` was called, RolloutError where it failed in another way."""
+
+    async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        """Takes requests, all or none.
+
+        None is worked on before all are taken, so that the same requests to an idle engine get the same responses, bit for bit. Raises
+        ValueError for a request that does not fit or whose id is in use, WeightSyncError between the start and the end of an update.
+        """
+
+    async def receive(self, timeout_s: float) -> list[Finished]:
+        """What has finished since the last call, in the order in which it did; waits for the first. Empty when the time is over."""
+        ...
+
+    async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
+        """Ends requests where they are: `receive` gives what they have, with the finish reason "abort". Other ids are passed over."""
+
+    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
+        """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
+
+        Returns when all members of the group, the trainer too, are there.
+        """
+
+    async def start_update(self, timeout_s: float) -> None:
+        """Gets ready for buckets that bring every tensor of the checkpoint once. Raises RolloutError where requests are unfinished."""
+
+    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
+        """Takes one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""
+
+    async def finish_update(self, version: int, timeout_s: float) -> None:
+        """Puts the new weights to work under `version`. Raises WeightSyncError naming a tensor that has not come."""
+
+    async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        """What the engine holds, for `megarl.sync.fingerprint.compare`: per Hugging Face name one entry for each place that holds it."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every process of the engine and removes its files. May be called twice."""

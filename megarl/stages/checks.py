@@ -39,7 +39,7 @@ from megarl.observe.metrics import Metric, scalars
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
-from megarl.rollout.engine import check_engine
+from megarl.rollout.registry import check_engine
 
 if TYPE_CHECKING:
     pass

@@ -14,7 +14,7 @@ from megarl.observe.run import Run
 from megarl.observe.summary import write_json
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.checks import check_engines_alone, check_prompts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures

@@ -18,7 +18,7 @@ from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.checks import Data, check_data, check_engines_alone
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.engines import Engines, call_seed, start_engines

@@ -12,7 +12,7 @@ from megarl.observe.metrics import Metric, Sum
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
 from megarl.workers.engines import call_seed
 from megarl.workers.plan import RolloutBatch

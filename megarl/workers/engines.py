@@ -12,7 +12,8 @@ import ray
 from megarl.cluster.actor_group import ActorGroup
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
+from megarl.rollout.registry import ENGINES
 from megarl.workers.rollout_worker import Response, RolloutWorker
 from megarl.workers.worker_group import reserve_workers
 
@@ -29,7 +30,7 @@ class Engines:
         """Starts the processes; `open` gives them weights."""
         actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
         actors = [
-            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}")
+            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}", ENGINES[settings.engine.type])
             for index, place in enumerate(places)
         ]
         return cls(ActorGroup("engine", actors), settings)

@@ -30,7 +30,7 @@ from megarl.workers.reward import RewardModel
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
-    from megarl.workers.push import Pusher
+    from megarl.workers.weight_publisher import WeightPublisher
 
 Role = Literal["policy", "reference", "critic", "reward"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
@@ -75,7 +75,7 @@ class ModelWorker(MegatronWorker):
                 assert spec.reward is not None
                 self._models[role] = self._model(spec.reward, "value")
             self._use(role)
-        self._pusher: Pusher | None = None
+        self._publisher: WeightPublisher | None = None
         self._kl_coef = 0.0
 
     def forward(self, plan: StepPlan) -> dict[str, Metric]:
@@ -166,15 +166,15 @@ class ModelWorker(MegatronWorker):
 
     def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
-        from megarl.workers.push import Pusher
+        from megarl.workers.weight_publisher import WeightPublisher
 
         stream = self._use("policy").stream()
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
-        if self._pusher is None:
-            self._pusher = Pusher(engines, workers_per_engine, settings, self._host, self._backend.device)
-        return self._pusher.push(stream, version)
+        if self._publisher is None:
+            self._publisher = WeightPublisher(engines, workers_per_engine, settings, self._host, self._backend.device)
+        return self._publisher.publish(stream, version)
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes a model as a Hugging Face directory; value models in the layout of sequence classification."""

@@ -11,8 +11,10 @@ import ray
 
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
-from megarl.rollout.engine import EngineInfo, Prompt, Sampling
-from megarl.rollout.vllm import RolloutEngine
+from megarl.imports import find
+from megarl.rollout.engine import Engine
+from megarl.rollout.generate import Prompt, Sampling, generate
+from megarl.sync.fingerprint import Print
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,27 @@ class Response:
     index: int  # place in that list
 
 
-class RolloutWorker(RolloutEngine):
-    """One engine; its process holds nothing else."""
+class RolloutWorker:
+    """Holds one engine, and the tokenizer that turns its responses into text; its process holds nothing else.
 
-    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> EngineInfo:
-        """`start`, and the tokenizer that turns responses into text."""
-        self._tokenizer = load_tokenizer(model)
-        return await self.start(model, dtype, settings, seed, gpu=gpu)
+    Args:
+        label: names the engine in errors.
+        engine: its class, as "module:Class".
+    """
+
+    def __init__(self, label: str, engine: str) -> None:
+        self._engine: Engine = find(engine)(label)
+
+    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> None:
+        """Starts the engine with the weights of `model`."""
+        self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
+        await self._engine.start(model, dtype, settings, seed, gpu=gpu)
 
     async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
         """The responses to each (number of the prompt, its tokens)."""
+        prompts = [Prompt(number, tokens) for number, tokens in share]
         responses = []
-        for generated in await self.generate([Prompt(number, tokens) for number, tokens in share], sampling):
+        for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
             payload = ray.put(generated.samples)
             for index, sample in enumerate(generated.samples):
                 responses.append(
@@ -58,3 +69,20 @@ class RolloutWorker(RolloutEngine):
                     )
                 )
         return responses
+
+    # A weight update, as the WeightPublisher drives it: see Engine.
+
+    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
+        await self._engine.connect(rendezvous, first_rank)
+
+    async def start_update(self, timeout_s: float) -> None:
+        await self._engine.start_update(timeout_s)
+
+    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
+        await self._engine.load_bucket(header, timeout_s)
+
+    async def finish_update(self, version: int, timeout_s: float) -> None:
+        await self._engine.finish_update(version, timeout_s)
+
+    async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        return await self._engine.fingerprints(timeout_s)

@@ -12,7 +12,7 @@ from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.rewards.score import Score
-from megarl.rollout.engine import Sampling
+from megarl.rollout.generate import Sampling
 from megarl.stages.checks import check_train
 from megarl.workers.engines import Engines
 from megarl.workers.plan import RolloutBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.rollout.extension import WorkerExtension
+from megarl.rollout.vllm.worker_extension import WorkerExtension
 
 
 class CorruptingExtension(WorkerExtension):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megarl.rollout.vllm import environment
+from megarl.rollout.vllm.launch import environment
 
 
 class Host:

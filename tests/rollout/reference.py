@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.rollout.engine import Prompt
-from megarl.rollout.vllm import RolloutEngine
+from megarl.rollout.engine import Engine
+from megarl.rollout.generate import Generated, Prompt, Sampling
+from megarl.rollout.generate import generate as generate_within
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.send import Sender
 
 TIMEOUT_S = 300.0  # ends what hangs
 PROMPTS = [Prompt(0, [5, 6, 7, 8]), Prompt("one", [9, 10, 11]), Prompt(2, [20, 21, 22, 23, 24, 25]), Prompt(3, [40, 3, 77])]
+
+
+async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
+    return await generate_within(engine, prompts, sampling, TIMEOUT_S)
 
 
 def other_weights(path: Path, seed: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -52,7 +57,7 @@ def checkpoint(model: Any) -> list[tuple[str, Tensor]]:
 class Trainer:
     """Rank 0 of the trainer as far as an engine can tell: the real sender, in a thread of its own."""
 
-    def __init__(self, engine: RolloutEngine, transport: str, workers: int = 1) -> None:
+    def __init__(self, engine: Engine, transport: str, workers: int = 1) -> None:
         self._engine, self._loop, self._version = engine, asyncio.get_running_loop(), 0
         self._transport = transport
         self._options: dict[str, Any] = {"workers": workers, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": TIMEOUT_S}
@@ -68,7 +73,7 @@ class Trainer:
         await self._engine.start_update(TIMEOUT_S)
         try:
             moved = await asyncio.to_thread(
-                self._sender.send, tensors, lambda header: self._do(self._engine.receive(header, TIMEOUT_S)), sent.add
+                self._sender.send, tensors, lambda header: self._do(self._engine.load_bucket(header, TIMEOUT_S)), sent.add
             )
         except BaseException:
             self._sender = None  # it has closed itself

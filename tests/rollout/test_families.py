@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megarl.config import ConfigError
 from megarl.models.hf import read_config
-from megarl.rollout.engine import Sampling, check_engine
+from megarl.rollout.generate import Sampling
+from megarl.rollout.registry import check_engine
 from megarl.sync.fingerprint import compare
 from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer
+from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, generate
 from tests.rollout.test_updates import SETTINGS, _check_update, _start
 from tools.make_tiny_model import build
 
@@ -44,7 +45,7 @@ async def _follows(tmp_path: Path, family: str) -> None:
     try:
         model = other(tmp_path / "other", family)
         await _check_update(engine, Trainer(engine, "shm"), model, stored(tmp_path / "other"))
-        routed = (await engine.generate(PROMPTS, SAMPLING))[0].samples[0].routes
+        routed = (await generate(engine, PROMPTS, SAMPLING))[0].samples[0].routes
         assert (routed is not None) == (family in ("mixtral", "glm4_moe"))
     finally:
         await engine.close()

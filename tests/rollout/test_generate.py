@@ -17,19 +17,22 @@ import pytest
 from megarl.batch import Sample
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
-from megarl.rollout.engine import EngineDead, Generated, Prompt, RolloutTimeout, Sampling, check_engine, request_seed
-from megarl.rollout.vllm import RolloutEngine
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
+from megarl.rollout.generate import Generated, Prompt, Sampling, request_seed
+from megarl.rollout.generate import generate as generate_within
+from megarl.rollout.registry import check_engine
+from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S
+from tests.rollout.reference import PROMPTS, TIMEOUT_S, generate
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
-async def _start(tiny: Path, **settings: object) -> tuple[RolloutEngine, list[int]]:
-    engine = RolloutEngine("engine 0")
-    info = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
-    return engine, info.pids
+async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
+    engine = VllmEngine("engine 0")
+    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    return engine, pids
 
 
 def _prompts(count: int) -> list[Prompt]:
@@ -59,7 +62,7 @@ async def _deterministic(tiny: Path) -> None:
     for _ in range(2):
         engine, _ = await _start(tiny)
         try:
-            runs += [await engine.generate(prompts, sampling), await engine.generate(prompts, sampling)]
+            runs += [await generate(engine, prompts, sampling), await generate(engine, prompts, sampling)]
         finally:
             await engine.close()
     assert all(_same(runs[0], run) for run in runs[1:])
@@ -74,7 +77,7 @@ def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny:
 async def _complete(tiny: Path) -> None:
     engine, _ = await _start(tiny)
     try:
-        generated = await engine.generate(_prompts(32), Sampling(n=4, temperature=1.0, max_tokens=96, seed=3))
+        generated = await generate(engine, _prompts(32), Sampling(n=4, temperature=1.0, max_tokens=96, seed=3))
         samples = [sample for answer in generated for sample in answer.samples]
         assert [answer.prompt_id for answer in generated] == list(range(32))
         assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -85,10 +88,10 @@ async def _complete(tiny: Path) -> None:
             assert sample.tokens.dtype == np.int32 and sample.rollout_logp.dtype == np.float32
             assert sample.routes is not None and sample.routes.shape == (len(sample.tokens) - 1, 2, 2) and sample.routes.max() < 8
             assert sample.weight_version == 0
-        with pytest.raises(ValueError, match="prompt 5: 40 tokens and up to 96 more; the engine takes 1 \\+ 1 to 128 in all"):
-            await engine.generate([Prompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
+        with pytest.raises(ValueError, match=r"request \(5, 0\): 40 tokens and up to 96 more; the engine takes 1 \+ 1 to 128 in all"):
+            await generate(engine, [Prompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
         with pytest.raises(ValueError, match="same id"):
-            await engine.generate([PROMPTS[0], PROMPTS[0]], Sampling(n=1, temperature=1.0, max_tokens=9, seed=3))
+            await generate(engine, [PROMPTS[0], PROMPTS[0]], Sampling(n=1, temperature=1.0, max_tokens=9, seed=3))
     finally:
         await engine.close()
 
@@ -98,16 +101,15 @@ def test_samples_are_complete_and_hold_the_end_token(host: Host, tiny: Path) -> 
 
 
 async def _late(tiny: Path) -> None:
-    engine, pids = await _start(tiny, timeout_s=0.4)
+    engine, pids = await _start(tiny)
     many, few = Sampling(n=4, temperature=1.0, max_tokens=96, seed=1), Sampling(n=1, temperature=1.0, max_tokens=4, seed=1)
     try:
         with pytest.raises(RolloutTimeout, match=r"engine 0: \d+ of 256 responses not done after 0.4 s"):
-            await engine.generate(_prompts(64), many)
-        engine._settings = SETTINGS  # the late responses are gone: the next call is served at once
-        begun = time.monotonic()
-        await engine.generate(PROMPTS, few)
+            await generate_within(engine, _prompts(64), many, 0.4)
+        begun = time.monotonic()  # the late responses are gone: the next call is served at once
+        await generate(engine, PROMPTS, few)
         served = time.monotonic() - begun
-        await engine.generate(_prompts(64), many)
+        await generate(engine, _prompts(64), many)
         assert served < (time.monotonic() - begun) / 2
     finally:
         await engine.close()
@@ -118,17 +120,61 @@ def test_a_late_call_says_how_many_responses_are_late_and_leaves_the_engine_usab
     host.run(_late, tiny)
 
 
+async def _one_by_one(tiny: Path) -> None:
+    engine, _ = await _start(tiny, max_response_tokens=400)
+
+    def request(name: str, max_tokens: int) -> Request:
+        return Request(name, PROMPTS[0].tokens, max_tokens, 0.0, 1)  # greedily this model says the same again and again, to the end
+
+    async def finished(*names: str) -> list[Finished]:
+        come: list[Finished] = []
+        while {one.id for one in come} != set(names):
+            come += await engine.receive(TIMEOUT_S)
+            assert {one.id for one in come} <= set(names)
+        return come
+
+    try:
+        await engine.submit([request("long", 400), request("longer", 400), request("short", 1)], TIMEOUT_S)
+        [short] = await finished("short")
+        assert (short.sample.finish_reason, short.sample.response_length) == ("length", 1)
+        with pytest.raises(ValueError, match="^request 'long': another request of this id is unfinished$"):
+            await engine.submit([request("new", 1), request("long", 1)], TIMEOUT_S)
+        with pytest.raises(RolloutError, match="^engine 0: 2 requests are unfinished"):
+            await engine.start_update(TIMEOUT_S)
+        await engine.submit([request("late", 3)], TIMEOUT_S)  # joins the others, and overtakes them
+        await finished("late")
+        await engine.abort(["long", "short", "never heard of"], TIMEOUT_S)
+        [aborted] = await finished("long")
+        partial = aborted.sample
+        assert partial.finish_reason == "abort" and 3 <= partial.response_length < 400
+        assert len(partial.rollout_logp) == partial.response_length and _routes(partial).shape == (len(partial.tokens) - 1, 2, 2)
+        [whole] = await finished("longer")  # goes on undisturbed
+        assert whole.sample.response_length == 400
+        assert partial.tokens.tolist() == whole.sample.tokens[: len(partial.tokens)].tolist()
+        await engine.submit([request("long", 400)], TIMEOUT_S)
+        await engine.abort(["long"], TIMEOUT_S)  # before it has a token, as a rule
+        [none] = await finished("long")
+        assert none.sample.finish_reason == "abort" and len(none.sample.rollout_logp) == none.sample.response_length < 400
+        assert await engine.receive(0.0) == []
+    finally:
+        await engine.close()
+
+
+def test_requests_come_back_as_they_finish_and_aborted_ones_with_what_they_have(host: Host, tiny: Path) -> None:
+    host.run(_one_by_one, tiny)
+
+
 async def _dies(tiny: Path, tp: int) -> None:
     engine, pids = await _start(tiny, tp=tp)
     try:
-        pending = asyncio.create_task(engine.generate(_prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1)))
+        pending = asyncio.create_task(generate(engine, _prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1)))
         await asyncio.sleep(0.5)
         os.kill(pids[-1], signal.SIGKILL)  # tp=1: the engine's process; tp=2: one of its workers
         begun = time.monotonic()
         with pytest.raises(EngineDead, match="engine 0"):
             await pending
         with pytest.raises(EngineDead):
-            await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+            await generate(engine, PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
         with pytest.raises(EngineDead):
             await engine.fingerprints(TIMEOUT_S)
         with pytest.raises(EngineDead):
@@ -137,7 +183,7 @@ async def _dies(tiny: Path, tp: int) -> None:
     finally:
         await engine.close()
     with pytest.raises(EngineDead, match="closed"):
-        await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+        await generate(engine, PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -154,7 +200,7 @@ async def _footprint(tiny: Path, tp: int) -> tuple[list[str], list[str]]:
             left = os.listdir(directory)  # all that an engine needs there is open by now
             segments = {segment for pid in pids for segment in _shared_memory(pid)}
             try:
-                await engine.generate(PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
+                await generate(engine, PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
                 exposed = [address for pid in [os.getpid(), *pids] for address in _listening(pid) if not _loopback(address)]
             finally:
                 await engine.close()
@@ -196,7 +242,7 @@ async def _open_two(tiny: Path) -> list[int]:
     return [pid for _, pids in engines for pid in pids]
 
 
-engines: list[tuple[RolloutEngine, list[int]]] = []
+engines: list[tuple[VllmEngine, list[int]]] = []
 
 
 def test_no_process_outlives_a_killed_parent(tiny: Path) -> None:
@@ -241,8 +287,8 @@ async def _narrow(tiny: Path) -> None:
     check_engine(read_config(tiny), "float32", settings, gpu=False)
     engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
     try:
-        generated = await engine.generate(_prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
-        again = await engine.generate(_prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        generated = await generate(engine, _prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        again = await generate(engine, _prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
         assert _same(generated, again)  # preempted requests are computed again, to the same end
     finally:
         await engine.close()

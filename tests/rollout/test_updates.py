@@ -11,36 +11,37 @@ import torch
 from torch import Tensor
 
 from megarl.config import RolloutSettings
-from megarl.rollout.engine import Sampling, WeightSyncError
-from megarl.rollout.vllm import RolloutEngine
+from megarl.rollout.engine import WeightSyncError
+from megarl.rollout.generate import Sampling
+from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync.fingerprint import compare
 from megarl.sync.receive import Inventory, WeightError
 from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, greedy, logp, other_weights
+from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, generate, greedy, logp, other_weights
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
-class Corruptible(RolloutEngine):
+class Corruptible(VllmEngine):
     extension = "tests.rollout.corrupting.CorruptingExtension"
 
 
 async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:
-    engine = Corruptible()
+    engine = Corruptible("engine 0")
     await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False)
     return engine
 
 
-async def _check_update(engine: RolloutEngine, trainer: Trainer, model: Any, tensors: list[tuple[str, Tensor]] | None = None) -> None:
+async def _check_update(engine: VllmEngine, trainer: Trainer, model: Any, tensors: list[tuple[str, Tensor]] | None = None) -> None:
     """After an update with the weights of `model` (`tensors`: as a checkpoint names them) every fingerprint, every greedy token and every
     log-prob agrees."""
     digest = await trainer.update(tensors or checkpoint(model))
     assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
-    generated = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
+    generated = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
     samples = [answer.samples[0] for answer in generated]
     assert [sample.tokens[sample.prompt_length :].tolist() for sample in samples] == greedy(model, PROMPTS, 24, END)
-    sampled = await engine.generate(PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=1))
+    sampled = await generate(engine, PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=1))
     gaps = [
         (torch.from_numpy(sample.rollout_logp) - logp(model, sample.tokens.tolist(), sample.prompt_length, 0.7)).abs()
         for answer in sampled
@@ -55,7 +56,7 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
     try:
         for seed in (1, 2, 3, 1, 4):
             await _check_update(engine, trainer, other_weights(tiny, seed))
-        last = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
+        last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         assert {answer.samples[0].weight_version for answer in last} == {5}
     finally:
         trainer.close()
@@ -83,7 +84,7 @@ async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
             held = await engine.fingerprints(TIMEOUT_S)
             assert compare(digest, held) == []
             assert len(held["model.embed_tokens.weight"]) == 2  # the table, and the packed output layer
-            generated = await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
+            generated = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
             tokens = [answer.samples[0].tokens[answer.samples[0].prompt_length :].tolist() for answer in generated]
             assert dtype == "bfloat16" or tokens == greedy(model, PROMPTS, 24, END)
     finally:
@@ -144,13 +145,13 @@ def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, tp: int) 
 
 
 async def _unmended_reload(tiny: Path, dtype: str) -> list[str]:
-    from megarl.sync import receive
+    from megarl.rollout.vllm import weight_loader
 
-    mend, receive.reset_moe_kernels = receive.reset_moe_kernels, lambda model: None  # the engine forks with it
+    mend, weight_loader.reset_moe_kernels = weight_loader.reset_moe_kernels, lambda model: None  # the engine forks with it
     try:
         engine = await _start(tiny, dtype)
     finally:
-        receive.reset_moe_kernels = mend
+        weight_loader.reset_moe_kernels = mend
     try:
         digest = await Trainer(engine, "shm").update(checkpoint(other_weights(tiny, 1, getattr(torch, dtype))))
         return compare(digest, await engine.fingerprints(TIMEOUT_S))
@@ -183,7 +184,7 @@ async def _faulty_streams(tiny: Path) -> None:
             with pytest.raises(WeightSyncError, match=message):
                 await trainer.update(stream)
             with pytest.raises(WeightSyncError, match="not finished"):
-                await engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
+                await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         await _check_update(engine, trainer, model)
     finally:
         trainer.close()

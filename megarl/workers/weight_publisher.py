@@ -18,7 +18,7 @@ from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
 
 
-class Pusher:
+class WeightPublisher:
     """Rank 0's connection to the engines."""
 
     def __init__(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Pusher:
         )
         self._sender.connect(self._meet)
 
-    def push(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
+    def publish(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
         """Moves the whole stream into every engine and puts it to work as `version`.
 
         Raises FingerprintMismatch naming the tensors, where an engine holds other bits than were exported (`sync.verify`), and whatever an
@@ -43,14 +43,14 @@ class Pusher:
         prints = Fingerprinter()
         self._all("start_update", timeout_s)()
         sent = self._sender.send(
-            stream, lambda header: self._all("receive", header, timeout_s), prints.add if self._settings.verify else None
+            stream, lambda header: self._all("load_bucket", header, timeout_s), prints.add if self._settings.verify else None
         )
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
         if self._settings.verify:
             mine = prints.digest()
-            for index, held in enumerate(self._all("fingerprints", timeout_s)()):
-                check(mine, held, f"engine {index}")
+            for index, theirs in enumerate(self._all("fingerprints", timeout_s)()):
+                check(mine, theirs, f"engine {index}")
         return {
             "sync/tensors": Last(sent.tensors),
             "sync/mb": Last(sent.nbytes / 2**20),

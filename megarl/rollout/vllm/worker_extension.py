@@ -18,8 +18,9 @@ import torch
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from megarl.rollout.held import held_pieces
-from megarl.sync.receive import Receiver, WeightError
+from megarl.rollout.vllm.weight_loader import WeightLoader
+from megarl.rollout.vllm.weight_reader import engine_weights
+from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -57,7 +58,7 @@ def enter_engine_process() -> None:
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; each method answers AsyncLLM.collective_rpc. A refused update comes back as text: the call
-    itself would carry no exception type."""
+    itself would carry no exception's type."""
 
     vllm_config: Any
     device: Any
@@ -65,34 +66,35 @@ class WorkerExtension:
     get_model: Callable[[], Any]
 
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
-        return self._megarl_try(lambda: self._megarl_receiver().connect(Rendezvous(**rendezvous), first_rank + self.rank))
+        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + self.rank))
 
-    def megarl_start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
-        return self._megarl_try(lambda: self._megarl_receiver().start(expected))
+    def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().start(expected))
 
-    def megarl_receive(self, header: dict[str, Any]) -> str | None:
-        return self._megarl_try(lambda: self._megarl_receiver().receive(Header.parse(header)))
+    def megarl_load_bucket(self, header: dict[str, Any]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().load_bucket(Header.parse(header)))
 
-    def megarl_finish(self) -> str | None:
-        return self._megarl_try(lambda: self._megarl_receiver().finish())
+    def megarl_finish_update(self) -> str | None:
+        return _refusal(lambda: self._megarl_loader().finish())
 
-    def megarl_held(self, tied: bool) -> dict[str, list[tuple[int, ...]]]:
-        pieces = held_pieces(self.get_model(), tied, self.vllm_config.model_config.dtype)
+    def megarl_fingerprints(self, tied: bool) -> dict[str, list[tuple[int, ...]]]:
+        pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
         return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
 
     def megarl_pid(self) -> int:
         return os.getpid()
 
-    def _megarl_receiver(self) -> Receiver:
-        receiver: Receiver | None = getattr(self, "_megarl_state", None)
-        if receiver is None:
-            receiver = self._megarl_state = Receiver(self.get_model(), self.vllm_config, self.device)
-        return receiver
+    def _megarl_loader(self) -> WeightLoader:
+        loader: WeightLoader | None = getattr(self, "_megarl_state", None)
+        if loader is None:
+            loader = self._megarl_state = WeightLoader(self.get_model(), self.vllm_config, self.device)
+        return loader
 
-    @staticmethod
-    def _megarl_try(action: Callable[[], None]) -> str | None:
-        try:
-            action()
-        except WeightError as error:
-            return str(error)
-        return None
+
+def _refusal(action: Callable[[], None]) -> str | None:
+    """What an action refuses of a weight update, or nothing."""
+    try:
+        action()
+    except WeightError as error:
+        return str(error)
+    return None

@@ -1,10 +1,10 @@
-"""What a vLLM worker really holds: the fingerprints of its weights by Hugging Face name, in whatever form the layers keep them.
+"""The weights that a vLLM worker computes with: their fingerprints by Hugging Face name, in whatever form the layers keep them.
 
 Three forms occur, and each is read exactly:
 - plain memory (norms, embedding tables, all of a GPU's linear layers): hashed as it lies;
 - opaque (CPU linear layers keep a oneDNN or AMX handle and drop the weight): the layer's own kernel multiplies the identity matrix, which
   gives back every weight bit for bit (1 * w plus zeros), through the very code that serves tokens;
-- packed (experts): the permutation is learnt once by sending index tensors through vLLM's own packing, then undone.
+- packed (experts): where the packing puts each element is learnt once, from a throw-away expert whose elements are their own numbers.
 
 The walk goes over the modules, not over a list of names: a weight that no rule knows still appears, under its own name, so that the
 comparison with the trainer's names reports it. Axes: O output rows, I input columns, E experts.
@@ -33,7 +33,6 @@ from megarl.sync.fingerprint import Piece, fingerprints
 
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
 _BIAS = "e_score_correction_bias"  # of a router: added to the scores by which experts are chosen
-_DIGIT = 256  # index tensors carry base-256 digits: whole numbers that every float dtype holds exactly
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class _Shards:
 
 
 @torch.no_grad()
-def held_pieces(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
+def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
     """Fingerprints of everything that `model` holds, by Hugging Face name; one list entry for each place that holds the tensor.
 
     `tied`: the output layer shares the embedding table. `dtype`: the model's, in which weights are sent. Raises
@@ -166,7 +165,7 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
     if layer.expert_map is not None:
         raise NotImplementedError(f"{path}: expert parallel engines are not supported")
     count, inner, hidden = layer.local_num_experts, layer.intermediate_size_per_partition, layer.hidden_size
-    order13, order2 = _layout(layer, 2 * inner, hidden, inner)
+    order13, order2 = _packed_order(layer, 2 * inner, hidden, inner)
     both = _unpack(path, layer.w13_weight, order13, count).view(count, 2, inner, hidden)
     down = _unpack(path, layer.w2_weight, order2, count).view(count, hidden, inner)
     rank = layer.moe_config.tp_rank
@@ -188,39 +187,32 @@ def _unpack(path: str, packed: Tensor, order_N: Tensor, experts: int) -> Tensor:
     return flat_EP[:, order_N]
 
 
-def _layout(layer: RoutedExperts, rows13: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Where the packed forms of w13 and w2 keep each element of one expert: two index tensors [N], in row-major order of the element.
+def _packed_order(layer: RoutedExperts, rows13: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
+    """Where the packed forms of w13 and w2 keep each element of one expert: two index tensors [N], in row-major order of the elements.
 
-    Learnt from vLLM's own packing, so it holds for any kernel that only moves elements and pads with zeros; checked to be one-to-one.
+    vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: what then lies at a position is the number of the
+    element that is kept there, and 0 is padding. This holds for any kernel that only moves elements and pads with zeros; `_positions`
+    checks that it does. Weights in bfloat16 hold whole numbers exactly only up to 256, so the numbers are packed a byte at a time, the
+    lowest first.
     """
-    method = layer.quant_method
-    key = (type(method.moe_kernel.fused_experts), rows13, hidden, inner, layer.w13_weight.dtype, layer.w13_weight.device)
-    if key not in _LAYOUTS:
-        digits = 1
-        while _DIGIT**digits <= rows13 * hidden:
-            digits += 1
-        positions13: Tensor | int = 0
-        positions2: Tensor | int = 0
-        for digit in range(digits):
-            w13, w2 = (_index_digit(shape, digit, layer.w13_weight) for shape in ((1, rows13, hidden), (1, hidden, inner)))
-            packed13, packed2 = _kernel_form(layer, w13, w2)
-            positions13 = positions13 + packed13.reshape(-1).long() * _DIGIT**digit
-            positions2 = positions2 + packed2.reshape(-1).long() * _DIGIT**digit
-        assert isinstance(positions13, Tensor) and isinstance(positions2, Tensor)
-        _LAYOUTS[key] = _invert(positions13, rows13 * hidden), _invert(positions2, hidden * inner)
-    return _LAYOUTS[key]
+    weight = layer.w13_weight
+    key = (type(layer.quant_method.moe_kernel.fused_experts), rows13, hidden, inner, weight.dtype, weight.device)
+    if key not in _PACKED_ORDERS:
+        count13, count2 = rows13 * hidden, hidden * inner
+        number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, rows13, hidden)
+        number2 = torch.arange(1, count2 + 1, device=weight.device).view(1, hidden, inner)
+        packed13 = packed2 = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        for shift in range(0, count13.bit_length(), 8):
+            byte13, byte2 = _packed(layer, *[(number >> shift & 0xFF).to(weight.dtype) for number in (number13, number2)])
+            packed13, packed2 = packed13 + (byte13.reshape(-1).long() << shift), packed2 + (byte2.reshape(-1).long() << shift)
+        _PACKED_ORDERS[key] = _positions(packed13, count13), _positions(packed2, count2)
+    return _PACKED_ORDERS[key]
 
 
-_LAYOUTS: dict[Any, tuple[Tensor, Tensor]] = {}
+_PACKED_ORDERS: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
-def _index_digit(shape: tuple[int, int, int], digit: int, like: Tensor) -> Tensor:
-    """One base-256 digit of the numbers 1, 2, ... in row-major order; 0 stays free to mark padding."""
-    numbers = torch.arange(1, shape[1] * shape[2] + 1, device=like.device).view(shape)
-    return (numbers // _DIGIT**digit % _DIGIT).to(like.dtype)
-
-
-def _kernel_form(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+def _packed(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """What vLLM makes of freshly loaded expert weights (mirrors UnquantizedFusedMoEMethod._setup_kernel on a throw-away layer)."""
     method = layer.quant_method
     w13, w2 = convert_to_unquantized_kernel_format(method.unquantized_backend, layer.moe_config, w13, w2)
@@ -232,11 +224,12 @@ def _kernel_form(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor,
     return shadow.w13_weight.data, shadow.w2_weight.data
 
 
-def _invert(number_P: Tensor, count: int) -> Tensor:
-    """From the number (1 .. count, 0: padding) at each packed position to the position of each number."""
+def _positions(number_P: Tensor, count: int) -> Tensor:
+    """The position of each of the numbers 1 .. count, from the number at each packed position (0: padding)."""
     kept = number_P.nonzero().squeeze(1)
-    order_N = torch.empty(count, dtype=torch.int64, device=number_P.device)
-    order_N[number_P[kept] - 1] = kept
-    if len(kept) != count or not torch.equal(number_P[kept].sort().values, torch.arange(1, count + 1, device=number_P.device)):
+    numbers = number_P[kept]
+    if not torch.equal(numbers.sort().values, torch.arange(1, count + 1, device=number_P.device)):
         raise NotImplementedError(f"the expert kernel does not merely rearrange its {count} weights")
-    return order_N
+    position_N = torch.empty_like(numbers)
+    position_N[numbers - 1] = kept
+    return position_N

@@ -1,0 +1,91 @@
+"""Responses to a list of prompts, with any engine."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megarl.batch import Sample
+from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
+
+_WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call that failed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an engine needs of a prompt: a name that is unique in the call, and the tokens."""
+
+    id: int | str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to respond."""
+
+    n: int  # responses a prompt
+    temperature: float  # 0: greedy
+    max_tokens: int  # longest response
+    seed: int  # with the prompt's id and the sample's number it fixes the random draws, on whatever replica and in whatever order
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1 or self.temperature < 0:
+            given = f"n={self.n}, max_tokens={self.max_tokens}, temperature={self.temperature}"
+            raise ValueError(f"sampling: {given}: must be at least 1, 1 and 0")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The responses to one prompt, sample 0 .. n-1."""
+
+    prompt_id: int | str
+    samples: list[Sample]
+
+
+def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
+    """The seed of one response: 63 bits that depend on the call's seed, the prompt and the sample's number, and on nothing else."""
+    text = f"{seed}/{prompt_id!r}/{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
+    """`sampling.n` responses to each prompt, in the order of the prompts, from an engine that has nothing else to do.
+
+    The same call gives the same tokens and log-probs. The end-of-sequence token is part of a response that ends by itself. Whatever makes
+    the call fail, its requests are withdrawn. Raises ValueError for prompts that do not fit, RolloutTimeout naming how many responses
+    are late after `timeout_s`, and what the engine raises.
+    """
+    if len({prompt.id for prompt in prompts}) != len(prompts):
+        raise ValueError("two prompts of one call have the same id, and would draw the same responses")
+    requests = [_request(prompt, number, sampling) for prompt in prompts for number in range(sampling.n)]
+    deadline = time.monotonic() + timeout_s
+    await engine.submit(requests, timeout_s)
+    samples: dict[RequestId, Sample] = {}
+    try:
+        while len(samples) < len(requests):
+            finished = await engine.receive(max(0.0, deadline - time.monotonic()))
+            if not finished:
+                late = len(requests) - len(samples)
+                raise RolloutTimeout(f"{engine.label}: {late} of {len(requests)} responses not done after {timeout_s:g} s")
+            samples.update((one.id, one.sample) for one in finished)
+    except BaseException:
+        with suppress(RolloutError):  # of an engine that has failed: the first error counts
+            await _withdraw(engine, [request.id for request in requests if request.id not in samples])
+        raise
+    return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
+
+
+def _request(prompt: Prompt, number: int, sampling: Sampling) -> Request:
+    seed = request_seed(sampling.seed, prompt.id, number)
+    return Request((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling.temperature, seed)
+
+
+async def _withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:
+    """Aborts requests and drops what they have."""
+    left = set(ids)
+    await engine.abort(left, _WITHDRAW_S)
+    while left and (finished := await engine.receive(_WITHDRAW_S)):
+        left -= {one.id for one in finished}

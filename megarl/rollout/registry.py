@@ -1,0 +1,18 @@
+"""The rollout engines that there are. An engine's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import RolloutSettings
+from megarl.imports import find
+
+ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
+"""`rollout.engine.type` -> "module:Class" of a megarl.rollout.engine.Engine."""
+
+
+def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    """ConfigError, before any process starts, where the chosen engine could not run the model of this config.json."""
+    engine: Any = find(ENGINES[settings.engine.type])
+    engine.check(hf, dtype, settings, gpu=gpu)

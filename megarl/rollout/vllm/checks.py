@@ -1,0 +1,41 @@
+"""What vLLM could not run, known before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import ConfigError, RolloutSettings
+
+_BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
+
+
+def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    """ConfigError where vLLM could not run the model of this config.json.
+
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention.
+    """
+    heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
+        raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if hf.get(key) and int(hf[key]) % settings.tp:
+            raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
+    if gpu:
+        return
+    if hf.get("kv_lora_rank"):
+        # vLLM 0.30.0's CPU_MLA decodes latents of 512+64 alone (v1/attention/backends/mla/cpu_mla.py:26), its AMX_MLA takes no float32.
+        raise ConfigError(
+            f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
+        )
+    if settings.kv_cache_mb is None:
+        raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
+    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
+    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    needed = token_bytes * _BLOCK * (-(-longest // _BLOCK) + 1)  # one block stays empty
+    if needed > settings.kv_cache_mb << 20:
+        raise ConfigError(
+            f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
+            f"needs {-(-needed // 2**20)}"
+        )

@@ -1,0 +1,267 @@
+"""The vLLM engine: vLLM's AsyncLLM behind deterministic sampling, checked weight updates and typed failures.
+
+One engine a process: vLLM keeps its settings in environment variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.config import RolloutSettings
+from megarl.models.families import family_of
+from megarl.models.hf import read_config
+from megarl.rollout.engine import (
+    Engine,
+    EngineDead,
+    Finished,
+    Request,
+    RequestId,
+    RolloutError,
+    RolloutTimeout,
+    WeightSyncError,
+)
+from megarl.rollout.vllm import checks
+from megarl.rollout.vllm.launch import engine_arguments, environment, launch, message_queues, remove_files
+from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
+from megarl.sync.fingerprint import Piece, Print, join
+
+_SHUTDOWN_S = 3.0  # then SIGKILL: an engine has nothing to save
+
+Result = TypeVar("Result")
+
+
+class VllmEngine(Engine):
+    """One vLLM replica. The class is plain: a Ray actor holds it, and tests run it under asyncio."""
+
+    extension = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._llm: Any = None
+        self._version = 0
+        self._updating = False  # weights are partly loaded: nothing may be generated
+        self._count = 0  # requests so far
+        self._open: dict[RequestId, tuple[Any, asyncio.Task[None]]] = {}  # not yet received: vLLM's queue, who waits at it
+        self._finished: list[Finished] = []  # to be received
+        self._failure: Exception | None = None  # of the engine, as a request has met it
+        self._watched: list[Any] = []
+        self._segments: set[Path] = set()
+
+    @staticmethod
+    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        checks.check(hf, dtype, settings, gpu=gpu)
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+        """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
+        assert self._llm is None, "start comes once"
+        hf = read_config(model)
+        self.check(hf, dtype, settings, gpu=gpu)
+        self._limit = settings.max_prompt_tokens + settings.max_response_tokens
+        self._tied = bool(hf.get("tie_word_embeddings", False))
+        self._expected = _expected(hf, dtype)
+        self._lock, self._dead, self._arrival = asyncio.Lock(), asyncio.Event(), asyncio.Event()
+        for name, value in environment(gpu).items():
+            os.environ.setdefault(name, value)
+        directory = Path(tempfile.mkdtemp(prefix="megarl-"))  # mode 0700: sockets and rendezvous files
+        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu) | {"worker_extension_cls": self.extension}
+        try:
+            self._llm = launch(self.label, arguments, hf, gpu=gpu)
+            self._watch()
+            workers = await self._call("megarl_pid", timeout_s=settings.timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            remove_files(directory)
+        pids = sorted({process.pid for process in self._watched} | set(workers))
+        self._segments = {segment for pid in pids for segment in message_queues(pid)}
+        for segment in self._segments:  # all who use them have mapped them: without a name nothing is left, however the engine ends
+            segment.unlink(missing_ok=True)
+        return pids
+
+    def _watch(self) -> None:
+        self._watched = list(self._llm.engine_core.resources.engine_manager.processes)
+        for process in self._watched:
+            asyncio.get_running_loop().add_reader(process.sentinel, self._dead.set)
+
+    def check_health(self) -> None:
+        if self._llm is None:
+            raise EngineDead(f"{self.label}: is closed")
+        if self._failure is not None:
+            raise self._failure
+        if self._dead.is_set() or self._llm.errored:
+            for process in self._watched:
+                process.join(0.5)  # gone already, but perhaps not yet reaped
+            exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
+            raise EngineDead(f"{self.label}: its process has ended ({exits})")
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        for _, waiting in self._open.values():
+            waiting.cancel()
+        if llm is not None:
+            for process in self._watched:
+                asyncio.get_running_loop().remove_reader(process.sentinel)
+            llm.shutdown(timeout=_SHUTDOWN_S)
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------- requests
+
+    async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        """To an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
+        from its own generator. So the same requests go through the same batches to the same bits."""
+        async with self._lock:
+            self.check_health()
+            if self._updating:
+                raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
+            taken = set(self._open)
+            for request in requests:
+                check_request(request, self._limit)
+                if request.id in taken:
+                    raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
+                taken.add(request.id)
+            await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
+
+    async def _add(self, requests: Sequence[Request]) -> None:
+        idle = not self._open
+        queues: list[Any] = []
+        try:
+            if idle:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._llm.reset_prefix_cache()
+            for request in requests:
+                self._count += 1
+                prompt = {"prompt_token_ids": request.tokens}
+                queues.append(await self._llm.add_request(str(self._count), prompt, sampling_parameters(request)))
+            if idle:
+                await self._llm.resume_generation()
+        except BaseException:
+            if not self._dead.is_set():
+                with suppress(Exception):
+                    await self._llm.abort([queue.request_id for queue in queues], internal=True)
+                    if idle:
+                        await self._llm.resume_generation()
+            raise
+        for request, queue in zip(requests, queues, strict=True):
+            self._open[request.id] = queue, asyncio.create_task(self._wait_for(request, queue))
+
+    async def _wait_for(self, request: Request, queue: Any) -> None:
+        """Puts what becomes of a request where `receive` finds it."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            output = await queue.get()
+            self._finished.append(Finished(request.id, sample_of(request, output, self._version, self.label)))
+        except EngineDeadError as error:
+            self._failure = self._death(error)
+        except Exception as error:
+            self._failure = error
+        self._arrival.set()
+
+    async def receive(self, timeout_s: float) -> list[Finished]:
+        self.check_health()
+        if not self._finished:
+            self._arrival.clear()
+            with suppress(RolloutTimeout):
+                await self._bounded(self._arrival.wait(), timeout_s, lambda: "responses")
+            self.check_health()
+        finished, self._finished = self._finished, []
+        for one in finished:
+            del self._open[one.id]
+        return finished
+
+    async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
+        self.check_health()
+        names = [self._open[id_][0].request_id for id_ in ids if id_ in self._open]
+        await self._bounded(self._llm.abort(names, internal=True), timeout_s, lambda: f"aborting {len(names)} requests")
+
+    # ---------------------------------------------------------------- weights
+
+    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
+        await self._weights("megarl_connect", rendezvous, first_rank, timeout_s=rendezvous["timeout_s"])
+
+    async def start_update(self, timeout_s: float) -> None:
+        async with self._lock:
+            self.check_health()
+            if self._open:
+                raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: new weights come between requests")
+            self._updating = True
+            await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
+            await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
+
+    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
+        await self._weights("megarl_load_bucket", header, timeout_s=timeout_s)
+
+    async def finish_update(self, version: int, timeout_s: float) -> None:
+        async with self._lock:
+            await self._weights("megarl_finish_update", timeout_s=timeout_s)
+            await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
+            self._version, self._updating = version, False
+
+    async def _resume(self, version: int) -> None:
+        await self._llm.reset_prefix_cache(reset_running_requests=True)  # keys and values of the old weights
+        await self._llm.update_weight_version(str(version))
+        await self._llm.resume_generation()
+
+    async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        workers = await self._call("megarl_fingerprints", self._tied, timeout_s=timeout_s)
+        return join({name: [Piece(*piece) for piece in pieces] for name, pieces in worker.items()} for worker in workers)
+
+    async def _weights(self, method: str, *arguments: Any, timeout_s: float) -> None:
+        faults = [fault for fault in await self._call(method, *arguments, timeout_s=timeout_s) if fault is not None]
+        if faults:
+            raise WeightSyncError(f"{self.label}: {faults[0]}")
+
+    # ---------------------------------------------------------------- bounded waits
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """`method` of the extension on every worker; one result each."""
+        self.check_health()
+        try:
+            return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
+        except RolloutError:
+            raise
+        except Exception as error:  # what a worker raises arrives as a bare Exception with the text
+            raise RolloutError(f"{self.label}: {method}: {error}") from error
+
+    async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
+        """`work`, unless the engine dies or the time is over first: neither waits for the other. `late` says what is late then."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._dead.wait())
+        try:
+            await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not self._dead.is_set():
+                return task.result()
+        except EngineDeadError as error:
+            raise self._death(error) from error
+        finally:
+            for waiting in (task, death):
+                waiting.cancel()
+            await asyncio.gather(task, death, return_exceptions=True)
+        self.check_health()
+        raise RolloutTimeout(f"{self.label}: {late()} not done after {timeout_s:g} s")
+
+    def _death(self, error: Exception) -> EngineDead:
+        """vLLM's word that its process has failed, as ours."""
+        return EngineDead(f"{self.label}: its process has failed: {' '.join(str(error.__cause__ or error).split())}")
+
+
+def _expected(config: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
+    """The shape and dtype of every tensor that an update brings, by Hugging Face name."""
+    return {
+        name: (list(shape), "float32" if weight.float32 else dtype)
+        for weight in family_of(config).weights(config)
+        for name, shape in zip(weight.hf, weight.op.shapes, strict=True)
+    }

@@ -1,0 +1,153 @@
+"""How vLLM is started: the environment of its process, its settings, and the files that it leaves to be removed.
+
+vLLM itself is imported in `launch`, once the environment is set.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, RolloutSettings
+from megarl.imports import uncollected
+from megarl.rollout.engine import RolloutError
+
+VLLM_VERSION = "0.30.0"  # what the mends in this folder were checked against
+_CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
+
+
+def environment(gpu: bool) -> dict[str, str]:
+    """Environment variables that an engine's process must start with (torch and Ray read some of them at import)."""
+    safe = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_PLUGINS": "",  # no code of installed packages but vLLM's own
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if gpu:
+        return safe
+    return {
+        **safe,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # else two sampler functions are compiled at the first token: 7 to 14 s
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share cores
+    }
+
+
+def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> dict[str, Any]:
+    """vLLM's AsyncEngineArgs. `hf`: the config.json of `model`."""
+    common: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "seed": seed,
+        "tensor_parallel_size": settings.tp,
+        "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
+        "enable_return_routed_experts": settings.return_routes and _has_experts(hf),
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+    }
+    if gpu:
+        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction}
+    return {
+        **common,
+        "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
+        "enforce_eager": True,
+        # A prompt computed in parts throws samples away and rewinds the request's generator, which a CPU generator cannot do
+        # (vllm/v1/worker/gpu_model_runner.py:3723: the engine dies). So prompts are computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_STEP_TOKENS, common["max_model_len"]),
+        "use_tqdm_on_load": False,
+    }
+
+
+def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Any:
+    """Starts vLLM's AsyncLLM with the settings of `engine_arguments`. `label` names the engine in errors.
+
+    Raises ConfigError for a model that vLLM does not know, RolloutError where vLLM is another version or does not start.
+    """
+    with uncollected():
+        import vllm
+
+        if vllm.__version__ != VLLM_VERSION:
+            raise RolloutError(f"{label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
+
+        if not gpu:
+            _register_model(hf)
+    settings = AsyncEngineArgs(**arguments)
+    executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor
+    try:
+        config = settings.create_engine_config()
+        with _fork_cheaply(enabled=not gpu):
+            return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+    except (ValueError, RuntimeError) as error:
+        raise RolloutError(f"{label}: vLLM does not start: {' '.join(str(error).split())}") from error
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _register_model(config: Mapping[str, Any]) -> None:
+    """Registers the model's class itself: for a name vLLM would start a subprocess to look at it (8 CPU seconds)."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    for architecture in config["architectures"]:
+        if architecture not in _VLLM_MODELS:
+            raise ConfigError(f"model.path: vLLM {VLLM_VERSION} does not know the architecture {architecture}")
+        module, name = _VLLM_MODELS[architecture]
+        ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
+
+
+@contextmanager
+def _fork_cheaply(enabled: bool) -> Iterator[None]:
+    """Lets vLLM fork its process instead of importing everything again in a new one.
+
+    vllm/platforms/cpu.py:385 asks for spawn, and vllm/utils/system_utils.py:134 insists on it inside of a Ray actor; CPU engines need
+    neither: nothing here has started an OpenMP pool or a CUDA context, and the child talks to no Ray.
+    """
+    if not enabled:
+        yield
+        return
+    from vllm.utils import system_utils
+
+    before = system_utils.is_in_ray_actor
+    system_utils.is_in_ray_actor = lambda: False
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    gc.freeze()  # the child's collections leave the parent's objects alone: pages stay shared, and it starts in 1.1 s, not 1.7
+    try:
+        yield
+    finally:
+        system_utils.is_in_ray_actor = before
+
+
+def remove_files(directory: Path) -> None:
+    """Removes the engine's sockets, rendezvous file and CPU shared memory. The processes that use them have them open already."""
+    for rendezvous in directory.glob("vllm_dist_*"):  # vllm/v1/worker/cpu_worker.py:163 names the shared memory after this file
+        for segment in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
+            segment.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def message_queues(pid: int) -> set[Path]:
+    """The shared memory over which an engine talks with its tensor-parallel workers. Whoever of them is killed leaves it behind."""
+    fields = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {Path(line[5]) for line in fields if len(line) == 6 and line[5].startswith("/dev/shm/psm_")}

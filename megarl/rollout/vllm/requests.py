@@ -1,0 +1,51 @@
+"""Requests in vLLM's words, and its outputs as samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.batch import Sample
+from megarl.rollout.engine import Request, RolloutError
+
+
+def check_request(request: Request, limit: int) -> None:
+    """ValueError where prompt and response could be longer than `limit` tokens."""
+    if not request.tokens or len(request.tokens) + request.max_tokens > limit:
+        asked = f"{len(request.tokens)} tokens and up to {request.max_tokens} more"
+        raise ValueError(f"request {request.id!r}: {asked}; the engine takes 1 + 1 to {limit} in all")
+
+
+def sampling_parameters(request: Request) -> Any:
+    """vLLM's SamplingParams."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=request.seed if request.temperature else None,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def sample_of(request: Request, output: Any, version: int, label: str) -> Sample:
+    """The sample in vLLM's final output. An aborted response may be empty, and then has no routes.
+
+    Raises RolloutError, with the engine's `label`, for an output that is not whole.
+    """
+    (response,) = output.outputs
+    if response.finish_reason not in ("stop", "length", "abort"):
+        raise RolloutError(f"{label}: request {request.id!r} ended with {response.finish_reason!r}")
+    tokens = np.array([*request.tokens, *response.token_ids], dtype=np.int32)
+    logp = np.array(response.logprobs.logprobs, dtype=np.float32)
+    assert list(response.logprobs.token_ids) == list(response.token_ids), "vLLM returns one log-prob a token: the sampled one's"
+    routes = response.routed_experts
+    if routes is not None and routes.shape[0] != len(tokens) - 1:
+        raise RolloutError(f"{label}: request {request.id!r}: {routes.shape[0]} rows of routed experts for {len(tokens)} tokens")
+    return Sample(tokens, len(request.tokens), logp, response.finish_reason, version, routes)

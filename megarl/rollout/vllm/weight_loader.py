@@ -1,0 +1,99 @@
+"""New weights into the model of a vLLM worker: buckets in, vLLM's layerwise reload, nothing missing, nothing twice.
+
+`start` -> `load_bucket` for each bucket -> `finish`. Any failure leaves the worker refusing to go on until the next `start`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megarl.sync.receive import BucketReceiver, Inventory, WeightError
+from megarl.sync.wire import Header, Rendezvous
+
+
+class WeightLoader:
+    """Reloads the model of one worker."""
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        self._model, self._config, self._device = model, vllm_config, device
+        self._buckets = BucketReceiver(device)
+        self._inventory: Inventory | None = None
+
+    def connect(self, rendezvous: Rendezvous, rank: int) -> None:
+        """Joins the trainer's broadcast group as `rank`."""
+        self._buckets.connect(rendezvous, rank)
+
+    def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Begins an update that must bring exactly these tensors: (shape, dtype) by name."""
+        with set_current_vllm_config(self._config):
+            if self._inventory is not None:  # the last update failed midway: drop what vLLM has buffered of it
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            if self._device.type == "cpu":
+                reset_moe_kernels(self._model)
+            initialize_layerwise_reload(self._model)
+        self._inventory = Inventory(expected)
+
+    def load_bucket(self, header: Header) -> None:
+        """Takes one bucket and loads it. Raises WeightError naming a tensor that does not fit."""
+        tensors = self._buckets.receive(header)  # even where one is refused: the other end is sending
+        if self._inventory is None:
+            raise WeightError(f"{tensors[0][0] if tensors else 'an empty bucket'}: came outside of an update")
+        for name, tensor in tensors:
+            self._inventory.take(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        with set_current_vllm_config(self._config):
+            # vLLM keeps views of the tensors until their layer is complete: their memory is never used again.
+            self._model.load_weights(iter(tensors))
+
+    def finish(self) -> None:
+        """Ends the update. Raises WeightError naming a tensor that has not come."""
+        if self._inventory is None:
+            raise WeightError("finish: no update has been started")
+        self._inventory.complete()
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            if self._device.type == "cpu":
+                repack_tied_output(self._model)
+        self._inventory = None
+
+
+def reset_moe_kernels(model: nn.Module) -> None:
+    """Makes vLLM pack reloaded experts again.
+
+    vLLM 0.30.0 skips `fused_experts.process_weights_after_loading`, the CPU packing, once `moe_kernel` exists
+    (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:156, `if not is_weight_update`), so that a reload copies
+    unpacked weights into the packed buffer and says nothing. Without a kernel it takes the path of the first load.
+    Raises WeightError where vLLM has changed there: then this mend needs a new look.
+    """
+    source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
+    guard = source.find("if not is_weight_update:")
+    if "is_weight_update = self.moe_kernel is not None" not in source or not 0 < guard < source.find(
+        "fused_experts.process_weights_after_loading"
+    ):
+        raise WeightError("vLLM's UnquantizedFusedMoEMethod._setup_kernel is not that of 0.30.0: look at the mend of its CPU reload again")
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def repack_tied_output(model: nn.Module) -> None:
+    """Packs the output layer again where it shares the embedding table.
+
+    On CPU it multiplies with a packed copy of the table (vllm/model_executor/layers/utils.py:452), and vLLM 0.30.0's reload packs only
+    layers that were themselves loaded (vllm/model_executor/model_loader/reload/layerwise.py:257, "No weights were loaded").
+    """
+    tables = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, VocabParallelEmbedding) and type(layer) is not ParallelLMHead
+    }
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in tables:
+            layer.quant_method.process_weights_after_loading(layer)
