@@ -11,11 +11,18 @@ import bisect
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class VersionSpan(NamedTuple):
+    """The response tokens from `start` on, up to the next span, were sampled from the weights of sync number `version`."""
+
+    start: int
+    version: int
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,8 @@ class Sample:
     prompt_length: int
     rollout_logp: np.ndarray  # float32 [response]: log-prob of each response token as sampled (temperature included)
     finish_reason: str  # "stop" (ended by itself), "length" (cut), "abort"
-    weight_version: int  # the sync that made the weights it was sampled from
-    routes: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
+    weight_versions: Sequence[VersionSpan] = ()  # in order, the first from 0; none where no engine has sampled it
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
     loss_mask: np.ndarray | None = None  # bool [response]: tokens that the policy wrote, and not a tool or the user; None: all of them
 
     @property
@@ -99,8 +106,8 @@ class Batch:
 def pack(samples: Sequence[Sample]) -> Batch:
     """All entries of the samples, sequence after sequence; the loss tokens are those of `Sample.loss_mask`. No sample gives an empty bag.
 
-    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere; `extra_T["routes"]` [T, L, K] the
-    experts that the engine chose, where the samples carry them.
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere; `extra_T["routed_experts"]` [T, L, K]
+    the experts that the engine chose, where the samples carry them.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
@@ -109,9 +116,9 @@ def pack(samples: Sequence[Sample]) -> Batch:
     nothing = np.zeros(prompts.max(initial=0), dtype=np.float32)
     rollout_logp = [part for sample in samples for part in (nothing[: sample.prompt_length - 1], sample.rollout_logp)]
     extra = {"rollout_logp": torch.from_numpy(_join(rollout_logp, np.float32))}
-    routes = [sample.routes for sample in samples if sample.routes is not None]
-    if routes and len(routes) == len(samples):
-        extra["routes"] = torch.from_numpy(np.concatenate(routes))
+    routed_experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if routed_experts and len(routed_experts) == len(samples):
+        extra["routed_experts"] = torch.from_numpy(np.concatenate(routed_experts))
     mask = position >= np.repeat(prompts, lengths)
     if any(sample.loss_mask is not None for sample in samples):
         mask[mask] = _join([_loss_mask(sample) for sample in samples], np.bool_)
@@ -132,13 +139,13 @@ def pack(samples: Sequence[Sample]) -> Batch:
 def pack_scored(samples: Sequence[Sample]) -> Batch:
     """Like `pack`, for a scalar head that judges whole responses: the one loss token of a sequence is the entry that feeds its last token.
 
-    That entry needs something to predict, so each sequence gets one more token, which is never fed. Without routes.
+    That entry needs something to predict, so each sequence gets one more token, which is never fed. Without routed experts.
     """
     nothing = np.zeros(1, dtype=np.float32)
 
     def judged(sample: Sample) -> Sample:
         tokens = np.append(sample.tokens, sample.tokens[-1])
-        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routes=None, loss_mask=None)
+        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routed_experts=None, loss_mask=None)
 
     return pack([judged(sample) for sample in samples])
 

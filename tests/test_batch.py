@@ -13,12 +13,12 @@ from megarl.batch import Sample, balance, bins_needed, pack, pack_scored
 
 def sample(prompt: int, response: int, start: int = 0) -> Sample:
     tokens = np.arange(start, start + prompt + response, dtype=np.int32)
-    return Sample(tokens, prompt, -np.arange(1, response + 1, dtype=np.float32), "stop", 0)
+    return Sample(tokens, prompt, -np.arange(1, response + 1, dtype=np.float32), "stop")
 
 
 def test_pack_lays_out_entries_and_masks() -> None:
-    first = Sample(np.array([5, 6, 7, 8], np.int32), 2, np.array([-1.0, -2.0], np.float32), "stop", 3)
-    second = Sample(np.array([9, 10], np.int32), 1, np.array([-3.0], np.float32), "length", 3)
+    first = Sample(np.array([5, 6, 7, 8], np.int32), 2, np.array([-1.0, -2.0], np.float32), "stop")
+    second = Sample(np.array([9, 10], np.int32), 1, np.array([-3.0], np.float32), "length")
     batch = pack([first, second])
     assert batch.input_T.tolist() == [5, 6, 7, 9] and batch.target_T.tolist() == [6, 7, 8, 10]
     assert batch.mask_T.tolist() == [False, True, True, True]
@@ -30,7 +30,7 @@ def test_pack_lays_out_entries_and_masks() -> None:
 def test_what_a_tool_said_is_read_and_not_learned() -> None:
     """A response of two turns with a tool's answer between them, beside one without a mask."""
     logp = np.array([-1.0, 0.0, 0.0, -2.0], np.float32)
-    turns = Sample(np.arange(10, 16, dtype=np.int32), 2, logp, "stop", 3, loss_mask=np.array([True, False, False, True]))
+    turns = Sample(np.arange(10, 16, dtype=np.int32), 2, logp, "stop", loss_mask=np.array([True, False, False, True]))
     batch = pack([turns, sample(1, 2)])
     assert batch.target_T[batch.mask_T].tolist() == [12, 15, 1, 2]
     assert batch.count_N.tolist() == [turns.loss_tokens, 2] == [2, 2] and batch.length_N.tolist() == [5, 2]

@@ -62,7 +62,7 @@ def test_an_unknown_verb_is_refused() -> None:
     ("override", "line"),
     [
         ("train.stesp=3", "megarl: error: train.stesp: unknown key (did you mean 'steps'?)"),
-        ("train.steps=0", "megarl: error: train.steps: Input should be greater than or equal to 1 (got 0)"),
+        ("train.steps=0", "megarl: error: train.steps: Input should be greater than 0 (got 0)"),
         ("layout.ranks=3 layout.tp=2", "megarl: error: layout.ranks=3 is not divisible by tp*pp*cp=2*1*1=2"),
         ("name", "megarl: error: override 'name': expected key.subkey=value"),
     ],

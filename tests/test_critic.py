@@ -38,9 +38,7 @@ LENGTHS = [1, 2, 3, 5, 9, 17, 30, 64, 64]
 def critic_batch(value: Callable[[Tensor, Tensor], Tensor]) -> Batch:
     """Responses of LENGTHS, the shorter ones the better; `value` of (position from 1, return) at each token."""
     prompt = 4
-    batch = pack(
-        [Sample(np.arange(prompt + length, dtype=np.int32), prompt, np.zeros(length, np.float32), "stop", 0) for length in LENGTHS]
-    )
+    batch = pack([Sample(np.arange(prompt + length, dtype=np.int32), prompt, np.zeros(length, np.float32), "stop") for length in LENGTHS])
     return_T = batch.spread(torch.linspace(1, 0, len(LENGTHS)))
     value_T = value((batch.position_T - prompt + 2).clamp(min=1).float(), return_T)
     return batch.with_extra(**{"value": value_T, "return": return_T, "outcome": return_T, "advantage": return_T - value_T})
@@ -69,7 +67,7 @@ def test_the_metrics_of_the_critic_are_the_same_from_any_split() -> None:
 def test_a_tools_tokens_count_as_places_of_the_response_and_explain_nothing() -> None:
     mask = np.array([True, True, False, False, True, True])
     zeros = np.zeros(6, np.float32)
-    batch = pack([Sample(np.arange(9, dtype=np.int32), 3, zeros, "stop", 0, loss_mask=mask)] * 2)
+    batch = pack([Sample(np.arange(9, dtype=np.int32), 3, zeros, "stop", loss_mask=mask)] * 2)
     place_T = (batch.position_T - 1).float()  # from 1
     value_T = torch.where(batch.mask_T, place_T, torch.inf)
     shown = scalars(critic_metrics(batch.with_extra(value=value_T, outcome=place_T, advantage=place_T, **{"return": place_T})))

@@ -182,7 +182,7 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config
 
 
 def test_concat_counts_sequences_on() -> None:
-    sample = Sample(np.array([5, 6, 7], np.int32), 1, np.array([-1.0, -2.0], np.float32), "stop", 0)
+    sample = Sample(np.array([5, 6, 7], np.int32), 1, np.array([-1.0, -2.0], np.float32), "stop")
     one, two = pack([sample, sample]), pack([sample])
     both = concat([one, two])
     assert both.seq_T.tolist() == [0, 0, 1, 1, 2, 2] and both.count_N.tolist() == [2, 2, 2]

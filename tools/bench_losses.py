@@ -299,7 +299,7 @@ def measure_balance() -> list[Row]:
             Row(f"bins_needed, {kind}", _ms(seconds["bins"]), "capacity 40,000", 1e3 * seconds["bins"], None, unit=" ms"),
         ]
     tokens = [np.zeros(length + 1, np.int32) for length in kinds["heavy-tailed"]]
-    samples = [Sample(one, 1, np.zeros(len(one) - 1, np.float32), "stop", 0) for one in tokens]
+    samples = [Sample(one, 1, np.zeros(len(one) - 1, np.float32), "stop") for one in tokens]
     seconds = side_by_side({"pack": lambda: pack(samples)}, 5)
     total = sum(map(len, tokens))
     return [

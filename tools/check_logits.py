@@ -58,7 +58,7 @@ def sequences(count: int, tokens: int, vocabulary: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     lengths = [int(rng.integers(max(2, tokens // 2), tokens + 1)) for _ in range(count)]
     drawn = [rng.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
-    return pack([Sample(row, 1, np.zeros(len(row) - 1, np.float32), "stop", index) for index, row in enumerate(drawn)])
+    return pack([Sample(row, 1, np.zeros(len(row) - 1, np.float32), "stop") for index, row in enumerate(drawn)])
 
 
 def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
 from megarl.algorithms.blocks import Shown, blocks
@@ -19,8 +19,6 @@ from megarl.algorithms.correction import Correction
 from megarl.algorithms.ops import Aggregation, Average, Block, KlKind, SumOver, Term, attach, kl_to_reference, log_ratio, token_weights
 from megarl.batch import Batch
 
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -48,7 +46,7 @@ class PolicyAlgorithm(BaseModel):
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
 
-    kl_coef: NonNegative = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference; above 0 a frozen reference is kept."""
     kl_in: Literal["loss", "reward"] = "loss"
     """A term of the loss, or subtracted from the reward (always estimated by k1)."""
@@ -56,11 +54,11 @@ class PolicyAlgorithm(BaseModel):
     """The KL's estimator."""
     kl_straight_through: bool = False
     """Take the estimator's value with the gradient of k2, which is the KL's own."""
-    kl_target: Positive | None = None
+    kl_target: PositiveFloat | None = None
     """Nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef stays."""
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Responses in which kl_coef may grow or shrink by about a fifth of itself."""
-    entropy_coef: NonNegative = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     correction: Correction | None = None
     """Importance weights for the gap between the engine's and the trainer's probabilities."""

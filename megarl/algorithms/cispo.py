@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
+from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.ops import Aggregation, Block, Term, group_normalised
 
 
@@ -19,7 +20,7 @@ class Cispo(PolicyAlgorithm):
 
     clip_low: Fraction = 1.0
     """The weight is clipped below at 1 - clip_low."""
-    clip_high: NonNegative = 4.0
+    clip_high: NonNegativeFloat = 4.0
     """The weight is clipped above at 1 + clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
-from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
+from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.ops import Block, Term, clipped_surrogate
 
 
@@ -15,7 +15,7 @@ class Clipped(PolicyAlgorithm):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: NonNegative = 0.2
+    clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: largest loss of a token with negative advantage, in units of |A|; 1 or less would cut tokens that have not moved."""

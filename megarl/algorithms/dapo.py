@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from megarl.algorithms.base import NonNegative
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.ops import Aggregation, group_normalised
 
@@ -21,7 +21,7 @@ class Dapo(Clipped):
     aggregation: ClassVar[Aggregation] = "token-mean"
     min_group: ClassVar[int] = 2
 
-    clip_high: NonNegative = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from megarl.algorithms.base import NonNegative, PolicyAlgorithm
+from megarl.algorithms.base import PolicyAlgorithm
 from megarl.algorithms.ops import Aggregation, Block, Term, group_normalised
 
 
@@ -21,9 +22,9 @@ class Gmpo(PolicyAlgorithm):
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
     min_group: ClassVar[int] = 2
 
-    clip_low: NonNegative = 0.4
+    clip_low: NonNegativeFloat = 0.4
     """Where the advantage is negative, the log ratio is clipped below at -clip_low."""
-    clip_high: NonNegative = 0.4
+    clip_high: NonNegativeFloat = 0.4
     """Where the advantage is positive, the log ratio is clipped above at clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from megarl.algorithms.base import Fraction, NonNegative, PolicyAlgorithm
+from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.ops import Aggregation, Block, Term, clipped_surrogate, group_normalised
 
 
@@ -25,7 +26,7 @@ class Gspo(PolicyAlgorithm):
 
     clip_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_low."""
-    clip_high: NonNegative = 4e-4
+    clip_high: NonNegativeFloat = 4e-4
     """The sequence's ratio is clipped above at 1 + clip_high."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from megarl.algorithms.base import Fraction, Positive
+from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.gae import gae, whiten
 from megarl.algorithms.ops import Aggregation, SumOver, token_rewards
@@ -24,7 +25,7 @@ class ActorCritic(Clipped):
     """Discount of a token's reward to the token before."""
     whiten: bool = False
     """Whiten the advantages over all loss tokens of the step."""
-    value_clip: Positive | None = None
+    value_clip: PositiveFloat | None = None
     """How far the critic may move from its values before the step; null: no limit."""
 
     @property
@@ -68,7 +69,7 @@ class Ppo(ActorCritic):
 
     whiten: bool = True
     """Whiten the advantages over all loss tokens of the step."""
-    value_clip: Positive | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     """How far the critic may move from its values before the step; null: no limit."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""

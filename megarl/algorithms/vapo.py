@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from megarl.algorithms.base import Fraction, Loss, NonNegative, Positive
+from megarl.algorithms.base import Fraction, Loss
 from megarl.algorithms.gae import length_adaptive_lambda
 from megarl.algorithms.ops import Average, SumOver, attach
 from megarl.algorithms.ppo import ActorCritic
@@ -31,15 +32,15 @@ class Vapo(ActorCritic):
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # type: ignore[misc]  # a setting here, a constant elsewhere
     """Mean over all tokens, or over responses of the mean over their tokens."""
 
-    clip_high: NonNegative = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""
-    alpha: Positive | None = 0.05
+    alpha: PositiveFloat | None = 0.05
     """Length-adaptive GAE: lambda_policy = 1 - 1 / (alpha l) for a response of l tokens; null: the same lambda_policy for all."""
     lambda_policy: Fraction = 0.95
     """Lambda of the policy's advantages where `alpha` is null."""
     lambda_critic: Fraction | None = 1.0
     """Lambda of the critic's targets; null: the policy's."""
-    mu: NonNegative = 0.1
+    mu: NonNegativeFloat = 0.1
     """Weight of the NLL of correct responses."""
     positive_above: float = 0.0
     """A response with a reward above this is correct."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megarl.config.section import NonNegative, Positive, Section
+from megarl.config.section import Section
 
 
 class ReasoningGymSource(Section):
@@ -18,9 +18,9 @@ class ReasoningGymSource(Section):
     """Name of the reasoning-gym data set."""
     params: dict[str, Any] = {}
     """Parameters of that data set."""
-    seed: NonNegative
+    seed: NonNegativeInt
     """Seed of the items."""
-    items: Positive
+    items: PositiveInt
     """How many items are drawn."""
     exclude: ReasoningGymSource | None = None
     """Questions of this other source, which has the same keys, are left out (by text)."""

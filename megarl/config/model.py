@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megarl.config.section import Beta, Fraction, NonNegative, Positive, Section
+from megarl.config.section import Beta, Fraction, Section
 
 
 class ModelSettings(Section):
@@ -34,19 +34,19 @@ class ModelSettings(Section):
 class Layout(Section):
     """How the model ranks share one model. The data-parallel size is what is left: ranks / (tp * pp * cp)."""
 
-    ranks: Positive = 1
+    ranks: PositiveInt = 1
     """Processes that hold the model together."""
-    tp: Positive = 1
+    tp: PositiveInt = 1
     """Tensor parallel size; sequence parallelism goes with it whenever tp > 1."""
-    pp: Positive = 1
+    pp: PositiveInt = 1
     """Pipeline stages."""
     vpp: Annotated[int, Field(ge=2)] | None = None
     """Model chunks per pipeline stage (interleaved schedule)."""
-    cp: Positive = 1
+    cp: PositiveInt = 1
     """Context parallel size."""
-    ep: Positive = 1
+    ep: PositiveInt = 1
     """Expert parallel size."""
-    etp: Positive = 1
+    etp: PositiveInt = 1
     """Tensor parallel size inside an expert."""
 
     @property
@@ -79,7 +79,7 @@ class OptimizerSettings(Section):
     """Decoupled weight decay."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
     decay: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
@@ -108,15 +108,15 @@ class CriticSettings(Section):
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
-    epochs: Positive = 1
+    epochs: PositiveInt = 1
     """Passes of the critic over a step's mini-batches."""
-    micro_batch_tokens: Positive | None = None
+    micro_batch_tokens: PositiveInt | None = None
     """Most tokens of one of its micro-batches; null: `train.micro_batch_tokens`.
 
     It may be larger than the policy's, since a critic produces no logits. Where both share ranks, the critic takes several of the
     policy's micro-batches as one.
     """
-    pretrain_steps: NonNegative = 0
+    pretrain_steps: NonNegativeInt = 0
     """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
     """Value pretraining ends early when 10 steps have lowered the value loss by less than this share."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
-from megarl.config.section import EnvironmentVariable, Fraction, Positive, Seconds, Section
+from megarl.config.section import EnvironmentVariable, Fraction, Seconds, Section
 
 
 class ReasoningGymReward(Section):
@@ -43,11 +43,11 @@ class HttpReward(Section):
     """Its address, such as http://127.0.0.1:8000/score."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
-    batch_size: Positive = 64
+    batch_size: PositiveInt = 64
     """Most responses in one request."""
     timeout_s: Seconds = 30.0
     """Longest time of one request with its answer."""
-    attempts: Positive = 5
+    attempts: PositiveInt = 5
     """Attempts of one request."""
     backoff_s: Annotated[float, Field(ge=0)] = 1.0
     """Pause before the second attempt; twice as long before each further one, 30 s at most."""
@@ -82,7 +82,7 @@ RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | Http
 class OverlongSettings(Section):
     """DAPO's soft punishment of answers that run into the length limit (see megarl.rewards.shaping)."""
 
-    buffer_tokens: Positive
+    buffer_tokens: PositiveInt
     """The punishment grows from 0 to `scale` over this many last tokens before rollout.max_response_tokens."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """The largest punishment."""
@@ -115,5 +115,5 @@ class RewardSettings(Section):
     """A response cut by the length limit scores 0."""
     timeout_s: Seconds = 10.0
     """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
-    workers: Positive = 1
+    workers: PositiveInt = 1
     """Scoring processes, or connections to a server."""

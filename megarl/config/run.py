@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.config.model import Layout, ModelSettings
-from megarl.config.section import NonNegative, Positive, Seconds, Section, Seed
+from megarl.config.section import Seconds, Section, Seed
 
 
 class CheckpointSettings(Section):
     """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
 
-    every: NonNegative = 0
+    every: NonNegativeInt = 0
     """Steps between two saves; 0: only where a run is stopped early (an alarm, a lost reward server)."""
-    keep_last: Positive = 2
+    keep_last: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
-    keep_every: NonNegative = 0
+    keep_every: NonNegativeInt = 0
     """Also keep those of every so many steps; 0: no others."""
     asynchronous: bool = True
     """Write in the background, while the next steps go on."""
-    staging_mb: Positive = 8192
+    staging_mb: PositiveInt = 8192
     """Host memory of a rank for tensors on their way to the disk; what exceeds it is waited for."""
     on_failure: Literal["stop", "continue"] = "stop"
     """When a save fails: end the run, or raise an alarm and go on."""

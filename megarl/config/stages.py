@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm
 from megarl.algorithms.dpo import Dpo
@@ -13,27 +13,27 @@ from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Place
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import EnvironmentVariable, NonNegative, Positive, Section
+from megarl.config.section import EnvironmentVariable, Section
 
 
 class StepSettings(Section):
     """One RL step, and how often what happens."""
 
-    steps: Positive
+    steps: PositiveInt
     """Steps of the policy; those of critic.pretrain_steps come before them."""
-    prompts_per_step: Positive
+    prompts_per_step: PositiveInt
     """Prompts of one rollout."""
-    mini_batches: Positive = 1
+    mini_batches: PositiveInt = 1
     """Parts of a rollout, with an optimizer step on each."""
-    epochs: Positive = 1
+    epochs: PositiveInt = 1
     """Passes of the policy over them."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
-    dynamic_sampling_rounds: Positive | None = None
+    dynamic_sampling_rounds: PositiveInt | None = None
     """Drop groups of equal rewards, and draw prompts at most so many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
     """Overlong filter: a response cut by the length limit gets no loss."""
-    eval_every: NonNegative = 0
+    eval_every: NonNegativeInt = 0
     """Steps between two evaluations; 0: only before the first and after the last step."""
     eval_at_start: bool = True
     """Evaluate before the first step."""
@@ -132,17 +132,17 @@ class TrainConfig(TrainingSettings):
 class LearnSettings(Section):
     """The steps of a supervised stage, and how often it looks at its held-out source."""
 
-    steps: NonNegative
+    steps: NonNegativeInt
     """Steps of the stage; 0: the held-out numbers of model.path alone."""
-    batch_size: Positive = 64
+    batch_size: PositiveInt = 64
     """Responses of one step, or pairs of them."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
-    max_tokens: Positive = 2048
+    max_tokens: PositiveInt = 2048
     """Longest prompt + response."""
-    eval_every: NonNegative = 0
+    eval_every: NonNegativeInt = 0
     """Steps between two measurements; 0: only before the first and after the last step."""
-    patience: NonNegative = 0
+    patience: NonNegativeInt = 0
     """This many measurements in a row without a better one end the stage, with the model of the best one; 0: all steps are taken."""
 
 
@@ -221,11 +221,11 @@ class EvalConfig(RunSettings):
 class PairsSettings(Section):
     """What becomes of the responses to one prompt."""
 
-    per_prompt: Positive = 1
+    per_prompt: PositiveInt = 1
     """Most pairs of a prompt."""
     answers: bool = False
     """Score and pair the prompt's answer, as the data has it, like a response."""
-    prompts_per_call: Positive = 256
+    prompts_per_call: PositiveInt = 256
     """Prompts that are sampled and scored together."""
 
 
@@ -258,9 +258,9 @@ class ServeSettings(Section):
     """The path of the address."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds the token to ask for."""
-    max_tokens: Positive = 2048
+    max_tokens: PositiveInt = 2048
     """Longest prompt + response."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
 
 

@@ -186,7 +186,7 @@ def learn_pairs(
 def sample(said: Conversation) -> Sample:
     """A conversation that no engine has sampled."""
     nothing = np.zeros(len(said.tokens) - said.prompt_length, np.float32)
-    return Sample(said.tokens, said.prompt_length, nothing, "stop", 0, loss_mask=said.loss_mask)
+    return Sample(said.tokens, said.prompt_length, nothing, "stop", loss_mask=said.loss_mask)
 
 
 def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:

@@ -71,9 +71,7 @@ class Service:
             tokens = np.array([*prompt.ids, *response, *end], dtype=np.int32)
             if len(tokens) > limit:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
-            read.append(
-                Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length", 0)
-            )
+            read.append(Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length"))
         return read
 
 

@@ -89,7 +89,7 @@ class ModelWorker(MegatronWorker):
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], list[dict[str, Metric]]()
         if "policy" in self._models:
             flat = self._score_policy(flat, metrics)
-        flat = [batch.without("routes") for batch in flat]
+        flat = [batch.without("routed_experts") for batch in flat]
         if "reference" in self._models:
             flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp)
         if "critic" in self._models:
@@ -199,15 +199,15 @@ class ModelWorker(MegatronWorker):
         return self._models[role]
 
     def _score_policy(self, flat: list[Batch], metrics: list[dict[str, Metric]]) -> list[Batch]:
-        """The batches with "old_logp"; adds what it says about the engine's log-probs and routes to the metrics."""
+        """The batches with "old_logp"; adds what it says about the engine's log-probs and its experts to the metrics."""
         from megarl.parallel.routing import RouterWatch
 
         policy = self._use("policy")
         watch = RouterWatch(policy.chunks, self._grid)
 
         def watched(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-            if "routes" in batch.extra_T:
-                metrics.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routes"]))})
+            if "routed_experts" in batch.extra_T:
+                metrics.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routed_experts"]))})
             return self._logp(logits_RV, row_T, batch)
 
         filled = policy.forward_tokens(flat, "old_logp", watched)

@@ -102,7 +102,7 @@ def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, T
     samples = []
     for length in [*lengths, 3]:
         prompt = int(rng.integers(1, 5))
-        samples.append(Sample(rng.integers(3, 50, prompt + length).astype(np.int32), prompt, np.zeros(length, np.float32), "stop", 0))
+        samples.append(Sample(rng.integers(3, 50, prompt + length).astype(np.int32), prompt, np.zeros(length, np.float32), "stop"))
     batch = pack(samples)
     keep_T = (torch.rand(len(batch), generator=generator) > 0.15) | (batch.spread(batch.count_N) <= 2)
     mask_T = batch.mask_T & keep_T & (batch.seq_T < len(lengths))

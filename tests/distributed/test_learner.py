@@ -46,7 +46,7 @@ def samples(seed: int = 4) -> list[Sample]:
         for _ in range(2):
             response = rng.integers(0, TINY["vocab_size"], int(rng.integers(1, 25)))
             tokens = np.concatenate([prompt, response]).astype(np.int32)
-            made.append(Sample(tokens, len(prompt), np.zeros(len(response), np.float32), "stop", 0))
+            made.append(Sample(tokens, len(prompt), np.zeros(len(response), np.float32), "stop"))
     return made
 
 

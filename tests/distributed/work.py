@@ -101,11 +101,11 @@ def global_batch(sequences: int) -> Batch:
     """Sequences of 4 to 40 tokens with weights that differ from token to token."""
     rng = np.random.default_rng(3)
     samples = []
-    for index in range(sequences):
+    for _ in range(sequences):
         length = int(rng.integers(4, 41))
         prompt = int(rng.integers(1, length))
         tokens = rng.integers(0, TINY["vocab_size"], length).astype(np.int32)
-        samples.append(Sample(tokens, prompt, np.zeros(length - prompt, np.float32), "stop", index))
+        samples.append(Sample(tokens, prompt, np.zeros(length - prompt, np.float32), "stop"))
     batch = pack(samples)
     weight = torch.from_numpy(rng.normal(size=len(batch)).astype(np.float32)) / len(batch)
     return batch.with_extra(weight=torch.where(batch.mask_T, weight, 0.0))

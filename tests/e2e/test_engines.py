@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from megarl.batch import VersionSpan
 from megarl.config import TrainConfig, load
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.rollout.generate import Sampling
@@ -33,4 +34,4 @@ def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, t
     assert [response.text for response in responses] == [
         decode(tokenizer, prompt.tokens[::-1], finished=True) for prompt in prompts for _ in range(2)
     ]
-    assert {sample.weight_version for sample in samples} == {1}
+    assert {sample.weight_versions for sample in samples} == {(VersionSpan(0, 1),)}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megarl.batch import Sample
+from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings, Section
 from megarl.rollout.engine import Engine, Finished, Request, RequestId
 from megarl.sync.fingerprint import Fingerprinter, Print
@@ -54,7 +54,12 @@ class BackwardsEngine(Engine):
         response = [] if request.id in self._aborted else request.tokens[::-1][: request.max_tokens]
         tokens = np.array([*request.tokens, *response], dtype=np.int32)
         reason = "stop" if response else "abort"
-        return [Finished(request.id, Sample(tokens, len(request.tokens), np.zeros(len(response), np.float32), reason, self.version))]
+        return [
+            Finished(
+                request.id,
+                Sample(tokens, len(request.tokens), np.zeros(len(response), np.float32), reason, (VersionSpan(0, self.version),)),
+            )
+        ]
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self._aborted |= set(ids)

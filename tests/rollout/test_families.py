@@ -45,7 +45,7 @@ async def _follows(tmp_path: Path, family: str) -> None:
     try:
         model = other(tmp_path / "other", family)
         await _check_update(engine, Trainer(engine, "shm"), model, stored(tmp_path / "other"))
-        routed = (await generate(engine, PROMPTS, SAMPLING))[0].samples[0].routes
+        routed = (await generate(engine, PROMPTS, SAMPLING))[0].samples[0].routed_experts
         assert (routed is not None) == (family in ("mixtral", "glm4_moe"))
     finally:
         await engine.close()

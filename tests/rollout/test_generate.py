@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch import Sample
+from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
 from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
@@ -50,8 +50,8 @@ def _same(left: list[Generated], right: list[Generated]) -> bool:
 
 
 def _routes(sample: Sample) -> np.ndarray:
-    assert sample.routes is not None
-    return sample.routes
+    assert sample.routed_experts is not None
+    return sample.routed_experts
 
 
 async def _deterministic(tiny: Path) -> None:
@@ -86,8 +86,12 @@ async def _complete(tiny: Path) -> None:
             assert (response[-1] == END) == (sample.finish_reason == "stop") and END not in response[:-1]
             assert len(sample.rollout_logp) == len(response) and (sample.rollout_logp < 0).all()
             assert sample.tokens.dtype == np.int32 and sample.rollout_logp.dtype == np.float32
-            assert sample.routes is not None and sample.routes.shape == (len(sample.tokens) - 1, 2, 2) and sample.routes.max() < 8
-            assert sample.weight_version == 0
+            assert (
+                sample.routed_experts is not None
+                and sample.routed_experts.shape == (len(sample.tokens) - 1, 2, 2)
+                and sample.routed_experts.max() < 8
+            )
+            assert sample.weight_versions == (VersionSpan(0, 0),)
         with pytest.raises(ValueError, match=r"request \(5, 0\): 40 tokens and up to 96 more; the engine takes 1 \+ 1 to 128 in all"):
             await generate(engine, [Prompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
         with pytest.raises(ValueError, match="same id"):

@@ -57,7 +57,7 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
         for seed in (1, 2, 3, 1, 4):
             await _check_update(engine, trainer, other_weights(tiny, seed))
         last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
-        assert {answer.samples[0].weight_version for answer in last} == {5}
+        assert {answer.samples[0].weight_versions[0].version for answer in last} == {5}
     finally:
         trainer.close()
         await engine.close()

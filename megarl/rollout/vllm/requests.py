@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.batch import Sample
+from megarl.batch import Sample, VersionSpan
 from megarl.rollout.engine import Request, RolloutError
 
 
@@ -35,7 +35,7 @@ def sampling_parameters(request: Request) -> Any:
 
 
 def sample_of(request: Request, output: Any, version: int, label: str) -> Sample:
-    """The sample in vLLM's final output. An aborted response may be empty, and then has no routes.
+    """The sample in vLLM's final output. An aborted response may be empty, and then has no routed experts.
 
     Raises RolloutError, with the engine's `label`, for an output that is not whole.
     """
@@ -45,7 +45,7 @@ def sample_of(request: Request, output: Any, version: int, label: str) -> Sample
     tokens = np.array([*request.tokens, *response.token_ids], dtype=np.int32)
     logp = np.array(response.logprobs.logprobs, dtype=np.float32)
     assert list(response.logprobs.token_ids) == list(response.token_ids), "vLLM returns one log-prob a token: the sampled one's"
-    routes = response.routed_experts
-    if routes is not None and routes.shape[0] != len(tokens) - 1:
-        raise RolloutError(f"{label}: request {request.id!r}: {routes.shape[0]} rows of routed experts for {len(tokens)} tokens")
-    return Sample(tokens, len(request.tokens), logp, response.finish_reason, version, routes)
+    routed_experts = response.routed_experts
+    if routed_experts is not None and routed_experts.shape[0] != len(tokens) - 1:
+        raise RolloutError(f"{label}: request {request.id!r}: {routed_experts.shape[0]} rows of routed experts for {len(tokens)} tokens")
+    return Sample(tokens, len(request.tokens), logp, response.finish_reason, (VersionSpan(0, version),), routed_experts)
