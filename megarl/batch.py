@@ -106,8 +106,8 @@ class Batch:
 def pack(samples: Sequence[Sample]) -> Batch:
     """All entries of the samples, sequence after sequence; the loss tokens are those of `Sample.loss_mask`. No sample gives an empty bag.
 
-    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 elsewhere; `extra_T["routed_experts"]` [T, L, K]
-    the experts that the engine chose, where the samples carry them.
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt; `extra_T["routed_experts"]`
+    [T, L, K] the experts that the engine chose, where the samples carry them.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.resume import MAY_DIFFER, compare
-from megarl.config import TrainConfig, load
+from megarl.config import SftConfig, TrainConfig, load
 from megarl.describe import keys
 from megarl.stages.saving import resolved
 
@@ -77,6 +77,15 @@ def test_what_would_make_it_another_run_is_refused_with_both_values(override: st
 def test_another_algorithm_is_one_refusal() -> None:
     [line] = compare(tree(), tree("algorithm={type: reinforce}"))
     assert line.startswith("algorithm.type: ") and "'reinforce' now" in line
+
+
+def test_an_older_supervised_run_goes_on_where_what_it_asked_for_is_still_there() -> None:
+    now = load(EXAMPLE.with_name("sft.yaml"), [], SftConfig).model_dump(mode="json")
+    shuffle = now["data"].pop("shuffle")
+    before = {**now, "data": {**now["data"], "demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}}
+    assert resolved(before, SftConfig)["data"] == {**now["data"], "shuffle": True} and not shuffle
+    before["data"]["corrupt_copy"] = 0.4
+    assert resolved(before, SftConfig) == before, "such data is made elsewhere now"
 
 
 def test_a_key_that_one_side_lacks_is_refused() -> None:

@@ -125,7 +125,8 @@ class PolicyAlgorithm(BaseModel):
     def policy_loss(self, block: Block) -> Tensor:
         """The policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
 
-        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it.
+        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it. Where `mean_T` is used,
+        d loss / d mean must be the same for all tokens of a sequence.
         """
         raise NotImplementedError
 
@@ -143,7 +144,7 @@ class PolicyAlgorithm(BaseModel):
                 mean_T = mean_T + (own_T - own_T.detach())  # the mean's 1 / |o_i| is the token's weight in the loss
             value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, mean_T))
             [slope_T] = torch.autograd.grad(value_T.sum(), lp_T)
-        return Term(value_T.detach(), slope_T)
+        return Term(value_T.detach().clone(), slope_T.clone())  # which the caller may change in place
 
     def weights(self, count_N: Tensor) -> Tensor:
         """The weight of a loss token of each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""

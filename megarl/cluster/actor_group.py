@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 DEATH_S = 5.0  # how long to look for a dead actor once another one has failed
 
@@ -73,9 +73,11 @@ class ActorGroup:
             for reference in ready:
                 try:
                     ray.get(reference)
-                except RayActorError as death:
+                except ActorDiedError as death:
                     death.__cause__ = error
                     raise_cause(death, alive[reference], doing)
+                except RayError:
+                    continue  # not a death: the first error counts
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         """`start` and `wait`."""

@@ -127,10 +127,10 @@ def shards(item: Item, tp: int, etp: int) -> list[Shard]:
 
 
 def _check_names(items: Sequence[Item]) -> None:
-    """No tensor of either side is used or written twice: an invariant of the families' rows."""
+    """No tensor of either side is used or written twice: an invariant of the families' weight maps."""
     ours = [(item.name.key, item.name.index) for item in items]
     theirs = [name for item in items for name in item.weight.hf]
-    assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs), "a family's rows name a tensor twice"
+    assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs), "a family's weight map names a tensor twice"
     shapes: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
     count: dict[str, int] = defaultdict(int)
     for item in items:

@@ -250,7 +250,7 @@ class Family:
     """What megarl knows of one kind of model: a backbone, and the heads that it may carry."""
 
     heads: dict[HeadKind, Head]
-    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's weight map do not hold
+    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's weight map does not hold
     weight_map: Callable[[dict[str, Any]], list[WeightMapping]]  # of the backbone
     rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for what no rank could build
     fields: Callable[[dict[str, Any]], dict[str, Any]]  # of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does

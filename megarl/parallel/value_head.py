@@ -46,7 +46,7 @@ class ValueHead(torch.nn.Module):
         return gather_from_sequence_parallel_region(value_S11, tensor_parallel_output_grad=False, group=self.tp), None
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> dict[str, Any]:
-        """Of a distributed checkpoint. DcpReader under a name of its own: upstream marks `output_layer.weight` as free to differ in shape
+        """Of a distributed checkpoint. Stored under a name of its own: upstream marks `output_layer.weight` as free to differ in shape
         (language_module.py:302), which would let a language model's pass for a head."""
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, sharded_offsets=sharded_offsets, tp_group=self.tp, dp_cp_group=metadata["dp_cp_group"]

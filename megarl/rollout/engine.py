@@ -81,7 +81,7 @@ class Engine(Protocol):
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """Takes requests, all or none.
 
-        None is worked on before all are taken, so that the same requests to an idle engine get the same responses, bit for bit. Raises
+        An idle engine works on none before all are taken, so that the same requests get the same responses, bit for bit. Raises
         ValueError for a request that does not fit or whose id is in use, WeightSyncError between the start and the end of an update.
         """
 

@@ -66,7 +66,8 @@ async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling
     samples: dict[RequestId, Sample] = {}
     try:
         while len(samples) < len(requests):
-            finished = await engine.receive(max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            finished = await engine.receive(left_s) if left_s > 0 else []
             if not finished:
                 late = len(requests) - len(samples)
                 raise RolloutTimeout(f"{engine.label}: {late} of {len(requests)} responses not done after {timeout_s:g} s")

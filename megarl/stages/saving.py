@@ -20,6 +20,8 @@ from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 
 TRAINER = "trainer.json"
+# Keys of `data` that older supervised runs were saved with; at these values they did nothing.
+RETIRED = {"demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}
 
 
 class State(Protocol):
@@ -83,8 +85,9 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
     """A saved configuration with today's defaults for the keys that it did not know; as it is where it is not valid any more."""
+    data = {name: value for name, value in tree.get("data", {}).items() if RETIRED.get(name, ...) != value}
     try:
-        return root.model_validate(tree).model_dump(mode="json")
+        return root.model_validate({**tree, "data": data}).model_dump(mode="json")
     except ValidationError:
         return tree
 

@@ -27,6 +27,8 @@ def check_sft(config: SftConfig) -> Conversations:
 
     def conversations(source: SftSource, key: str) -> list[Conversation]:
         if isinstance(source, ConversationSource):
+            if not data.chat:
+                raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
             return load_conversations(source, tokenizer, limit, key)
         prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens")
         return answered(prompts, tokenizer, limit, key)

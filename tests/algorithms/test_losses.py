@@ -91,6 +91,30 @@ class RlooFormula(Rloo):
         return -block.d_T.exp().detach() * block.advantage_T * block.lp_T
 
 
+class Plain(Rloo):
+    policy_term = PolicyAlgorithm.policy_term
+
+    def policy_loss(self, block: Block) -> Tensor:
+        return block.lp_T
+
+
+class Copied(Plain):
+    def policy_loss(self, block: Block) -> Tensor:
+        return 2 * block.lp_T - block.lp_T
+
+
+def test_a_formula_may_be_its_own_input() -> None:
+    """Value and slope are changed in place by the KL and the correction: neither may be memory that something else reads."""
+    settings = {"kl_coef": 0.1, "kl_in": "loss", "kl_kind": "k2", "correction": {"type": "tis", "cap": 1.05}}
+    batch, logp_T, entropy_T = ragged(5, LENGTHS[:20])
+    (value, slope_T), (copied, copied_T) = (
+        evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)[:2]
+        for algorithm in (Plain.model_validate(settings), Copied.model_validate(settings))
+    )
+    assert float(value) == pytest.approx(float(copied), rel=1e-12)
+    torch.testing.assert_close(slope_T[batch.mask_T], copied_T[batch.mask_T], rtol=1e-12, atol=0)
+
+
 FORMULAS: dict[type[PolicyAlgorithm], type[PolicyAlgorithm]] = {
     Grpo: ClippedFormula,
     Gspo: GspoFormula,

@@ -23,7 +23,6 @@ class Neighbour:
 
 
 @pytest.mark.usefixtures("lab")
-@pytest.mark.usefixtures("lab")
 def test_a_dead_actor_is_told_and_not_what_its_neighbour_says_of_it() -> None:
     group = ActorGroup("rank", [ray.remote(Neighbour).options(num_cpus=0).remote(dies) for dies in (False, True)])
     ray.get([actor.__ray_ready__.remote() for actor in group.actors])

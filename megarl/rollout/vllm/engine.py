@@ -164,8 +164,11 @@ class VllmEngine(Engine):
             self._finished.append(Finished(request.id, sample_of(request, output, self._version, self.label)))
         except EngineDeadError as error:
             self._failure = self._death(error)
-        except Exception as error:
+        except RolloutError as error:
             self._failure = error
+        except Exception as error:
+            self._failure = RolloutError(f"{self.label}: request {request.id!r}: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
         self._arrival.set()
 
     async def receive(self, timeout_s: float) -> list[Finished]:
