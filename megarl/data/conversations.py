@@ -35,19 +35,32 @@ class Conversation:
     loss_mask: np.ndarray | None = None
 
 
+def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, called: str, limit_key: str) -> Conversation:
+    """A prompt and the response to it with its end token, as a rollout would have made them.
+
+    Args:
+        prompt: with its tokens.
+        response: tokens, without the end token `end`.
+        max_tokens: most of both together; ConfigError where they are more.
+        called: what the message calls them.
+        limit_key: what it calls the limit.
+    """
+    tokens = np.array([*prompt.ids, *response, end], dtype=np.int32)
+    if len(tokens) > max_tokens:
+        raise ConfigError(f"{called} are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
+    return Conversation(tokens, len(prompt.ids))
+
+
 def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
     """Each prompt with its reference answer, in their order.
 
     Raises ConfigError, starting with `key`, for one that is longer than `max_tokens`.
     """
-    made = []
     answers = encode(tokenizer, [prompt.answer for prompt in prompts], special=False)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = np.array([*prompt.ids, *answer, tokenizer.eos_token_id], dtype=np.int32)
-        if len(tokens) > max_tokens:
-            raise ConfigError(f"{key}: prompt {prompt.id} and its response are {len(tokens)} tokens, more than sft.max_tokens={max_tokens}")
-        made.append(Conversation(tokens, len(prompt.ids)))
-    return made
+    return [
+        ended(prompt, answer, tokenizer.eos_token_id, max_tokens, f"{key}: prompt {prompt.id} and its response", "sft.max_tokens")
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:

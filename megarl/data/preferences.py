@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megarl.config import ConfigError, PreferenceData, PreferenceSource
-from megarl.data.conversations import Conversation
+from megarl.data.conversations import Conversation, ended
 from megarl.data.files import at, find, read_rows
 from megarl.data.prompts import Prompt, Row, checked, tokenised
 from megarl.data.tokenizer import Message, encode
@@ -60,16 +58,10 @@ def load_preferences(
         for pair, chosen, rejected in zip(chunk, responses[0::2], responses[1::2], strict=True):
             if chosen == rejected:
                 raise ConfigError(f"{pair.place}: chosen and rejected are the same response")
-            better, worse = (_ended(pair, ids, tokenizer, max_tokens, limit_key) for ids in (chosen, rejected))
+            called = f"{pair.place}: prompt and response"
+            better, worse = (ended(pair.prompt, ids, tokenizer.eos_token_id, max_tokens, called, limit_key) for ids in (chosen, rejected))
             preferences.append(Preference(better, worse, pair.margin))
     return preferences
-
-
-def _ended(pair: _Texts, response: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit_key: str) -> Conversation:
-    tokens = np.array([*pair.prompt.ids, *response, tokenizer.eos_token_id], dtype=np.int32)
-    if len(tokens) > max_tokens:
-        raise ConfigError(f"{pair.place}: prompt and response are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
-    return Conversation(tokens, len(pair.prompt.ids))
 
 
 def _read(prompt: Prompt) -> _Texts:
