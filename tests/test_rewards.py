@@ -63,8 +63,8 @@ def unusual(response, **_):
         os.write(1, b"more of it")
         return 1.0
     nan = float("nan")
-    odd = {"nan": nan, "none": None, "text": "1", "inf": float("inf"), "list": [1], "no score": {"a": 1}, "part": {"score": 1, "a": nan}}
-    return (odd | {"right": 1, "wrong": 0, "true": True, "half": 0.5})[response]
+    odd = {"nan": nan, "none": None, "text": "1", "inf": float("inf"), "list": [1], "no score": {"a": 1}, "huge": -1e308}
+    return (odd | {"right": 1, "wrong": 0, "true": True, "half": 0.5, "part": {"score": 1, "a": nan}})[response]
 
 async def later(response):
     return 1
@@ -210,14 +210,14 @@ FAILURES = {
     "text": "bad return: the reward function returned '1' (str), not a finite number",
     "list": "bad return: the reward function returned [1] (list), not a finite number",
     "no score": "bad return: the reward function returned a dict without 'score' (keys: a)",
-    "part": "bad return: the reward function returned a nan (float), not a finite number",
+    "huge": "bad return: the reward function returned -1e+308, and beyond 1e+09 nothing is taken",
     "loop": "timeout",
     "swallow": "timeout",
     "deaf": "timeout",
     "vanish": "worker died: exit status 3",
     "crash": "worker died: SIGSEGV",
 }
-SOUND = {"right": 1.0, "wrong": 0.0, "true": 1.0, "half": 0.5}
+SOUND = {"right": 1.0, "wrong": 0.0, "true": 1.0, "half": 0.5, "part": 1.0}
 
 
 @pytest.mark.parametrize("workers", [1, 3])

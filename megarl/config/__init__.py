@@ -19,6 +19,7 @@ from megarl.config.model import CriticSettings, Layout, ModelSettings, Optimizer
 from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
+from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
 from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig
 from megarl.errors import ConfigError
@@ -53,6 +54,7 @@ __all__ = [
     "RmConfig",
     "RolloutSettings",
     "RunSettings",
+    "SandboxSettings",
     "Section",
     "ServeConfig",
     "SftConfig",

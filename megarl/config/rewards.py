@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator
 
+from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import EnvironmentVariable, Fraction, Seconds, Section
 
 
@@ -117,3 +118,5 @@ class RewardSettings(Section):
     """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
     workers: PositiveInt = 1
     """Scoring processes, or connections to a server."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """What a scoring process may do."""

@@ -16,5 +16,5 @@ class Section(BaseModel):
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year at most: the clock's own functions refuse 1e300
 EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]

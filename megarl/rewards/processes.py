@@ -1,27 +1,30 @@
-"""Scores responses in separate processes, so that no reward function can hang, crash or slow down the run.
+"""Scores responses in processes in the sandbox, so that no reward function can hang, crash or slow down the run, and no response reach it.
 
-A function that raises, returns no number, kills its process or exceeds its time scores that one sample 0, with the reason in
-`Score.error`; every other sample keeps its score.
+A function that raises, returns no number, kills its process, writes on its channel or exceeds its time scores that one sample 0, with
+the reason in `Score.error`; every other sample keeps its score.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
+import json
+import math
+import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from types import TracebackType
+from typing import Any
 
-from megarl.config import ConfigError, RewardSettings
+from megarl.config import ConfigError, FunctionReward, RewardSettings
 from megarl.rewards.score import Request, Score
+from megarl.sandbox.channel import BadMessage
+from megarl.sandbox.process import SandboxedProcess, printable
 
 CHUNK = 32  # most samples in one message
 START_S = 120.0  # a process that has not imported its verifier by then never will
+ENDING_S = 10.0
 GRACE_S = 1.0  # after the time of a sample, for the process to say itself that it is late
 
 
@@ -77,9 +80,9 @@ class ProcessScorer:
     def _collect(self, scores: dict[int, Score], waiting: deque[int]) -> None:
         """Waits for answers until the next deadline; replaces processes that are late or dead."""
         deadline = min(process.deadline for process in self._processes)
-        answered = wait([process.connection for process in self._processes], max(0.0, deadline - time.monotonic()))
+        answered = wait([process.channel.fileno() for process in self._processes], max(0.0, deadline - time.monotonic()))
         for place, process in enumerate(self._processes):
-            error = process.read(scores) if process.connection in answered else process.late()
+            error = process.read(scores) if process.channel.fileno() in answered else process.late()
             if error is None:
                 continue
             process.kill()
@@ -110,18 +113,15 @@ class _Process:
         self.ready = False
         self.pending: deque[int] = deque()  # in the order in which they will be answered
         self.deadline = time.monotonic() + START_S
-        self.connection: Connection
-        self.connection, child = Pipe()
-        # An interpreter of its own, not a fork: this process may hold Ray's threads. It finds modules where this one does.
-        command = [sys.executable, "-m", "megarl.rewards.worker", str(child.fileno()), str(os.getpid())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._child = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL, env=environment)
-        child.close()
-        self.connection.send((settings.source.model_dump(), settings.timeout_s))
+        source = settings.source
+        code = [source.path.partition(":")[0]] if isinstance(source, FunctionReward) else []
+        self._sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
+        self.channel = self._sandboxed.channel
+        self._send((source.model_dump(), settings.timeout_s))
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        return self._sandboxed.pid
 
     @property
     def idle(self) -> bool:
@@ -129,13 +129,16 @@ class _Process:
 
     @property
     def died_idle(self) -> bool:
-        return self.idle and self._child.poll() is not None
+        return self.idle and self._sandboxed.ended() is not None
 
     def give(self, work: list[tuple[int, Request]]) -> None:
         self.pending.extend(number for number, _ in work)
         self.deadline = time.monotonic() + self.timeout_s + GRACE_S
-        with contextlib.suppress(ConnectionError):  # if it is dead, `read` will say so
-            self.connection.send([(number, (ask.prompt, ask.response, ask.answer, ask.meta)) for number, ask in work])
+        self._send([(number, (ask.prompt, ask.response, ask.answer, ask.meta)) for number, ask in work])
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):  # if it is dead or stopped, `read` or `late` will say so
+            self.channel.send(pickle.dumps(message), self.timeout_s + GRACE_S)
 
     def late(self) -> str | None:
         return "timeout" if time.monotonic() > self.deadline else None
@@ -143,31 +146,46 @@ class _Process:
     def read(self, scores: dict[int, Score]) -> str | None:
         """Takes in what has arrived. Returns what killed the process, if it is dead; ConfigError where it refused its verifier."""
         try:
-            while self.connection.poll():
-                number, body = self.connection.recv()
-                if number == "refused":
-                    raise ConfigError(f"reward.source.{body}")
-                if number == "ready":
-                    self.ready = True
-                else:
-                    assert number == self.pending.popleft()
-                    scores[number] = Score(*body)
+            for message in self.channel.arrived():
+                self._take(message, scores)
                 self.deadline = time.monotonic() + self.timeout_s + GRACE_S if self.pending else float("inf")
         except (EOFError, ConnectionError):
-            code = self._child.wait(timeout=10)
-            return f"worker died: {signal.Signals(-code).name}" if code < 0 else f"worker died: exit status {code}"
+            return f"worker died: {self._sandboxed.ended(ENDING_S) or 'it closed its channel'}"
+        except BadMessage:
+            return "worker died: it wrote what is no answer"
         return None
+
+    def _take(self, message: bytes, scores: dict[int, Score]) -> None:
+        """One message, which may say anything. BadMessage where it is not what is awaited."""
+        try:
+            said = json.loads(message)
+        except (ValueError, RecursionError):
+            raise BadMessage("no JSON") from None
+        match said:
+            case ["ready"] if not self.ready:
+                self.ready = True
+            case ["refused", str(text)] if not self.ready:
+                raise ConfigError(f"reward.source.{text}")
+            case [int(number), int() | float() as value, dict(parts), str() | None as error] if self.pending and number == self.pending[0]:
+                numbers = [value, *parts.values()]
+                if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+                    raise BadMessage("a score that is no finite number")
+                scores[self.pending.popleft()] = Score(float(value), _parts(parts), None if error is None else printable(error))
+            case _:
+                raise BadMessage("not what is awaited")
 
     def wait_ready(self) -> None:
         """Until the verifier is imported. ConfigError where it cannot be."""
         while not self.ready:
-            if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+            if not wait([self.channel.fileno()], max(0.0, self.deadline - time.monotonic())):
                 raise ConfigError(f"reward.source: not imported after {START_S:.0f} s")
             error = self.read({})
             if error is not None:
                 raise ConfigError(f"reward.source: importing it ended the process ({error})")
 
     def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        self.connection.close()
+        self._sandboxed.kill()
+
+
+def _parts(parts: dict[str, float]) -> dict[str, float]:
+    return {printable(name): float(part) for name, part in parts.items()}

@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 
 from megarl.errors import Stopped
 
+MOST_KINDS, LONGEST_KIND = 16, 60
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -50,5 +52,11 @@ class Scorer(Protocol):
 
 
 def errors_by_kind(scores: Iterable[Score]) -> dict[str, int]:
-    """How many scores failed, by the kind of failure: timeout, worker died, bad return, or the exception's type."""
-    return dict(Counter(score.error.partition(":")[0] for score in scores if score.error is not None))
+    """How many scores failed, by the kind of failure: timeout, worker died, bad return, or the exception's type.
+
+    The kinds beyond the `MOST_KINDS` most frequent count as `other`: a type's name may come from what a model wrote.
+    """
+    counts = Counter(score.error.partition(":")[0][:LONGEST_KIND] for score in scores if score.error is not None)
+    kinds = dict(counts.most_common(MOST_KINDS))
+    other = counts.total() - sum(kinds.values())
+    return kinds | ({"other": other} if other else {})

@@ -7,6 +7,7 @@ import re
 from megarl.config import ConfigError, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings
 from megarl.rewards import http, processes
 from megarl.rewards.score import Scorer
+from megarl.sandbox import process
 
 
 def open_scorer(settings: RewardSettings) -> Scorer:
@@ -31,6 +32,8 @@ def check(settings: RewardSettings) -> None:
 
 def _check_source(settings: RewardSettings) -> None:
     source = settings.source
+    if not isinstance(source, HttpReward):
+        process.check(settings.sandbox, "reward.sandbox")
     if isinstance(source, ReasoningGymReward) and source.extract is not None:
         try:
             re.compile(source.extract)

@@ -26,6 +26,7 @@ EVALUATING = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
+LARGEST = 1e9  # a score whose square, summed over a step, is still a float32
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's compute_score
 
 
@@ -123,24 +124,31 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
 
 
 def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, dict[str, float]]:
-    """(value, parts) of what a reward function returned: a finite number, or a dict with one under `score` and parts beside it.
+    """(value, parts) of what a reward function returned: a number, or a dict with one under `score` and parts beside it.
 
-    Entries of the dict that are no numbers (say verl's `pred`) are left out. Raises BadReturn, which begins with `what`.
+    Entries of the dict that are no finite numbers (say verl's `pred`) are left out. Raises BadReturn, which begins with `what`.
     """
     if not isinstance(returned, dict):
         return _finite(returned, what), {}
     if "score" not in returned:
         raise BadReturn(f"{what} a dict without 'score' (keys: {', '.join(map(str, returned)) or 'none'})")
     value = _finite(returned["score"], f"{what} score")
-    parts = {str(name): part for name, part in returned.items() if name != "score" and isinstance(part, Real)}
-    return value, {name: _finite(part, f"{what} {name}") for name, part in parts.items()}
+    parts = {str(name): _number(part) for name, part in returned.items() if name != "score"}
+    return value, {name: part for name, part in parts.items() if math.isfinite(part)}
 
 
 def _finite(value: Any, what: str) -> float:
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:  # an integer beyond every float
-        number = math.inf
+    number = _number(value)
     if not math.isfinite(number):
         raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
+    if abs(number) > LARGEST:
+        raise BadReturn(f"{what} {number:g}, and beyond {LARGEST:g} nothing is taken")
     return number
+
+
+def _number(value: Any) -> float:
+    """As a float; NaN for what is no number."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an integer beyond every float
+        return math.inf

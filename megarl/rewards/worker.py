@@ -1,23 +1,25 @@
-"""A scoring process: `python -m megarl.rewards.worker CHANNEL PARENT`, started by rewards/processes.py and by nothing else.
+"""A scoring process, in the sandbox: `python -m megarl.rewards.worker CHANNEL`, started by rewards/processes.py and by nothing else.
 
-It reads chunks of samples from its end of a socket pair and answers after each sample, so that its parent knows which one is late.
-Messages out: ("ready", None), ("refused", text), (number, (value, parts, error)).
+It takes pickled chunks of samples and answers in JSON after each sample, so that the run knows which one is late. Messages out:
+["ready"], ["refused", text], [number, value, parts, error].
 """
 
 from __future__ import annotations
 
-import ctypes
+import json
 import os
+import pickle
 import signal
 import sys
 import time
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 from megarl.rewards.verifiers import BadReturn, Verifier, load
+from megarl.sandbox.channel import Channel
+from megarl.sandbox.inside import enter
 
-PR_SET_PDEATHSIG = 1
+MOST_PARTS, LONGEST_NAME, LONGEST_TEXT = 64, 100, 500
 Outcome = tuple[float, dict[str, float], str | None]
 
 
@@ -26,30 +28,32 @@ class Late(BaseException):
 
 
 def main() -> None:
-    channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
+    channel = enter(int(sys.argv[1]))
+    try:
+        _serve(channel)
+    except (EOFError, ConnectionError):  # the run has closed its end
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    os.dup2(2, 1)  # what a reward function prints goes where errors go
-    with Connection(channel) as connection:
-        try:
-            _serve(connection)
-        except (EOFError, ConnectionError):  # the parent has closed its end
-            return
 
 
-def _serve(connection: Connection) -> None:
-    source, timeout_s = connection.recv()
+def _serve(channel: Channel) -> None:
+    def answer(*message: Any) -> None:
+        if os.getpid() != own:  # a verifier forked, and both came back: one of them speaks
+            os._exit(0)
+        channel.send(json.dumps(message).encode())
+
+    own = os.getpid()
+    source, timeout_s = pickle.loads(channel.receive())
     try:
         verifier = load(source)
     except Exception as error:  # an import may raise anything
-        connection.send(("refused", str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"))
+        text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
+        answer("refused", text[:LONGEST_TEXT])
         return
-    connection.send(("ready", None))
+    answer("ready")
     while True:
-        for number, sample in connection.recv():
-            connection.send((number, _score(verifier, sample, timeout_s)))
+        for number, sample in pickle.loads(channel.receive()):
+            answer(number, *_score(verifier, sample, timeout_s))
 
 
 def _ring(signum: int, frame: FrameType | None) -> None:
@@ -69,9 +73,12 @@ def _score(verifier: Verifier, sample: tuple[str, str, str, dict[str, Any]], tim
     except Late:
         return 0.0, {}, "timeout"
     except BadReturn as error:
-        return 0.0, {}, f"bad return: {error}"
+        return 0.0, {}, f"bad return: {error}"[:LONGEST_TEXT]
     except BaseException as error:  # SystemExit and the like too: one sample must not end the process
-        return 0.0, {}, f"{type(error).__name__}: {error}"[:500]
+        return 0.0, {}, f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
+    if len(parts) > MOST_PARTS:
+        return 0.0, {}, f"bad return: {len(parts)} parts, and {MOST_PARTS} are the most"
+    parts = {name[:LONGEST_NAME]: part for name, part in parts.items()}
     # A bare `except:` swallows our alarm, and what comes after it is no verdict.
     return (0.0, {}, "timeout") if time.monotonic() - start >= timeout_s else (value, parts, None)
 

