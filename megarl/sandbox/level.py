@@ -34,6 +34,15 @@ class Level(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+    @property
+    def meaning(self) -> str:
+        """For the console: what is kept from the run, and what is not."""
+        return {
+            Level.NAMESPACES: "namespaces (no network, no files but code)",
+            Level.LANDLOCK: "landlock (no files but code, no TCP from Linux 6.7 on; this machine grants no namespaces)",
+            Level.LIMITS: "limits alone: code that a response gets to run has this user's files and network",
+        }[self]
+
 
 @cache
 def level() -> Level:

@@ -33,7 +33,7 @@ def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[Ru
     with (
         Run(config, None if resume is None else resume.run) as run,
         ray_session(config.cluster, processes(config)),
-        open_scorers(config.reward) as scorers,
+        open_scorers(config.reward, run.note) as scorers,
     ):
         with run.phase("start"):
             models, engines = start(config)

@@ -53,7 +53,7 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
     prompts = check_eval(config)
-    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
+    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
         rates = evaluate("eval", prompts, engines, scorers.rewards()[1], run, config.seed)

@@ -31,7 +31,7 @@ Said = tuple[str, float]
 def pairs(config: PairsConfig) -> None:
     """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
-    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward) as scorers:
+    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
         reward, _ = scorers.rewards()

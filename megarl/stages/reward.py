@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
+from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Request, Score, Scorer
 from megarl.rewards.sources import open_scorer
+from megarl.sandbox.level import level
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.rollout_worker import Response
 
@@ -63,12 +65,14 @@ class Scorers:
 
 
 @contextmanager
-def open_scorers(settings: RewardSettings) -> Iterator[Scorers]:
-    """The processes that `reward` asks for, for training and for evaluations."""
+def open_scorers(settings: RewardSettings, note: Callable[[str], object]) -> Iterator[Scorers]:
+    """The processes that `reward` asks for, for training and for evaluations; notes how far they are shut in."""
     with ExitStack() as stack:
         train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings))
         apart = settings.eval is not None and settings.eval != settings.source
         held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
+        if any(isinstance(scorer, ProcessScorer) for scorer in (train, held_out)):
+            note(f"responses are scored in a sandbox: {level().meaning}")
         yield Scorers(settings, train, held_out)
 
 

@@ -58,7 +58,7 @@ class Lab:
         with (
             pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
-            open_scorers(config.reward) as scorers,
+            open_scorers(config.reward, run.note) as scorers,
             self.workers(config) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at

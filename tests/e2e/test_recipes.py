@@ -68,7 +68,7 @@ def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_m
     monkeypatch.setattr(ModelGroups, "update", kept)
     first = small(RUNNABLE[0], tmp_path, tiny_model)
     prompts = check_train(first).train
-    with open_scorers(first.reward) as scorers, lab.workers(first) as (models, engines):
+    with open_scorers(first.reward, print) as scorers, lab.workers(first) as (models, engines):
         models.sync(engines, 0)
         for name in RUNNABLE:
             config = small(name, tmp_path, tiny_model)

@@ -127,7 +127,7 @@ pairs: {{per_prompt: 2, answers: true, prompts_per_call: 10}}
 def test_pairs_of_own_responses_are_what_a_reward_model_reads(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     config = load(Job(tmp_path, tiny_model, template=PAIRS).write(), [], PairsConfig)
     prompts, path = check_pairs(config).train, tmp_path / "pairs.jsonl"
-    with Run(config) as run, open_scorers(config.reward) as scorers:
+    with Run(config) as run, open_scorers(config.reward, run.note) as scorers:
         found = scalars(write_pairs(config, path, prompts, lab.engines, scorers.rewards()[0], run, 0))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert found["pairs"] == len(rows) > 0 and 0 < found["prompts_with_pairs"] <= 1
