@@ -1,12 +1,13 @@
 """The algorithms: one file each, pure functions of tokens. `Algorithm` is the union that a config's `algorithm.type` chooses from."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megarl.algorithms.base import Loss, PolicyAlgorithm
 from megarl.algorithms.cispo import Cispo
 from megarl.algorithms.dapo import Dapo
+from megarl.algorithms.dpo import Dpo
 from megarl.algorithms.dr_grpo import DrGrpo
 from megarl.algorithms.gmpo import Gmpo
 from megarl.algorithms.grpo import Grpo
@@ -18,6 +19,7 @@ from megarl.algorithms.reinforce import Reinforce
 from megarl.algorithms.reinforce_pp import ReinforcePp, ReinforcePpBaseline
 from megarl.algorithms.remax import Remax
 from megarl.algorithms.rloo import Rloo
+from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.vapo import Vapo
 from megarl.algorithms.vc_ppo import VcPpo
 
@@ -41,4 +43,11 @@ Algorithm = Annotated[
     Field(discriminator="type"),
 ]
 
-__all__ = ["ActorCritic", "Algorithm", "Loss", "PolicyAlgorithm"]
+
+def _dpo_unless_said(given: Any) -> Any:
+    return {"type": "dpo", **given} if isinstance(given, dict) else given
+
+
+PreferenceLoss = Annotated[Dpo | SimPo, Field(discriminator="type"), BeforeValidator(_dpo_unless_said)]
+
+__all__ = ["ActorCritic", "Algorithm", "Dpo", "Loss", "PolicyAlgorithm", "PreferenceLoss"]

@@ -1,17 +1,83 @@
 """What the losses on pairs of responses share.
 
 Sequences 2k and 2k + 1 of a batch are the chosen and the rejected response to one prompt: a micro-batch holds whole pairs in this order.
-The loss of a pair depends on both through one number each, summed over the ranks that share them; each token then carries its part of
-the value and its slope, so that no gradient crosses ranks.
+The loss of a pair depends on both through a few numbers each, summed over the ranks that share them; each token then carries its part of
+the value and its slope, so that no gradient crosses ranks. Axes: T entries, N sequences, P pairs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from megarl.algorithms.ops import Average
+from megarl.algorithms.base import Loss
+from megarl.algorithms.ops import Average, SumOver, attach, log_ratio
 from megarl.batch import Batch
+
+
+@dataclass(frozen=True)
+class Side:
+    """The chosen, or the rejected, responses of the pairs."""
+
+    logp_P: Tensor  # log-prob of the whole response
+    shift_P: Tensor  # the same less the reference's; without a reference, the same
+    count_P: Tensor  # its loss tokens, in the dtype of the others
+
+
+class PairLoss(BaseModel):
+    """A preference loss: its settings, and a formula of both sides of the pairs that autograd differentiates."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: ClassVar[str] = "dpo"  # the stage's: its metrics are compared, drawn and promised by it
+    head: ClassVar[Literal["lm", "value"]] = "lm"
+    responses: ClassVar[int] = 2
+    needs_reference: ClassVar[bool] = True
+
+    def reward(self, side: Side) -> Tensor:
+        """The reward of each response that the loss implies [P]; accuracy and margin are of it."""
+        raise NotImplementedError
+
+    def pair_loss(self, chosen: Side, rejected: Side) -> Tensor:
+        """The loss of each pair [P]."""
+        raise NotImplementedError
+
+    def weights(self, count_N: Tensor) -> Tensor:
+        """1 / (pairs of the global mini-batch), float64 [N]."""
+        return pair_weights(count_N)
+
+    def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
+        """Per token, 0 at masked entries: half of the pair's loss on each side, evenly over its tokens.
+
+        Reads `batch.extra_T["ref_logp"]` where there is a reference. `sum_over` joins the context-parallel ranks (one collective of N or
+        2 N numbers).
+        """
+        with torch.no_grad():
+            held_N = [batch.sequence_sum(logp_T.detach())]
+            if self.needs_reference:
+                held_N.append(batch.sequence_sum(log_ratio(logp_T.detach(), batch.extra_T["ref_logp"], batch)))
+            sums = sum_over(torch.stack(held_N))
+            logp_N, shift_N, count_N = sums[0], sums[-1], batch.count_N.clamp(min=1).to(logp_T.dtype)
+        with torch.enable_grad():
+            step_N = torch.zeros_like(logp_N, requires_grad=True)
+            moved = (logp_N + step_N, shift_N + step_N, count_N)
+            chosen, rejected = (Side(*(value_N[side::2] for value_N in moved)) for side in (0, 1))
+            loss_P, rewards = self.pair_loss(chosen, rejected), (self.reward(chosen), self.reward(rejected))
+            [slope_N] = torch.autograd.grad(loss_P.sum(), step_N)
+        with torch.no_grad():
+            margin_P = rewards[0] - rewards[1]
+            shown = {"loss": loss_P, "accuracy": (margin_P > 0).to(margin_P.dtype), "margin": margin_P}
+            shown |= {"chosen_reward": rewards[0], "rejected_reward": rewards[1]}
+            if self.needs_reference:  # of the response's log-prob from the reference's
+                shown |= {"chosen_shift": chosen.shift_P, "rejected_shift": rejected.shift_P}
+            mean = {f"{self.name}/{key}": pair_mean(value_P.detach().repeat_interleave(2), batch) for key, value_P in shown.items()}
+            loss_T = torch.where(batch.mask_T, batch.spread(loss_P.detach().repeat_interleave(2) / (2 * count_N)), 0.0)
+            slope_T = torch.where(batch.mask_T, batch.spread(slope_N), 0.0)
+        return Loss(attach(logp_T, loss_T, slope_T), mean=mean)
 
 
 def pair_weights(count_N: Tensor) -> Tensor:

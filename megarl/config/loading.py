@@ -90,21 +90,35 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _line(fault: Any, root: type[BaseModel]) -> str:
-    # Discriminated unions put the variant's tag into the location; it is no key of the file.
-    location = [str(part) for part in fault["loc"]]
-    key = ".".join(part for part in location if part not in _tags(root))
+    location, kinds = _place([str(part) for part in fault["loc"]], root)
+    key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         return f"{key}: unknown key{hint(location[-1], _keys(root) - {location[-1]})}"
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
     if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):
         given = fault["input"].get("type") if isinstance(fault["input"], dict) else None
-        known = fault.get("ctx", {}).get("expected_tags") or ", ".join(sorted(repr(tag) for tag in _tags(root)))
+        known = ", ".join(repr(tag) for kind in kinds for tag in _tags(kind))
         return f"{key}.type: {'required, and missing' if given is None else f'unknown: {given!r}'} (one of {known})"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys
     return f"{key}: {message} (got {fault['input']!r})"
+
+
+def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The keys that lead to a fault, and the sections that may be there; a tag that chooses one of several is no key of the file."""
+    keys, kinds, chosen = list[str](), [root], True
+    for part in location:
+        if not chosen:
+            kinds, chosen = [kind for kind in kinds if part in _tags(kind)], True
+            continue
+        keys.append(part)
+        if not part.isdigit():  # an item of a list is of the list's kinds
+            fields = [kind.model_fields[part] for kind in kinds if part in kind.model_fields]
+            kinds = [section for field in fields for section in sections(field.annotation)]
+        chosen = len(kinds) < 2
+    return keys, kinds
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
@@ -129,6 +143,5 @@ def _keys(root: type[BaseModel]) -> set[str]:
     return {name for section in _walk(root) for name in section.model_fields}
 
 
-def _tags(root: type[BaseModel]) -> set[str]:
-    fields = [section.model_fields["type"] for section in _walk(root) if "type" in section.model_fields]
-    return {str(tag) for field in fields for tag in get_args(field.annotation)}
+def _tags(section: type[BaseModel]) -> list[str]:
+    return [str(tag) for tag in get_args(section.model_fields["type"].annotation)]

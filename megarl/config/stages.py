@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megarl.algorithms import Algorithm
-from megarl.algorithms.dpo import Dpo
+from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
@@ -199,8 +198,8 @@ class DpoConfig(LearnConfig):
     section: ClassVar[str] = "dpo"
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of the policy."""
-    algorithm: Dpo = Dpo()
-    """The preference loss."""
+    algorithm: PreferenceLoss = Dpo()
+    """The preference loss, by its `type` (dpo unless it is said), and its settings."""
     data: PreferenceData
     """Pairs."""
     dpo: LearnSettings

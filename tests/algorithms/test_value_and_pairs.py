@@ -1,4 +1,4 @@
-"""The critic's loss, the reward model, DPO and supervised training against their formulas."""
+"""The critic's loss, the reward model, DPO, SimPO and supervised training against their formulas."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megarl.algorithms.ops import SumOver
 from megarl.algorithms.pairs import pair_weights
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
+from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.value import explained_variance_sums, value_loss, value_weights
 from megarl.batch import Batch
 from tests.algorithms import reference
@@ -141,6 +142,18 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
     }
     assert {name: float(mean.total) for name, mean in loss.mean.items()} == pytest.approx(expected)
     assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())
+
+
+def test_simpo_loss_is_the_formula() -> None:
+    simpo = SimPo(beta=1.7, gamma=0.4)
+    batch, logp_T = pairs(3)
+    batch = batch.without("ref_logp")
+
+    def formula(x_T: Tensor) -> Tensor:
+        reward = [1.7 * s.lp.mean() for s in reference.sequences(batch, x_T, x_T)]
+        return torch.stack([-F.logsigmoid(reward[k] - reward[k + 1] - 0.4) for k in range(0, 40, 2)]).mean()
+
+    assert_formula(simpo.loss, formula, logp_T, batch, simpo.weights(batch.count_N))
 
 
 @pytest.mark.parametrize("shift", [30.0, -30.0])

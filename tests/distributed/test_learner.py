@@ -13,6 +13,7 @@ from megarl.algorithms.dpo import Dpo
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
+from megarl.algorithms.simpo import SimPo
 from megarl.batch import Sample, pack_scored
 from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings
 from megarl.models import hf as directory
@@ -26,7 +27,7 @@ from tests.harness import Pool
 
 PAIRS = 7  # three ranks of data cannot share them evenly
 CAPACITY = 130  # tokens of a micro-batch: several are needed
-OBJECTIVES: dict[str, Objective] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1)}
+OBJECTIVES: dict[str, Objective] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1), "simpo": SimPo()}
 LAYOUTS = {
     "dp3_uneven": Layout(ranks=3),
     "tp2": Layout(ranks=2, tp=2),
@@ -107,10 +108,10 @@ def practise(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:
 def test_learning_shows_on_what_is_learned(pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]]) -> None:
     for name, steps in pool.run(practise, Layout(), model)[0].items():
         first, second = map(scalars, steps)
-        role = "rm" if name == "rm" else "actor"
-        assert second[f"{name}/loss"] < first[f"{name}/loss"]
+        role, loss = "rm" if name == "rm" else "actor", f"{OBJECTIVES[name].name}/loss"
+        assert second[loss] < first[loss]
         assert first[f"{role}/grad_norm"] > 1e-3 and first[f"{role}/lr"] == 1e-4
-        assert f"{role}/lr" not in one_rank[name][0] and f"{name}/loss" in one_rank[name][0]
+        assert f"{role}/lr" not in one_rank[name][0] and loss in one_rank[name][0]
     dpo = scalars(one_rank["dpo"][0])
     assert dpo["dpo/margin"] == dpo["dpo/chosen_shift"] == 0.0, "the policy starts as the reference"
 
