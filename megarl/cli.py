@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from megarl import termination
 from megarl.imports import find, uncollected
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
@@ -76,9 +76,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 1 for any other failure."""
+    """Runs one verb.
+
+    Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143 or 129 after SIGTERM or SIGHUP, 1 for any other
+    failure.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _terminate)
+    termination.install()
     try:
         if arguments and arguments[0] in TOOLS:
             return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
@@ -87,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except termination.Terminated as stop:
+        print(f"megarl: stopped by {stop.message}", file=sys.stderr)
+        return int(stop.code or 0)
 
 
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
@@ -117,11 +124,6 @@ def _guarded(call: Callable[[], int]) -> int:
             traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILURE
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    # As Ctrl-C does: leave through every `with`, so that no process is left behind. Slurm and container runtimes stop a job this way.
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

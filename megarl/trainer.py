@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl import termination
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric
@@ -43,25 +44,26 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
         if config.train.eval_at_start:
             evaluate("sft", data.eval, engines, ctx.eval_reward, run, config.seed)
 
-    while True:
-        if evaluation_due(config, state):
+    with termination.deferred():  # until the run can be saved
+        while True:
+            if evaluation_due(config, state):
+                with checkpoints.checkpoint_on_failure(state):
+                    evaluate("rl", data.eval, engines, ctx.eval_reward, run, config.seed, state.step)
+                state.evaluated = state.step
+            if state.learned >= config.train.steps:
+                break
+            checkpoints.stop_where_asked(state, config.train.on_alarm)
             with checkpoints.checkpoint_on_failure(state):
-                evaluate("rl", data.eval, engines, ctx.eval_reward, run, config.seed, state.step)
-            state.evaluated = state.step
-        if state.learned >= config.train.steps:
-            break
-        checkpoints.stop_at_alarm(state, config.train.on_alarm)
-        with checkpoints.checkpoint_on_failure(state):
-            metrics = train_step(ctx, state, data.train)
-        run.log(state.step, metrics)
-        if every(config.save.every, state.step):
-            checkpoints.save(state)
-    checkpoints.finish()
+                metrics = train_step(ctx, state, data.train)
+            run.log(state.step, metrics)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
+        checkpoints.finish()
 
-    with run.phase("save"):
-        models.save("policy", run.directory / "model")
-        if config.critic is not None:
-            models.save("critic", run.directory / "critic")
+        with run.phase("save"):
+            models.save("policy", run.directory / "model")
+            if config.critic is not None:
+                models.save("critic", run.directory / "critic")
 
 
 def evaluation_due(config: TrainConfig, state: TrainState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl import termination
 from megarl.config import ConfigError, TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_train
@@ -38,18 +39,19 @@ def pretrain_value(config: TrainConfig) -> None:
         held_out = buffer.batch()
         if resume is None:
             run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
-        while state.pretraining.active:
-            checkpoints.stop_at_alarm(state, config.train.on_alarm)
-            with checkpoints.checkpoint_on_failure(state):
-                metrics = train_step(ctx, state, data.train)
-            if every(config.train.eval_every, state.step) or not state.pretraining.active:
-                metrics |= measure(ctx, held_out, state.kl_coef)
-            run.log(state.step, metrics)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
-        checkpoints.finish()
-        with run.phase("save"):
-            ctx.models.save("critic", run.directory / "critic")
+        with termination.deferred():  # until the run can be saved
+            while state.pretraining.active:
+                checkpoints.stop_where_asked(state, config.train.on_alarm)
+                with checkpoints.checkpoint_on_failure(state):
+                    metrics = train_step(ctx, state, data.train)
+                if every(config.train.eval_every, state.step) or not state.pretraining.active:
+                    metrics |= measure(ctx, held_out, state.kl_coef)
+                run.log(state.step, metrics)
+                if every(config.save.every, state.step):
+                    checkpoints.save(state)
+            checkpoints.finish()
+            with run.phase("save"):
+                ctx.models.save("critic", run.directory / "critic")
 
 
 def check_value(config: TrainConfig) -> Data:

@@ -20,8 +20,10 @@ with uncollected():
     from tests.harness import Pool
     from tools.make_tiny_model import build
 
-# The suite runs on two processes, which take one file after the other: the long ones come first, so that both end together.
-ORDER = ("tests/e2e/test_resume.py", "tests/e2e/test_steps.py", "tests/e2e/", "tests/distributed/", "tests/rollout/", "tests/")
+# The suite runs on two processes. One takes all that shares the lab's session, engine and ranks; the other one file after the other, the
+# long ones first.
+E2E = "tests/e2e/"
+ORDER = (E2E, "tests/distributed/", "tests/rollout/", "tests/")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,8 +43,10 @@ def long(pytestconfig: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files. Tests marked gpu run where CUDA is present, and nowhere else."""
+    """Orders the files, and says which belong into one process. Tests marked gpu run where CUDA is present, and nowhere else."""
     items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(E2E if item.nodeid.startswith(E2E) else item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.cluster.session import ray_session
@@ -108,34 +109,36 @@ def learn(
             checkpoints.load(resume, state)
         elif held_out is not None:
             run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-        while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
-            state.step += 1
-            plan = draw(state.sampler.take(settings.batch_size))
-            with run.phase("update"):
-                metrics = learners.train(plan)
-            run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-            if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
-                metrics = _measure(learners, held_out, run)
-                numbers = scalars(metrics)
-                better = state.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
-                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
-                if better and settings.patience:
-                    _keep(learners, run, state.best)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
-        checkpoints.finish()
-        if held_out is not None and state.measured != state.step and not state.best.is_dir():  # it was to take more steps once
-            run.held_out("held-out after", _measure(learners, held_out, run), state.step)
-        if settings.patience and state.best.is_dir():
-            run.note(f"ends after step {state.step} with the model of step {int(state.best.name)}, the best")
-            partial = run.directory / ".model.partial-best"
-            shutil.copytree(state.best, partial, copy_function=_link)
-            partial.rename(run.directory / "model")
-        elif settings.steps:
-            with run.phase("save"):
-                learners.save(run.directory / "model")
-        if settings.steps and finish is not None:
-            finish(run.directory / "model", run.results["held-out after"])
+        with termination.deferred():  # until the run can be saved
+            while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
+                checkpoints.stop_where_asked(state)
+                state.step += 1
+                plan = draw(state.sampler.take(settings.batch_size))
+                with run.phase("update"):
+                    metrics = learners.train(plan)
+                run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
+                if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
+                    metrics = _measure(learners, held_out, run)
+                    numbers = scalars(metrics)
+                    better = state.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
+                    run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
+                    if better and settings.patience:
+                        _keep(learners, run, state.best)
+                if every(config.save.every, state.step):
+                    checkpoints.save(state)
+            checkpoints.finish()
+            if held_out is not None and state.measured != state.step and not state.best.is_dir():  # it was to take more steps once
+                run.held_out("held-out after", _measure(learners, held_out, run), state.step)
+            if settings.patience and state.best.is_dir():
+                run.note(f"ends after step {state.step} with the model of step {int(state.best.name)}, the best")
+                partial = run.directory / ".model.partial-best"
+                shutil.copytree(state.best, partial, copy_function=_link)
+                partial.rename(run.directory / "model")
+            elif settings.steps:
+                with run.phase("save"):
+                    learners.save(run.directory / "model")
+            if settings.steps and finish is not None:
+                finish(run.directory / "model", run.results["held-out after"])
 
 
 def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import yaml
 from pydantic import ValidationError
 
+from megarl import termination
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
@@ -128,25 +129,40 @@ class Checkpoints:
 
     @contextmanager
     def checkpoint_on_failure(self, state: State) -> Iterator[None]:
-        """A step inside: where no reward can be had, the run stops with a checkpoint of the moment before."""
+        """A step or an evaluation inside: where no reward can be had, the run stops with a checkpoint of the moment before.
+
+        So it does after SIGTERM or SIGHUP, which abandon what is inside until it counts the step and changes the models.
+        """
         before = state.state()
         try:
-            yield
+            with termination.interruptible(lambda: state.step == before["step"]):
+                yield
         except RewardUnavailable:
-            self._save(before)
-            with self._failures():
-                self._models.wait_for_save()
+            self._save_now(before)
             raise
+        except termination.Terminated as stop:
+            self._end(stop.number, before)
 
-    def stop_at_alarm(self, state: State, on_alarm: str) -> None:
-        """Saves and ends the run, where `on_alarm` is stop and there was an alarm."""
+    def stop_where_asked(self, state: State, on_alarm: str = "continue") -> None:
+        """Saves and ends the run after SIGTERM or SIGHUP, and where `on_alarm` is stop and there was an alarm."""
+        number = termination.asked()
+        if number is not None:
+            self._end(number, state.state())
         if on_alarm != "stop" or self._run.alarm is None:
             return
         self._run.ended_by = self._run.alarm
-        self.save(state)
+        self._save_now(state.state())
+        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
+
+    def _end(self, number: int, progress: Mapping[str, Any]) -> NoReturn:
+        self._save_now(progress)
+        raise termination.Terminated(number, f": saved at step {progress['step']}; started again, the run goes on") from None
+
+    def _save_now(self, progress: Mapping[str, Any]) -> None:
+        """Saves, and waits until it is written."""
+        self._save(progress)
         with self._failures():
             self._models.wait_for_save()
-        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
 
     def finish(self) -> None:
         """Waits for what is being written."""

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
+from megarl import termination
 from megarl.checkpoints.verify import main as verify
-from megarl.cluster.actor_group import WorkerDied
+from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.config import SftConfig, load
 from megarl.errors import SaveError
 from megarl.rewards.score import RewardUnavailable
@@ -208,6 +210,47 @@ def when(condition: Callable[[], bool], act: Callable[[], object]) -> Iterator[N
         finally:
             ended.set()
     assert acted.result()
+
+
+@pytest.mark.parametrize("phase", ["generate", "update"])
+def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
+    phase: str,
+    lab: Lab,
+    straight: Job,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is generated is abandoned; an update is finished, since the models are another step's from its beginning on."""
+    before = [signal.getsignal(number) for number in termination.SIGNALS]
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
+    wait = ActorGroup.wait
+
+    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+        if doing == phase and done(job) == 3 and termination.asked() is None:
+            threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            return wait(group, references, doing, timeout_s)
+        finally:
+            ray.wait(references, num_returns=len(references))  # the lab's engine is to be idle when the next run comes
+
+    termination.install()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(termination.Terminated) as stop:
+            patch.setattr(ActorGroup, "wait", signalled)
+            lab.run(job)
+        told = "the run is saved after this step" in capsys.readouterr().err
+    finally:
+        termination.install()
+        for number, handler in zip(termination.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+    step = 3 if phase == "generate" else 4
+    assert stop.value.code == 143 and stop.value.message == f"SIGTERM: saved at step {step}; started again, the run goes on"
+    assert done(job) == step and told == (phase == "update")
+    lab.run(job)
+    assert len(job.updates()) == 6
+    prefix(job, straight)
 
 
 def fill_the_disk(ranks: Sequence[int], full: bool) -> None:

@@ -1,0 +1,78 @@
+"""SIGTERM and SIGHUP, as schedulers and closed terminals send them: a run that trains stops where it can be saved.
+
+Elsewhere they are an exception in the main thread at once. So is a second one, everywhere: whoever sends it does not want to wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminated(SystemExit):
+    """Ended by a signal, with its exit status. No Exception: nothing that goes on after failures goes on after it."""
+
+    def __init__(self, number: int, saved: str = "") -> None:
+        super().__init__(128 + number)
+        self.number, self.message = number, f"{signal.Signals(number).name}{saved}"
+
+
+_asked: int | None = None
+_may_raise: Callable[[], bool] | None = None  # None: always
+
+
+def install() -> None:
+    """Takes both signals, but one that is ignored (nohup), and forgets those that came before."""
+    global _asked
+    _asked = None
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _take)
+
+
+def asked() -> int | None:
+    """The signal that came, and was not raised."""
+    return _asked
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, a first signal is only noted, but where the block is `interruptible`. Who defers looks at `asked`."""
+    with _raised_where(lambda: False):
+        yield
+
+
+@contextmanager
+def interruptible(now: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a signal raises Terminated while `now()`; so does one that was noted before."""
+    with _raised_where(now):
+        if _asked is not None and now():
+            raise Terminated(_asked)
+        yield
+
+
+@contextmanager
+def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
+    global _may_raise
+    before, _may_raise = _may_raise, now
+    try:
+        yield
+    finally:
+        _may_raise = before
+
+
+def _take(number: int, frame: FrameType | None) -> None:
+    global _asked
+    first, _asked = _asked is None, number
+    if not first or _may_raise is None or _may_raise():
+        raise Terminated(number)
+    print(
+        f"megarl: {signal.Signals(number).name}: the run is saved after this step; a second signal ends it at once",
+        file=sys.stderr,
+        flush=True,
+    )
