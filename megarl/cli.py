@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     termination.install()
+    if (here := os.getcwd()) not in sys.path:  # the console script's own folder stands there instead, and functions are named by module
+        sys.path.insert(0, here)
     try:
         if arguments and arguments[0] in TOOLS:
             return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))

@@ -13,6 +13,7 @@ import pytest
 
 from megarl import cli
 from megarl.errors import SaveError
+from megarl.termination import SIGNALS
 
 EXAMPLE = """
 name: cli
@@ -34,10 +35,11 @@ def megarl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedP
 
 @pytest.fixture
 def termination() -> Iterator[None]:
-    """Gives SIGTERM back its meaning after a test that runs the command in this process."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Gives the signals back their meaning after a test that runs the command in this process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_help_comes_at_once() -> None:
@@ -50,6 +52,17 @@ def test_help_comes_at_once() -> None:
     assert shown.returncode == 0
     assert all(verb in shown.stdout for verb in ("train", "sft", "eval"))
     assert min(seconds) < 0.5
+
+
+def test_the_installed_command_finds_a_reward_function_in_the_folder_where_it_is_started(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "words.txt").write_text("right")
+    (tmp_path / "my_rewards.py").write_text("WORD = open('words.txt').read()\ndef score(response):\n    return float(response == WORD)\n")
+    job = EXAMPLE.replace("nowhere/at/all", str(tiny_model)).replace("type: reasoning_gym}}", "type: function, path: 'my_rewards:score'}}")
+    (tmp_path / "job.yaml").write_text(job)
+    places = ("cluster.gpus=false", "sync.transport=gloo", "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    command = [str(Path(sys.executable).with_name("megarl")), "train", "job.yaml", "--check", *places]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert shown.returncode == 0 and shown.stdout == "megarl: job.yaml passes every check\n", shown.stderr
 
 
 def test_an_unknown_verb_is_refused() -> None:

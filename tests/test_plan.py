@@ -101,7 +101,9 @@ class Answers:
         return self
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
-        return [Score(self.reward[int(prompt)][int(index)]) for prompt, index in (response.text.split("/") for response in responses)]
+        asked = (response.text.split("/") for response in responses)
+        # A part may have any name, and says nothing of whether a group differs.
+        return [Score(self.reward[int(prompt)][int(index)], {"task": 1.0}) for prompt, index in asked]
 
 
 def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:

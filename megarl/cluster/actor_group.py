@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megarl.cluster import watch
+
+LOOK_S = 1.0  # how often what is watched is looked at
 DEATH_S = 5.0  # how long to look for a dead actor once another one has failed
 
 
@@ -46,12 +49,15 @@ class ActorGroup:
         Raises:
             WorkerDied: an actor is gone; any other exception is what the first failing actor raised.
             WorkerLate: no answer in time. Each names the actor.
+            StandsStill: the session's watch has seen a process that is stopped, or a machine that does not answer.
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
         while pending:
-            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            remaining = deadline - time.monotonic()
+            ready, pending = ray.wait(pending, timeout=min(max(0.0, remaining), LOOK_S))
+            watch.check(doing, self.kind, self.actors)
+            if not ready and remaining <= 0:
                 late = ", ".join(names[reference] for reference in pending)
                 raise WorkerLate(f"{doing}: no answer within {timeout_s:g} s from {late}")
             for reference in ready:

@@ -18,6 +18,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 
 from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
+from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
 from megarl.errors import Stopped
 
@@ -58,7 +59,8 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
     if settings.address is not None:
         ray.init(address=settings.address, log_to_driver=True)
         try:
-            yield
+            with watched(settings.still_timeout_s, alone=False):
+                yield
         finally:
             ray.shutdown()
         return
@@ -90,7 +92,8 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         except RayNotStarted as error:
             raise ClusterError(str(error)) from error
         signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
-        yield
+        with watched(settings.still_timeout_s, alone=True):
+            yield
     finally:
         ray.shutdown()
         del os.environ["RAY_AUTH_TOKEN"], os.environ["TMPDIR"]

@@ -45,6 +45,8 @@ class ClusterSettings(Section):
     """Longest time for Ray, ranks and engines to start."""
     phase_timeout_s: Seconds = 3600.0
     """Longest time that any phase may take."""
+    still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
+    """Longest time that a process of the run may be stopped (SIGSTOP, a debugger), or a machine not answer, before the run ends."""
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:

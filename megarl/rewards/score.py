@@ -30,6 +30,12 @@ class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports beside the value
     error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is 0 then
+    unshaped: float | None = None  # the value of the task alone, where `value` holds more (megarl.rewards.shaping)
+
+    @property
+    def task(self) -> float:
+        """What the response is worth, however long it is."""
+        return self.value if self.unshaped is None else self.unshaped
 
 
 class RewardUnavailable(Stopped):

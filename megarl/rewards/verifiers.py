@@ -90,7 +90,10 @@ def _function(path: str) -> Verifier:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error}") from None
+        where = (
+            "looked for in the current folder and on PYTHONPATH; it runs in a sandbox, to which reward.sandbox gives files and variables"
+        )
+        raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error} ({where})") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"path: module {module_name!r} has no {'function' if function is not None else 'attribute'} {name!r}")

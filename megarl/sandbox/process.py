@@ -55,7 +55,9 @@ class SandboxedProcess:
         self.channel = Channel(ours, ANSWER_BYTES)
         self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-")) if level() < Level.NAMESPACES else None
         places = readable(code, settings.readable)
-        home = str(self._scratch or "/tmp")
+        home, here = str(self._scratch or "/tmp"), Path.cwd()
+        if not any(here.is_relative_to(place) for place in places):
+            here = Path(home)
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
@@ -64,13 +66,13 @@ class SandboxedProcess:
         }
         try:
             self._child = subprocess.Popen(
-                [*_shut_in(places, settings.network), *command] if self._scratch is None else command,
+                [*_shut_in(places, settings.network, here), *command] if self._scratch is None else command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd="/" if self._scratch is None else self._scratch,
+                cwd=here if self._scratch is not None else "/",
                 start_new_session=True,  # Ctrl-C is this process's business
             )
         except BaseException:
@@ -142,8 +144,8 @@ def _importable() -> Iterator[str]:
     yield str(PACKAGE.parent)
 
 
-def _shut_in(places: Sequence[Path], network: bool) -> list[str]:
-    """bubblewrap's command line: everything private, no privileges, the places to read, a scratch directory to write."""
+def _shut_in(places: Sequence[Path], network: bool, here: Path) -> list[str]:
+    """bubblewrap's command line: everything private, no privileges, the places to read, a scratch directory to write, where it starts."""
     command = bubblewrap()
     assert command is not None
     program, *proc = command
@@ -154,5 +156,5 @@ def _shut_in(places: Sequence[Path], network: bool) -> list[str]:
     return [
         *(program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *(*proc, "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", *binds, *share),
-        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(here), "--"),
     ]

@@ -157,7 +157,9 @@ def check_train(config: TrainConfig) -> Data:
             raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
-        raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={str(config.cluster.gpus).lower()}")
+        fitting = ", ".join(name for name, gpus in SAME_HOST_OR_CPU.items() if gpus == config.cluster.gpus)
+        gpus = str(config.cluster.gpus).lower()
+        raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={gpus} (these do: {fitting})")
     check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     if config.critic is not None:
         layout = config.placement.critic or config.layout

@@ -39,7 +39,7 @@ class Group:
     @property
     def informative(self) -> bool:
         """Whether the responses differ in the task itself; DAPO does not ask how long they are (arXiv:2503.14476, eq. 11)."""
-        return len({score.parts.get("task", score.value) for score in self.scores}) > 1
+        return len({score.task for score in self.scores}) > 1
 
 
 def generate(ctx: RunContext, prompts: Sequence[Prompt], step: int, round_: int = 0) -> Generated:
@@ -141,4 +141,5 @@ def shaped(config: TrainConfig, response: Response, score_: Score) -> Score:
     if overlong is None:
         return score_
     punishment = overlong.scale * overlong_punishment(response.length, config.rollout.max_response_tokens, overlong.buffer_tokens)
-    return replace(score_, value=score_.value + punishment, parts={**score_.parts, "task": score_.value, "overlong": punishment})
+    parts = {**score_.parts, "task": score_.value, "overlong": punishment}
+    return replace(score_, value=score_.value + punishment, parts=parts, unshaped=score_.value)

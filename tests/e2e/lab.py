@@ -24,6 +24,7 @@ from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
 from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
+from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
 from megarl.workers.engines import Engines, start_engines
@@ -162,11 +163,12 @@ for _name in {name for kind in (ModelWorker, learner.Learner) for name in dir(ki
 
 def command(job: Job) -> int:
     """The exit status of the job's command line in this process."""
-    before = signal.getsignal(signal.SIGTERM)  # which it takes over
+    before = {number: signal.getsignal(number) for number in SIGNALS}  # which it takes over
     try:
         return cli.main([job.verb, str(job.write()), *job.overrides])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

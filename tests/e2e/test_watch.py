@@ -1,0 +1,70 @@
+"""A process that is stopped, and not dead, ends the run within its bound, and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.watch import Scan, StandsStill, watched
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
+
+
+def test_a_scan_finds_what_is_stopped_below_a_process_and_forgets_what_goes_on() -> None:
+    sleep = "import time; time.sleep(600)"
+    child = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {sleep!r}]); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            scan = Scan(parent.pid)
+            assert scan.still(0) == []
+            os.kill(pid, signal.SIGSTOP)
+            while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+                time.sleep(0.01)
+            assert scan.still(0) == [], "seen for the first time"
+            time.sleep(0.05)
+            [still] = scan.still(0.02)
+            assert still.pids[:2] == (pid, parent.pid) and "time.sleep(600)" in still.title and still.seconds >= 0.05
+            assert scan.still(60) == []
+            os.kill(pid, signal.SIGCONT)
+            while "T" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+                time.sleep(0.01)
+            assert scan.still(0) == []
+        finally:
+            os.kill(pid, signal.SIGKILL)
+    assert Scan(parent.pid).still(0) == [], "of a process that has ended"
+
+
+@pytest.mark.parametrize(("doing", "culprit"), [("forward", r"rank 1: ray::Player"), ("update", r"rank 0: ray::Player")])
+def test_a_stopped_rank_ends_the_run_and_is_named(
+    doing: str, culprit: str, lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits for it, and is not named."""
+    wait, stopped = ActorGroup.wait, list[int]()
+
+    def stopping(group: ActorGroup, references: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
+        if what == doing and not stopped:
+            stopped.append(lab.playing[int(culprit.split()[1].rstrip(":"))])
+            os.kill(stopped[0], signal.SIGSTOP)
+        return wait(group, references, what, timeout_s)
+
+    job = Job(tmp_path, tiny_model, ("train.steps=2", "layout={ranks: 2, tp: 2, ep: 2}"))
+    with watched(2.0, alone=True), monkeypatch.context() as patch:
+        patch.setattr(ActorGroup, "wait", stopping)
+        begun = time.monotonic()
+        with pytest.raises(StandsStill, match=rf"^{doing}: {culprit}[.\w]* \(pid \d+\) has been stopped by a signal for \d s$"):
+            lab.run(job)
+        assert stopped and time.monotonic() - begun < 120
+    with suppress(ProcessLookupError):  # in a session that goes on, as the lab's does; a run ends all of its processes
+        os.kill(stopped[0], signal.SIGKILL)
