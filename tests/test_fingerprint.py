@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,8 @@ def test_join_adds_shards_and_checks_replicas() -> None:
     left = Piece(0, 0, 37, 20, int(fingerprint(weight[:, :20])))
     right = Piece(0, 20, 37, 33, int(fingerprint(weight[:, 20:], column=20)))
     assert join([{"w": [left]}, {"w": [right]}]) == {"w": [whole]}
+    assert join([{"w": [left, right]}]) == {"w": [whole]}, "in one place of one worker"
+    assert join([{"w": [left, replace(right, place=1)]}]) == {"w": [Print(left.value, 37 * 20), Print(right.value, 37 * 33)]}
     replica = Piece(0, 0, 37, 53, whole.value)
     assert join([{"w": [replica]}, {"w": [replica]}]) == {"w": [whole]}
     other = Piece(0, 0, 37, 53, whole.value + 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.config import ConfigError, Layout
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from megarl.models.weight_map import QKV, GateUp, Op, Plain
+from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain
 from megarl.parallel.weights import canonical
 from tests.distributed.work import TINY, make_checkpoint
 
@@ -26,6 +26,9 @@ OPS: dict[str, Op] = {
     "qkv": QKV(heads=12, groups=4, head_dim=3, rest=(5,)),
     "qkv_bias": QKV(heads=12, groups=4, head_dim=3, rest=()),
     "gate_up": GateUp(ffn=12, hidden=5),
+    "fused_qkv": Fused(QKV(heads=12, groups=4, head_dim=3, rest=(5,))),
+    "fused_qkv_bias": Fused(QKV(heads=12, groups=4, head_dim=3, rest=())),
+    "fused_gate_up": Fused(GateUp(ffn=12, hidden=5)),
 }
 
 

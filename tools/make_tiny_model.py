@@ -124,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "phi3": ("phi3", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
     "deepseek_v3_plain": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),

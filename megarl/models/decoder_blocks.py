@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megarl.config import ConfigError
 from megarl.models.rope import Rope
-from megarl.models.weight_map import OUTPUT, QKV, GateUp, Head, Plain, Sizes, WeightMapping
+from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's, Hugging Face's
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
@@ -81,20 +81,21 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
     )
 
 
-def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[WeightMapping]:
+def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool = False) -> list[WeightMapping]:
     """Grouped-query attention between its norms.
 
     Args:
         n: the model's numbers.
         bias: of query, key and value.
         norm: of each head's query and key.
+        fused: query, key and value are one tensor.
     """
     before, after = norms(n)
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
-    names = tuple(f"{theirs}{name}_proj." for name in "qkv")
-    mappings = [before, WeightMapping(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, n.hidden))]
+    names = tuple(f"{theirs}{name}_proj." for name in (("qkv",) if fused else "qkv"))
+    mappings = [before, WeightMapping(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, fused, n.hidden))]
     if bias:
-        mappings.append(WeightMapping(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n)))
+        mappings.append(WeightMapping(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n, fused)))
     if norm:
         mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
     return [
@@ -104,7 +105,9 @@ def attention(n: Sizes, *, bias: bool = False, norm: bool = False) -> list[Weigh
     ]
 
 
-def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None) -> list[WeightMapping]:
+def gated_mlp(
+    n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None, *, fused: bool = False
+) -> list[WeightMapping]:
     """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts.
 
     Args:
@@ -113,11 +116,16 @@ def gated_mlp(n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", laye
         ours: Megatron's name inside the layer.
         theirs: Hugging Face's.
         layers: that have it; None: all.
+        fused: gate and up projection are one tensor.
     """
     ours, theirs = LAYER + ours, BLOCK + theirs
+    names, op = ("gate_up",) if fused else ("gate", "up"), GateUp(ffn, n.hidden)
     return [
         WeightMapping(
-            ours + "linear_fc1.weight", (theirs + "gate_proj.weight", theirs + "up_proj.weight"), GateUp(ffn, n.hidden), layers=layers
+            ours + "linear_fc1.weight",
+            tuple(f"{theirs}{name}_proj.weight" for name in names),
+            Fused(op) if fused else op,
+            layers=layers,
         ),
         WeightMapping(ours + "linear_fc2.weight", (theirs + "down_proj.weight",), Plain((n.hidden, ffn), 1), layers=layers),
     ]
@@ -181,8 +189,9 @@ def _vocabulary(n: Sizes) -> Plain:
     return Plain((n.vocab, n.hidden), 0, pads=True)
 
 
-def _qkv(n: Sizes, *rest: int) -> QKV:
-    return QKV(n.heads, n.groups, n.head_dim, rest)
+def _qkv(n: Sizes, fused: bool, *rest: int) -> Op:
+    op = QKV(n.heads, n.groups, n.head_dim, rest)
+    return Fused(op) if fused else op
 
 
 # --- Megatron's fields ---

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.config import ConfigError, Layout
-from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
 from megarl.models.weight_map import Family, HeadKind
 
-_MODULES = (qwen3_moe, qwen3, qwen2, llama, mixtral, deepseek_v3, glm4_moe)
+_MODULES = (qwen3_moe, qwen3, qwen2, llama, phi3, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}

@@ -2,8 +2,9 @@
 
 A `WeightMapping` names one kind of Megatron parameter, its Hugging Face tensors, and the `Op` between them. The operation packs the
 tensors into one whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
-parameter. Every operation commutes with cutting: packing the slices [a, b) of the Hugging Face tensors gives the slice [a, b) of the
-packed tensor. So one mapping loads a shard by reading only its slices, exports, converts and gives the shapes a checkpoint must have.
+parameter. Every operation commutes with cutting: packing the slices [a, b) of the Hugging Face tensors (of a `Fused` one: of each of its
+parts) gives the slice [a, b) of the packed tensor. So one mapping loads a shard by reading only its slices, exports, converts and gives
+the shapes a checkpoint must have.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -175,6 +177,42 @@ class GateUp(Op):
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         return tuple(packed.unbind(0))
+
+
+@dataclass(frozen=True)
+class Fused(Op):
+    """The tensors of `parts` lie one behind the other in a single one: [sum of their rows, ...], cut part by part."""
+
+    parts: Op
+    dim = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ((sum(self._rows), *self.parts.shapes[0][1:]),)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return self.parts.packed_shape
+
+    @property
+    def axis(self) -> int | None:
+        return self.parts.axis
+
+    @property
+    def _rows(self) -> list[int]:
+        return [shape[0] for shape in self.parts.shapes]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.parts.pack(tensors[0].split(self._rows))
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat(self.parts.unpack(packed)),)
+
+    def read_shard(self, read: Read, rank: int, ranks: int) -> Tensor:
+        if ranks == 1:
+            return super().read_shard(read, rank, ranks)
+        begin = [0, *accumulate(self._rows)]
+        return self.parts.read_shard(lambda part, dim, start, stop: read(0, 0, begin[part] + start, begin[part] + stop), rank, ranks)
 
 
 @dataclass(frozen=True)

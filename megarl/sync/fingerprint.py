@@ -46,6 +46,7 @@ class Piece:
     rows: int
     columns: int
     value: int
+    place: int = 0  # which of the places in this worker that hold the tensor; pieces of one place lie apart in the whole
 
 
 class FingerprintMismatch(RuntimeError):
@@ -123,10 +124,9 @@ def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Pri
     for held in workers:
         for name, pieces in held.items():
             places = copies.setdefault(name, [])
-            for index, piece in enumerate(pieces):
-                if index == len(places):
-                    places.append({})
-                places[index].setdefault((piece.row, piece.column, piece.rows, piece.columns), set()).add(piece.value)
+            for piece in pieces:
+                places += [{} for _ in range(len(places), piece.place + 1)]
+                places[piece.place].setdefault((piece.row, piece.column, piece.rows, piece.columns), set()).add(piece.value)
     return {name: [_sum(place) for place in places] for name, places in copies.items()}
 
 

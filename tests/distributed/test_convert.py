@@ -25,7 +25,7 @@ from tests.harness import Pool
 from tools.make_tiny_model import FAMILIES, build
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)
-DENSE = ("qwen3", "qwen2", "qwen2_tied", "llama")
+DENSE = ("qwen3", "qwen2", "qwen2_tied", "llama", "phi3")
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tools.make_tiny_model import build
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
 SAMPLING = Sampling(n=1, temperature=0.0, max_tokens=4, seed=0)
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -54,6 +55,31 @@ async def _follows(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_tied", "llama", "mixtral", "glm4_moe"])
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
+
+
+async def _fused(tmp_path: Path, tp: int) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="phi3")
+    engine = await _start(tmp_path / "model", tp=tp)
+    trainer = Trainer(engine, "gloo", tp)
+    try:
+        tensors = stored(tmp_path / "model")
+        digest = await trainer.update(tensors)
+        held = await engine.fingerprints(TIMEOUT_S)
+        assert compare(digest, held) == [] and all(len(places) == 1 for places in held.values())
+        if tp == 1:
+            weight = dict(tensors)[FUSED].clone()
+            weight[130, 5] *= 1.01  # a key's
+            await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", weight.tolist(), timeout_s=TIMEOUT_S)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [FUSED]
+        await _check_update(engine, trainer, other(tmp_path / "other", "phi3"), stored(tmp_path / "other"))
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_tensor_of_several_projections_follows_updates_on_any_rank(host: Host, tmp_path: Path, tp: int) -> None:
+    host.run(_fused, tmp_path, tp)
 
 
 async def _bias(tmp_path: Path, dtype: str) -> None:

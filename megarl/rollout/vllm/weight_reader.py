@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,11 +44,12 @@ class _Shards:
     row: int
     column: int
     stack_BRC: Tensor
+    further: bool = False  # of the place that the shards of this name before it began
 
 
 @torch.no_grad()
 def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
-    """Fingerprints of everything that `model` holds, by Hugging Face name; one list entry for each place that holds the tensor.
+    """Fingerprints of everything that `model` holds, by Hugging Face name, in each place that holds the tensor.
 
     `tied`: the output layer shares the embedding table. `dtype`: the model's, in which weights are sent. Raises
     NotImplementedError where a layer's form cannot be read.
@@ -58,7 +60,9 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
     for shards, _ in hashed:
         _, rows, columns = shards.stack_BRC.shape
         for name in shards.names:
-            pieces.setdefault(name, []).append(Piece(shards.row, shards.column, rows, columns, next(values)))
+            held = pieces.setdefault(name, [])
+            place = held[-1].place + (not shards.further) if held else 0
+            held.append(Piece(shards.row, shards.column, rows, columns, next(values), place))
     return pieces
 
 
@@ -90,8 +94,8 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards]:
                 yield _plain([name], 0, 0, parameter)
 
 
-def _plain(names: list[str], row: int, column: int, tensor: Tensor) -> _Shards:
-    return _Shards(names, row, column, tensor.reshape(1, 1, -1) if tensor.ndim < 2 else tensor.reshape(1, tensor.shape[0], -1))
+def _plain(names: list[str], row: int, column: int, tensor: Tensor, further: bool = False) -> _Shards:
+    return _Shards(names, row, column, tensor.reshape(1, 1, -1) if tensor.ndim < 2 else tensor.reshape(1, tensor.shape[0], -1), further)
 
 
 def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Iterator[_Shards]:
@@ -100,26 +104,34 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
     parent, _, leaf = path.rpartition(".")
     column = layer.tp_rank * weight_OI.shape[1] if isinstance(layer, RowParallelLinear) else 0
     bias_O = getattr(layer, "bias", None)
-    start = 0
+    start, last = 0, None
     for name, rows, row in _outputs(layer, packed.get(leaf, [leaf]), weight_OI.shape[0]):
-        yield _plain([f"{parent}.{name}.weight"], row, column, weight_OI[start : start + rows])
+        yield _plain([f"{parent}.{name}.weight"], row, column, weight_OI[start : start + rows], name == last)
         if bias_O is not None:  # CPU kernels may widen the bias to fp32, which keeps every bit of it
-            yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype))
-        start += rows
+            yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype), name == last)
+        start, last = start + rows, name
     if start != weight_OI.shape[0]:
         raise NotImplementedError(f"{path}: {start} of its {weight_OI.shape[0]} output rows belong to known tensors")
 
 
 def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, int, int]]:
-    """(checkpoint name, rows held here, first row in the whole) of each tensor that is stacked in the layer."""
+    """(checkpoint name, rows held here, first row in the checkpoint's tensor) of each part that is stacked in the layer.
+
+    With one name for several parts the checkpoint stacks them too, each whole, behind one another (Phi-3).
+    """
     if isinstance(layer, QKVParallelLinear):
-        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+        kv_rank, kv_ranks = layer.tp_rank // layer.num_kv_head_replicas, layer.tp_size // layer.num_kv_head_replicas
         q, k, v = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.v_head_size
-        return [(names[0], q, layer.tp_rank * q), (names[1], k, kv_rank * k), (names[2], v, kv_rank * v)]
-    if isinstance(layer, MergedColumnParallelLinear):
-        held = [size // layer.tp_size for size in layer.output_sizes]
-        return [(name, size, layer.tp_rank * size) for name, size in zip(names, held, strict=True)]
-    return [(names[0], rows, layer.tp_rank * rows if isinstance(layer, ColumnParallelLinear) else 0)]
+        held, ranks, wholes = [q, k, v], [layer.tp_rank, kv_rank, kv_rank], [q * layer.tp_size, k * kv_ranks, v * kv_ranks]
+    elif isinstance(layer, MergedColumnParallelLinear):
+        held, wholes = [size // layer.tp_size for size in layer.output_sizes], list(layer.output_sizes)
+        ranks = [layer.tp_rank] * len(held)
+    else:
+        return [(names[0], rows, layer.tp_rank * rows if isinstance(layer, ColumnParallelLinear) else 0)]
+    together = len(names) == 1
+    starts = accumulate(wholes[:-1], initial=0) if together else [0] * len(held)
+    parts = zip(names * len(held) if together else names, held, ranks, starts, strict=True)
+    return [(name, size, start + rank * size) for name, size, rank, start in parts]
 
 
 def _vocabulary(name: str, layer: VocabParallelEmbedding, weight_VI: Tensor) -> _Shards:

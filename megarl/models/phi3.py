@@ -1,0 +1,58 @@
+"""Phi-3's architecture as Phi-4 has it (https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905): Llama's, with query, key and
+value in one tensor, gate and up projection in another.
+
+Refused: sliding windows (Phi-3-mini-4k), every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers takes "yarn" for it),
+biases, and what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models.rope import Rope, rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+NAME = "Phi-3"
+
+
+def sizes(hf: dict[str, Any]) -> Sizes:
+    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, biases, other activations."""
+    blocks.refuse(NAME, hf, sliding_window=None, attention_bias=False, mlp_bias=False)
+    return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
+
+
+def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    n = sizes(hf)
+    assert n.ffn is not None
+    return [
+        blocks.embedding(n),
+        *blocks.attention(n, fused=True),
+        *blocks.gated_mlp(n, n.ffn, fused=True),
+        blocks.final_norm(n),
+    ]
+
+
+def plain_rope(hf: dict[str, Any]) -> Rope:
+    """Not scaled, of a part of each head where config.json says so. Raises ConfigError."""
+    found = rope(hf)
+    if found.kind != "default":
+        raise ConfigError(f"model.path: RoPE of type {found.kind!r} is not supported for {NAME}: 'default' is")
+    return found
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Of Megatron's TransformerConfig."""
+    return blocks.decoder_fields(hf, sizes(hf), plain_rope(hf))
+
+
+FAMILY = Family(
+    heads={"lm": blocks.lm_head("Phi3ForCausalLM", sizes), "value": scalar_head("Phi3ForSequenceClassification", sizes)},
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=plain_rope,
+    fields=fields,
+    optional=blocks.tied_twice,
+)
