@@ -59,7 +59,13 @@ def test_the_installed_command_finds_a_reward_function_in_the_folder_where_it_is
     (tmp_path / "my_rewards.py").write_text("WORD = open('words.txt').read()\ndef score(response):\n    return float(response == WORD)\n")
     job = EXAMPLE.replace("nowhere/at/all", str(tiny_model)).replace("type: reasoning_gym}}", "type: function, path: 'my_rewards:score'}}")
     (tmp_path / "job.yaml").write_text(job)
-    places = ("cluster.gpus=false", "sync.transport=gloo", "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    places = (
+        "cluster.gpus=false",
+        "sync.transport=gloo",
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64",
+        "rollout.kv_cache_mb=32",
+    )
     command = [str(Path(sys.executable).with_name("megarl")), "train", "job.yaml", "--check", *places]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert shown.returncode == 0 and shown.stdout == "megarl: job.yaml passes every check\n", shown.stderr

@@ -175,6 +175,11 @@ def _common(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
+def has_experts(family: str) -> bool:
+    """Whether a family's layers are mixtures."""
+    return "num_experts_per_tok" in _mlp(FAMILIES[family][0], 1, 1, 1, 1)
+
+
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
     """What a family's configuration says of its experts."""
     routed = {"moe_intermediate_size": expert_hidden, "num_experts_per_tok": 2}

@@ -17,7 +17,7 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
-from tools.make_tiny_model import FAMILIES
+from tools.make_tiny_model import FAMILIES, has_experts
 
 VOCABULARY = 129  # two ranks do not divide it
 # Name -> family of tools/make_tiny_model.py, and what its config.json has otherwise.
@@ -27,14 +27,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_ungrouped": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
 }
-_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "glm4_moe")
 
 Make = Callable[..., Path]  # (variant, layers=4, **changes of config.json) -> directory
 
 
 def layouts(variant: str) -> dict[str, Layout]:
     """One rank, tensor (and expert) parallel, pipeline."""
-    ep = 2 if VARIANTS[variant][0] in _MIXTURES else 1
+    ep = 2 if has_experts(VARIANTS[variant][0]) else 1
     return {"one": Layout(), "tp2": Layout(ranks=2, tp=2, ep=ep), "pp2": Layout(ranks=2, pp=2)}
 
 

@@ -22,10 +22,9 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.saving import build_part, verified
 from tests.harness import Pool
-from tools.make_tiny_model import FAMILIES, build
+from tools.make_tiny_model import FAMILIES, build, has_experts
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)
-DENSE = ("qwen3", "qwen2", "qwen2_tied", "llama", "phi3")
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +95,9 @@ def megatron_loads(grid: Grid, path: Path, step: Path) -> list[str]:
 
 def groups(models: dict[str, Path], layout: Layout) -> Iterator[tuple[Layout, dict[str, Path]]]:
     """The models with experts on a layout, and the others on what is left of it."""
-    yield layout, {family: path for family, path in models.items() if family not in DENSE}
+    yield layout, {family: path for family, path in models.items() if has_experts(family)}
     without = Layout(ranks=layout.tp * layout.pp, tp=layout.tp, pp=layout.pp, vpp=layout.vpp)
-    yield without, {family: path for family, path in models.items() if family in DENSE}
+    yield without, {family: path for family, path in models.items() if not has_experts(family)}
 
 
 @pytest.mark.parametrize("layout", [TP_EP, PP_VPP], ids=["tp2 ep2", "pp2 vpp2"])
@@ -115,7 +114,7 @@ def test_a_model_saved_by_ranks_becomes_the_directory_it_was_loaded_from(
 
 def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[str, Path], tmp_path: Path) -> None:
     for family, path in models.items():
-        convert("hf-to-megatron", path, tmp_path / family, "--tp", 2, *([] if family in DENSE else ["--etp", 2]))
+        convert("hf-to-megatron", path, tmp_path / family, "--tp", 2, *(["--etp", 2] if has_experts(family) else []))
     for layout in (TP_EP, PP_VPP, ETP):
         for fitting, paths in groups(models, layout):
             assert pool.run(differing, fitting, paths, tmp_path) == [[]] * fitting.ranks, layout
