@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.models import hf
-from megarl.models.hf import Checkpoint, Writer, inventory
+from megarl.models.hf import Checkpoint, CheckpointWriter, inventory
 from tests.distributed.work import make_checkpoint
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -81,7 +81,7 @@ def test_slices_are_read_as_asked(path: Path) -> None:
 
 
 def copy(path: Path, target: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(path) as checkpoint, Writer(target, path, "float32") as writer:
+    with Checkpoint(path) as checkpoint, CheckpointWriter(target, path, "float32") as writer:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
         for name, tensor in tensors.items():
             writer.add(name, tensor)

@@ -129,7 +129,7 @@ class Checkpoint:
         self._open.clear()
 
 
-class Writer:
+class CheckpointWriter:
     """Writes a Hugging Face directory: shards of at most 4 GiB, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
     A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
@@ -155,7 +155,7 @@ class Writer:
         self._pending_bytes += tensor.nbytes
         self._total += tensor.nbytes
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> CheckpointWriter:
         self._aside.mkdir(parents=True)
         return self
 
