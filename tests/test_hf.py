@@ -113,7 +113,7 @@ def test_small_model_is_one_file(path: Path, tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_nothing(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="half way"), Writer(tmp_path / "out", path, "float32") as writer:
+    with pytest.raises(RuntimeError, match="half way"), CheckpointWriter(tmp_path / "out", path, "float32") as writer:
         writer.add("w", torch.zeros(3))
         raise RuntimeError("half way")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
@@ -121,4 +121,4 @@ def test_failed_write_leaves_nothing(path: Path, tmp_path: Path) -> None:
 
 def test_existing_directory_is_not_overwritten(path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists: not overwritten"):
-        Writer(path, path, "float32")
+        CheckpointWriter(path, path, "float32")

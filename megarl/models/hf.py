@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
-SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
+SHARD_BYTES = 4 << 30  # the largest file that `CheckpointWriter` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
 _ITEM_SIZES = {
