@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
-SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
+SHARD_BYTES = 4 << 30  # the largest file that `CheckpointWriter` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
 _ITEM_SIZES = {
@@ -129,7 +129,7 @@ class Checkpoint:
         self._open.clear()
 
 
-class Writer:
+class CheckpointWriter:
     """Writes a Hugging Face directory: shards of at most 4 GiB, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
     A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
@@ -155,7 +155,7 @@ class Writer:
         self._pending_bytes += tensor.nbytes
         self._total += tensor.nbytes
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> CheckpointWriter:
         self._aside.mkdir(parents=True)
         return self
 

@@ -15,7 +15,7 @@ _WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call t
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     """What an engine needs of a prompt: a name that is unique in the call, and the tokens."""
 
     id: int | str
@@ -51,7 +51,7 @@ def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
+async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
     """`sampling.n` responses to each prompt, in the order of the prompts, from an engine that has nothing else to do.
 
     The same call gives the same tokens and log-probs. The end-of-sequence token is part of a response that ends by itself. Whatever makes
@@ -79,7 +79,7 @@ async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling
     return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
 
 
-def _request(prompt: Prompt, number: int, sampling: Sampling) -> Request:
+def _request(prompt: TokenPrompt, number: int, sampling: Sampling) -> Request:
     seed = request_seed(sampling.seed, prompt.id, number)
     return Request((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling.temperature, seed)
 

@@ -13,7 +13,7 @@ from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
 from megarl.rollout.engine import Engine
-from megarl.rollout.generate import Prompt, Sampling, generate
+from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
 
 
@@ -49,7 +49,7 @@ class RolloutWorker:
 
     async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
         """The responses to each (number of the prompt, its tokens)."""
-        prompts = [Prompt(number, tokens) for number, tokens in share]
+        prompts = [TokenPrompt(number, tokens) for number, tokens in share]
         responses = []
         for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
             payload = ray.put(generated.samples)

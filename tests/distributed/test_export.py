@@ -252,4 +252,4 @@ def test_header_that_leaves_its_bucket_is_refused() -> None:
 
 def test_saving_over_something_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists"):
-        export.Writer(path, path, "float32")
+        export.CheckpointWriter(path, path, "float32")
