@@ -40,6 +40,7 @@ from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
+from megarl.stages.saving import check_resume
 
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
@@ -148,8 +149,8 @@ def check_trained_head(path: Path, key: str) -> None:
         raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, and a reward model has a trained scalar head (`megarl rm`)")
 
 
-def check_train(config: TrainConfig) -> Data:
-    """All checks of `megarl train`."""
+def check_train(config: TrainConfig, verb: str = "train") -> Data:
+    """All checks of `megarl train`, and of another verb that does the same work."""
     hf = check_model(config)
     if config.model.base is not None:
         base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
@@ -182,6 +183,7 @@ def check_train(config: TrainConfig) -> Data:
     ):
         if len(data.train) < wanted:
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data.train)} prompts")
+    check_resume(config, verb, len(data.train))
     return data
 
 

@@ -25,7 +25,7 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.stages.checks import check_model
-from megarl.stages.saving import Checkpoints, every, resume_point
+from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
@@ -225,4 +225,7 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
 
     held_out = pairs(data.eval, "data.eval")
     check_held_out(config, len(held_out))
-    return Pairs(pairs(data.train, "data.train") if config.learn.steps else [], held_out)
+    train = pairs(data.train, "data.train") if config.learn.steps else []
+    if train:
+        check_resume(config, config.section, len(train))
+    return Pairs(train, held_out)

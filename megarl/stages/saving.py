@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megarl import termination
 from megarl.checkpoints.resume import compare
-from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, verified, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
@@ -61,8 +61,7 @@ class ResumePoint:
 def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    ConfigError where it is of another verb, the configuration differs from its own in what must not differ, or `data.train` has not its
-    `items`.
+    ConfigError as `check_resume` has it, of the checkpoint that is taken.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -72,16 +71,34 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
         if any(found is None for found in steps.values()):
             continue
-        differing = compare(resolved(yaml.safe_load(saved["config"]), type(config)), config.model_dump(mode="json"))
-        before = saved["progress"]["sampler"]["count"]
-        if saved["verb"] != verb:
-            differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
-        if before != items:
-            differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
-        if differing:
-            raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
+        _refuse_another(saved, step.path, config, verb, items)
         return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
     return None
+
+
+def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
+    """ConfigError where the run could not go on from the newest checkpoint that its directory holds, which only trainer.json is read of.
+
+    It was saved by another verb, its configuration differs in what must not differ, or `data.train` had not so many `items`.
+    """
+    root = config.directory / CHECKPOINTS
+    if not config.save.resume or not root.is_dir():
+        return
+    for entry in listing(root, contents=False):
+        if entry.verified is not None:
+            _refuse_another(json.loads(entry.verified.read(TRAINER)), entry.path, config, verb, items)
+            return
+
+
+def _refuse_another(saved: Mapping[str, Any], path: Path, config: TrainingSettings, verb: str, items: int) -> None:
+    differing = compare(resolved(yaml.safe_load(saved["config"]), type(config)), config.model_dump(mode="json"))
+    before = saved["progress"]["sampler"]["count"]
+    if saved["verb"] != verb:
+        differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
+    if before != items:
+        differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
+    if differing:
+        raise ConfigError("\n".join([*differing, f"save.resume: true, and {path} was saved otherwise; false starts anew"]))
 
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
