@@ -93,10 +93,17 @@ def learn(
 ) -> None:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
-    Each step's mini-batch is what `draw` makes of its indices below `items`, shuffled in each epoch unless `shuffle` is false. `held_out`
-    is measured before, every `eval_every` steps and after. The model that is left is the last, or with `patience` the best; `finish` is
-    given its directory and its held-out numbers. Without a step to take nothing is saved: the model is as it was. A run of this name that
-    was cut off goes on from its newest checkpoint, bit for bit.
+    The model that is left is the last, or with `patience` the best. Without a step to take nothing is saved: the model is as it was. A run
+    of this name that was cut off goes on from its newest checkpoint, bit for bit.
+
+    Args:
+        config: of the stage.
+        objective: its loss.
+        items: how many there are to learn from.
+        draw: makes a step's mini-batch of its indices below `items`.
+        held_out: is measured before, every `eval_every` steps and after; None: nothing is.
+        finish: is given the directory of the model that is left, and its held-out numbers.
+        shuffle: draw the items of each epoch in random order; false: in their own.
     """
     settings = config.learn
     resume = resume_point(config, config.section, items) if settings.steps else None
@@ -193,7 +200,19 @@ def sample(said: Conversation) -> Sample:
 
 
 def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
-    """The checks that supervised stages share; the tokenizer. `sides`: responses that stay together in a micro-batch."""
+    """The checks that supervised stages share.
+
+    Args:
+        config: of the stage.
+        head: of the model that is trained.
+        sides: responses that stay together in a micro-batch.
+
+    Returns:
+        The model's tokenizer.
+
+    Raises:
+        ConfigError: with the dotted key.
+    """
     hf, section, learn = check_model(config, head), config.section, config.learn
     if sides * learn.max_tokens > learn.micro_batch_tokens:
         raise ConfigError(

@@ -61,7 +61,16 @@ class ResumePoint:
 def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    ConfigError as `check_resume` has it, of the checkpoint that is taken.
+    Args:
+        config: of the run.
+        verb: megarl's, say "train".
+        items: how many `data.train` has.
+
+    Returns:
+        The checkpoint, with what the run had reached; None where there is none.
+
+    Raises:
+        ConfigError: as `check_resume` has it, of the checkpoint that is taken.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -77,9 +86,16 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
 
 
 def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
-    """ConfigError where the run could not go on from the newest checkpoint that its directory holds, which only trainer.json is read of.
+    """Refuses what could not go on from the newest checkpoint in the run's directory, of which trainer.json alone is read.
 
-    It was saved by another verb, its configuration differs in what must not differ, or `data.train` had not so many `items`.
+    Args:
+        config: of the run.
+        verb: megarl's, say "train".
+        items: how many `data.train` has.
+
+    Raises:
+        ConfigError: it was saved by another verb, its configuration differs in what must not differ, or `data.train` had another number of
+            items.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():

@@ -43,7 +43,15 @@ class RolloutWorker:
         self._engine: Engine = find(engine)(label)
 
     async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> None:
-        """Starts the engine with the weights of `model`."""
+        """Starts the engine, as `Engine.start` says, and loads the tokenizer.
+
+        Args:
+            model: the Hugging Face directory of both.
+            dtype: of the weights, "float32" or "bfloat16".
+            settings: of the engine.
+            seed: of the run.
+            gpu: whether the engine has GPUs.
+        """
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
         await self._engine.start(model, dtype, settings, seed, gpu=gpu)
 
