@@ -101,9 +101,14 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
     if not config.save.resume or not root.is_dir():
         return
     for entry in listing(root, contents=False):
-        if entry.verified is not None:
-            _refuse_another(json.loads(entry.verified.read(TRAINER)), entry.path, config, verb, items)
-            return
+        if entry.verified is None:
+            continue
+        try:
+            saved = json.loads(entry.verified.read(TRAINER))
+        except ConfigError:  # damaged, and passed over when the run starts
+            continue
+        _refuse_another(saved, entry.path, config, verb, items)
+        return
 
 
 def _refuse_another(saved: Mapping[str, Any], path: Path, config: TrainingSettings, verb: str, items: int) -> None:

@@ -44,7 +44,7 @@ class Sender:
         transport: gloo, nccl, shm or cuda_ipc.
         workers: engine workers, of all engines together.
         host: the address at which they meet this process (gloo and nccl).
-        bucket_mb: room of a bucket in MiB; for a larger tensor one of the two buffers grows, and stays that large.
+        bucket_mb: room of a bucket in MiB; a larger tensor has one of its own, for which one of the two buffers grows.
         timeout_s: longest wait for the workers to join the group, and for one broadcast.
         device: the trainer's; nccl and cuda_ipc need a GPU, and keep the buckets there.
     """
@@ -115,7 +115,8 @@ class Sender:
                 if bucket is not None and buffer is not None:
                     yield bucket, buffer
                 buffer = self._buffer(turn, tensor.nbytes)
-                turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B)
+                room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # though an earlier tensor has grown the buffer
+                turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
             assert buffer is not None
             buffer.reserve(bucket.nbytes + tensor.nbytes)
             bucket.add(name, tensor)
