@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,28 @@ def test_the_deadline_bounds_a_call_of_many_batches() -> None:
         with pytest.raises(RewardUnavailable, match=r"(within deadline_s=0\.5|no answer within 0\.\d s)"):
             score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
         assert time.monotonic() - begun < 20
+
+
+def test_a_handshake_that_drips_does_not_outlast_the_limit() -> None:
+    """The beginning of a TLS record of 16 KiB, then a byte at a time."""
+
+    def drip(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc")
+                    for _ in range(100):
+                        connection.sendall(b"x")
+                        time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        begun = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"no answer within 0\.3 s \(1 attempt,"):
+            score(settings(f"https://127.0.0.1:{listener.getsockname()[1]}/", attempts=1), "a")
+        assert time.monotonic() - begun < 4, "of 5 s"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_token_reaches_the_server_and_nothing_else(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import os
@@ -267,6 +268,15 @@ def test_chunks_are_taken_within_the_same_bound(model: Lengths, monkeypatch: pyt
         assert ask(server.port, bytes((1 << 20) + 1)) == too_large
         found = raw(server.port, HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n\r\n")
         assert found.startswith(b"HTTP/1.0 400 ")
+        assert_alive(server.port)
+
+
+def test_a_short_body_stays_a_short_one(model: Lengths) -> None:
+    bomb = gzip.compress(bytes(50 << 20), 1)
+    with serving(model) as server:
+        before = psutil.Process().memory_info().rss
+        assert ask(server.port, bomb, **{"Content-Encoding": "gzip"})[0] == 400
+        assert psutil.Process().memory_info().rss - before < 20 << 20
         assert_alive(server.port)
 
 

@@ -178,7 +178,11 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
 
 @contextmanager
 def _connected(place: SplitResult, within_s: float, call: _Call) -> Iterator[http.client.HTTPConnection]:
-    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it."""
+    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it.
+
+    The time limits of HTTP clients (http.client's, httpx's) are for one operation each, which a byte now and then satisfies: any of them
+    would need this alarm, and with it the simplest is enough.
+    """
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     assert place.hostname is not None, "as the configuration has checked"
     begun, late = time.monotonic(), threading.Event()

@@ -152,8 +152,6 @@ class Server:
             await self._receive(request, body)
             try:
                 read = await self._reader.call(partial(self._read, body))
-            except Refused:
-                raise
             except Exception as error:  # of the client's making: nothing has reached the model
                 raise Refused(400, str(error)) from None
             if not read:
@@ -204,7 +202,7 @@ class Server:
         asked = json.loads(body)
         samples = asked.get("samples") if isinstance(asked, dict) else None
         if not isinstance(samples, list):
-            raise Refused(400, "the request has no list `samples`")
+            raise ValueError("the request has no list `samples`")
         return self._model.read(samples)
 
 

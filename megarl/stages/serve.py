@@ -37,7 +37,7 @@ class Service:
         self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
-        """One score a sample, of which there is one. Raises whatever the ranks raise."""
+        """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
         places, lengths = [(0, n) for n in range(len(read))], [len(one.tokens) for one in read]
         plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
         found = self._ranks.rewards(plan)
