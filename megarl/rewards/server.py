@@ -24,7 +24,8 @@ from megarl.text import one_line
 
 CONNECTIONS = 1024  # at a time, or half as many as there may be descriptors
 BACKLOG = 4096  # connections that wait in the kernel to be taken (it may have a bound of its own)
-HEADERS_S, BODY_S = 30.0, 60.0  # longest time for the headers of a request, from the connection or the answer before, and for its body
+HEADERS_S, BODY_S = 30.0, 60.0  # longest time from a connection to the end of the headers, and for the body
+UNREAD_S = 60.0  # longest time that a client takes nothing of its answer
 LARGEST, LARGEST_ALL = 64 << 20, 256 << 20  # bytes of a body, and of all that are being read or wait for their scores
 HEADER_BYTES, HEADERS = 4096, 64  # of each, and how many
 READ_AHEAD = 1 << 16  # bytes of a body that are taken before they are asked for
@@ -75,8 +76,9 @@ class Server:
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._reader, self._scorer = _Lane(), _Lane()
-        self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
-        self._unanswered: set[_Asked] = set()
+        self._waiting: list[_Asked] = []
+        self._scoring: list[_Asked] = []
+        self._came = asyncio.Event()
         self._held = 0  # bytes of all bodies
         self._loop = asyncio.new_event_loop()
 
@@ -109,7 +111,7 @@ class Server:
             raise
         finally:
             accepting.cancel()
-            for asked in self._unanswered:
+            for asked in [*self._scoring, *self._waiting]:
                 if not asked.scores.done():
                     asked.scores.set_exception(end)
             http.pre_shutdown()
@@ -120,6 +122,7 @@ class Server:
             await http.free.acquire()
             try:
                 connection, _ = await self._loop.sock_accept(self._socket)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
                 await self._loop.connect_accepted_socket(http.connection, connection)
             except OSError:  # no descriptor is left, or the client has gone again
                 http.free.release()
@@ -128,20 +131,23 @@ class Server:
     async def _score(self) -> NoReturn:
         """Scores what waits, in the order in which it came."""
         while True:
-            together = [await self._waiting.get()]
-            while not self._waiting.empty() and sum(len(asked.read) for asked in together) < TOGETHER:
-                together.append(self._waiting.get_nowait())
-            together = [asked for asked in together if asked in self._unanswered]  # the others' clients have gone
-            samples = [sample for asked in together for sample in asked.read]
-            scores = await self._scorer.call(partial(self._model.scores, samples)) if samples else []
-            for asked in together:
+            while not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            samples: list[Any] = []
+            self._scoring = []
+            while self._waiting and len(samples) < TOGETHER:
+                self._scoring.append(self._waiting.pop(0))
+                samples += self._scoring[-1].read
+            scores = await self._scorer.call(partial(self._model.scores, samples))
+            for asked in self._scoring:
                 mine, scores = scores[: len(asked.read)], scores[len(asked.read) :]
-                if not asked.scores.done():
+                if not asked.scores.done():  # else its client has gone
                     asked.scores.set_result(mine)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
-            return web.json_response({"scores": await self._scores(request)})
+            return _json(200, {"scores": await self._scores(request)})
         except Refused as refused:
             return _error(refused.status, str(refused))
 
@@ -161,12 +167,13 @@ class Server:
             self._held -= len(body)
 
     async def _turn(self, asked: _Asked) -> list[float]:
-        self._unanswered.add(asked)
-        self._waiting.put_nowait(asked)
+        self._waiting.append(asked)
+        self._came.set()
         try:
             return await asked.scores
         finally:
-            self._unanswered.discard(asked)
+            if asked in self._waiting:  # its client has gone
+                self._waiting.remove(asked)
 
     def _admit(self, request: web.BaseRequest) -> None:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
@@ -221,7 +228,7 @@ class _Http(web.Server):
             loop=asyncio.get_running_loop(),
             keepalive_timeout=HEADERS_S,
             lingering_time=LINGER_S,
-            access_log=None,
+            access_log=None,  # type: ignore[arg-type]  # as aiohttp documents it
             auto_decompress=False,  # a short body stays a short one
             read_bufsize=READ_AHEAD,
             max_field_size=HEADER_BYTES,
@@ -243,39 +250,47 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if status >= 500:
             return super().handle_error(request, status, exc, message)
-        response = _error(status, message or "")
-        response.force_close()
-        return response
+        return _error(status, message or "")
 
 
 class _Lane:
     """Calls, one after another, in a thread that keeps no process from ending."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], list[Callable[[], Any]]]] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     async def call(self, call: Callable[[], Any]) -> Any:
-        """What call() returns or raises. Where the task is cancelled before its turn, it is never made."""
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return await asyncio.wrap_future(future)
+        """What call() returns or raises. Where the task is cancelled before its turn, it is never made, and nothing of it is kept."""
+        future, calls = Future[Any](), [call]
+        self._calls.put((future, calls))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            calls.clear()
 
     def _run(self) -> NoReturn:
         while True:
             self._next(*self._calls.get())  # holds nothing while it waits
 
     @staticmethod
-    def _next(future: Future[Any], call: Callable[[], Any]) -> None:
+    def _next(future: Future[Any], calls: list[Callable[[], Any]]) -> None:
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(call())
+                future.set_result(calls[0]())
             except BaseException as error:
                 future.set_exception(error)
 
 
+def _json(status: int, answer: dict[str, Any]) -> web.Response:
+    """The one answer of a connection: nobody sends requests whose answers he does not take."""
+    response = web.json_response(answer, status=status)
+    response.force_close()
+    return response
+
+
 def _error(status: int, reason: str) -> web.Response:
-    return web.json_response({"error": one_line(reason, SHOWN)}, status=status)
+    return _json(status, {"error": one_line(reason, SHOWN)})
 
 
 async def _ended() -> None:
