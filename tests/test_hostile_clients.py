@@ -58,7 +58,8 @@ def test_of_a_connection_one_request_is_answered(model: Lengths) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {TOKEN}"}])
-def test_without_the_token_no_body_is_kept(model: Lengths, given: dict[str, str]) -> None:
+def test_without_the_token_no_body_is_kept(model: Lengths, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 20.0)
     size = 32 << 20
 
     def body() -> Iterator[bytes]:

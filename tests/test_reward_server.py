@@ -115,9 +115,9 @@ def test_no_more_connections_than_the_bound_are_taken_and_the_others_wait(model:
     monkeypatch.setattr(module, "CONNECTIONS", 3)
     monkeypatch.setattr(module, "HEADERS_S", 0.5)
     with serving(model) as server, ExitStack() as stack:
+        before = time.monotonic()
         for _ in range(5):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"POST /")
-        before = time.monotonic()
         assert_alive(server.port)
         assert time.monotonic() - before > 0.4, "until those that say nothing were left"
 
@@ -134,6 +134,7 @@ def test_a_client_that_waits_for_leave_to_send_gets_it_after_its_token(model: Le
 
 def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
+    monkeypatch.setattr(module, "LINGER_S", 20.0)
     requests = [Request("question", "x" * n, "", {}, True) for n in range(200)]
     model.read = lambda samples: [sample["response"] for sample in samples]  # type: ignore[method-assign]
     with serving(model, TOKEN) as server:
@@ -146,23 +147,23 @@ def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeyp
 
 
 ALONE = """
-import os, resource, sys, time
+import os, resource, signal, sys, time
 from megarl import termination
 from megarl.rewards.server import Server
 class Model:
-    def read(self, samples): return samples
+    def read(self, samples):
+        if "slow" in samples: print("slow", flush=True)
+        return samples
     def scores(self, read):
         if "slow" in read: time.sleep(60)
         if read == ["take"]:
             try:
                 while True: taken.append(os.open("/dev/null", os.O_RDONLY))
             except OSError: pass
-            timer = __import__("threading").Timer(0.5, lambda: [os.close(one) for one in taken])
-            timer.daemon = True
-            timer.start()
         return [float(len(one)) for one in read]
 taken = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+signal.signal(signal.SIGUSR1, lambda *_: [os.close(taken.pop()) for _ in list(taken)])
 termination.install()
 try:
     with Server(Model(), "127.0.0.1", 0, "/score", None) as server:
@@ -201,10 +202,12 @@ def test_a_server_without_descriptors_answers_when_it_has_some_and_says_nothing(
         for client in idle:
             client.close()
         assert ask(port, asking("take")) == (200, {"scores": [4.0]})
-        begun = time.monotonic()
-        with socket.create_connection(("127.0.0.1", port)):  # has the descriptor that the answer before gave back
-            assert_alive(port)
-        assert time.monotonic() - begun > 0.2, "there was none in between"
+        with socket.create_connection(("127.0.0.1", port)), ThreadPoolExecutor(1) as pool:  # the descriptor that the answer gave back
+            answer = pool.submit(ask, port, asking("abc"))
+            time.sleep(0.3)
+            assert not answer.done(), "there is none left"
+            process.send_signal(signal.SIGUSR1)
+            assert answer.result() == (200, {"scores": [3.0]})
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=20) == ("", "") and process.returncode == 143
 
@@ -213,7 +216,8 @@ def test_a_server_without_descriptors_answers_when_it_has_some_and_says_nothing(
 def test_a_signal_ends_it_at_once_and_who_waits_is_told(number: signal.Signals, status: int) -> None:
     with alone() as (process, port), ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(ask, port, asking("slow")) for _ in range(2)]
-        time.sleep(0.3)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in waiting] == ["slow\n"] * 2
         with socket.create_connection(("127.0.0.1", port)):
             begun = time.monotonic()
             process.send_signal(number)

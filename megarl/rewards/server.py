@@ -79,6 +79,7 @@ class Server:
         self._waiting: list[_Asked] = []
         self._scoring: list[_Asked] = []
         self._came = asyncio.Event()
+        self._end: Refused | None = None  # what is said to all from then on
         self._held = 0  # bytes of all bodies
         self._loop = asyncio.new_event_loop()
 
@@ -110,6 +111,7 @@ class Server:
             end = Refused(500, f"{type(error).__name__}: {error}")
             raise
         finally:
+            self._end = end
             accepting.cancel()
             for asked in [*self._scoring, *self._waiting]:
                 if not asked.scores.done():
@@ -167,6 +169,8 @@ class Server:
             self._held -= len(body)
 
     async def _turn(self, asked: _Asked) -> list[float]:
+        if self._end is not None:
+            raise self._end
         self._waiting.append(asked)
         self._came.set()
         try:
