@@ -57,6 +57,7 @@ FAULTS = (
     Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's gcs_server has ended"),
     Fault("gcs_server", signal.SIGSTOP, 1, STILL.format(r".*gcs_server")),
     Fault("raylet", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's raylet has ended|WorkerDied: "),
+    Fault("raylet", signal.SIGSTOP, 1, STILL.format(r".*raylet")),
 )
 
 
