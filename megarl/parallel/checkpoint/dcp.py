@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import COMMON, Verified
 from megarl.errors import ConfigError
-from megarl.parallel.checkpoint.unpickle import METADATA, read_metadata
+from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
 
 FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
