@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.reaper import end
+from megarl.errors import ConfigError
 
 PREFIX, OWNER = "megarl-", "owner"
 
@@ -25,13 +26,21 @@ class Scratch:
     """A private directory."""
 
     def __init__(self, kind: str = "") -> None:
-        # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX + kind))
-        new = self.path / (OWNER + ".new")
-        self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        """Raises ConfigError where nothing can be written."""
+        below = _temporary()
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX + kind, dir=below))
+            new = self.path / (OWNER + ".new")
+            try:
+                self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(self.lock, _boot())
+            except OSError:
+                shutil.rmtree(self.path)
+                raise
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: cannot write to {below}: {error.strerror}") from None
         with suppress(OSError):  # a disk without locks: nobody will sweep it
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self.lock, _boot())
             new.rename(self.path / OWNER)  # nobody finds it before it is locked
 
     def remove(self) -> None:
@@ -43,9 +52,16 @@ class Scratch:
 
 
 def sweep() -> None:
-    """Ends the processes, and removes the directories, of owners that were killed with whoever was to clean up after them."""
-    locks = {}
-    with os.scandir(tempfile.gettempdir()) as entries:
+    """Ends the processes, and removes the directories, of owners that were killed with whoever was to clean up after them.
+
+    Raises ConfigError where there is no temporary directory.
+    """
+    locks, below = {}, _temporary()
+    try:
+        entries = os.scandir(below)
+    except OSError as error:
+        raise ConfigError(f"TMPDIR: cannot read {below}: {error.strerror}") from None
+    with entries:
         for entry in entries:
             lock = _take(Path(entry.path)) if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) else None
             if lock is not None:
@@ -58,6 +74,15 @@ def sweep() -> None:
             _remove(Path(path))
             os.close(lock)
         print(f"megarl: a run was killed: removed {', '.join(sorted(locks))}, ended {ended} processes of it", file=sys.stderr)
+
+
+def _temporary() -> str:
+    """Where TMPDIR says, and nowhere else: Python would go on to the next directory that it can write to."""
+    try:
+        usual = tempfile.gettempdir()  # remembers it: a session sets TMPDIR for its processes
+    except FileNotFoundError as error:
+        raise ConfigError(f"TMPDIR: {error.strerror}") from None
+    return os.path.abspath(os.environ.get("TMPDIR") or usual)
 
 
 def _boot() -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.reaper import members
+from megarl.errors import ConfigError
 from megarl.scratch import OWNER, PREFIX, Scratch, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,3 +196,21 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would take another one silently."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    for use in (Scratch, sweep):
+        with pytest.raises(ConfigError, match=rf"^TMPDIR: cannot \w+( to)? {tmp_path}/missing: No such file or directory$"):
+            use()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # writes fail, as on a full disk
+    try:
+        with pytest.raises(ConfigError) as refused:
+            Scratch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value) == f"TMPDIR: cannot write to {tmp_path}: File too large"
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
-from megarl.errors import Stopped
+from megarl.errors import ConfigError, Stopped
 from megarl.scratch import Scratch, sweep
 
 
@@ -33,6 +33,7 @@ LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
+SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
 
     A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
     the children and nowhere else. With `settings.interface` the ranks listen there; Ray's own servers then listen on every interface,
-    which it offers no setting against, and the token guards them.
+    which it offers no setting against, and the token guards them. What a killed run of this user has left on this machine is swept first.
     """
     sweep()
     with _ray_settings(private=settings.address is None):
@@ -90,6 +91,17 @@ def _forget_ray_settings() -> None:
         del os.environ[name]
 
 
+def _scratch() -> Scratch:
+    """The session's directory. ConfigError where Ray's sockets would have names that are too long."""
+    scratch = Scratch()
+    inside = len(f"/r/session_2026-11-22_13-45-17_841150_{os.getpid()}/sockets/plasma_store")
+    if len(os.fsencode(scratch.path)) + inside > SOCKET_BYTES:
+        scratch.remove()
+        most = SOCKET_BYTES - inside - len(f"/{scratch.path.name}")
+        raise ConfigError(f"TMPDIR: {scratch.path.parent} has a name too long for Unix sockets below it: {most} bytes at most")
+    return scratch
+
+
 @contextlib.contextmanager
 def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -101,7 +113,7 @@ def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
         os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
     mend(settings.start_timeout_s)
     on_termination = signal.getsignal(signal.SIGTERM)
-    scratch = Scratch()
+    scratch = _scratch()
     temporary = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
     command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
