@@ -156,7 +156,9 @@ def read_chunk(descriptor: int, location: Location, what: str) -> Tensor:
     try:
         window = cast(IO[bytes], _Window(descriptor, location.offset, location.length))
         found = torch.load(window, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch raises anything over a broken file
         raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     if not isinstance(found, Tensor):
         raise ConfigError(f"checkpoint: {what} is a {type(found).__name__}, and no tensor")

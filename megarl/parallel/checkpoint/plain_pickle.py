@@ -36,6 +36,10 @@ class Record:
         self.name, self.arguments, self.state = name, arguments, None
 
 
+class _Refused(ValueError):
+    """The line says all."""
+
+
 def read_plain(data: bytes, names: Collection[str]) -> Any:
     """What a pickle holds: None, booleans, integers, text, tuples, lists, dictionaries (their keys are text or records), names, records.
 
@@ -49,11 +53,15 @@ def read_plain(data: bytes, names: Collection[str]) -> Any:
         ValueError: the file is broken, or holds anything else.
     """
     if len(data) > LIMIT_BYTES:
-        raise ValueError(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
+        raise _Refused(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
     try:
         return _interpret(io.BytesIO(data), names)
+    except _Refused:
+        raise
     except IndexError:
-        raise ValueError("is damaged: takes what it has not put there") from None
+        raise _Refused("is damaged: takes what it has not put there") from None
+    except ValueError as error:  # of pickletools
+        raise _Refused(f"is damaged: {error}") from None
 
 
 def _interpret(stream: io.BytesIO, names: Collection[str]) -> Any:
@@ -99,19 +107,19 @@ def _interpret(stream: io.BytesIO, names: Collection[str]) -> Any:
             case "BUILD":
                 state, record = stack.pop(), _of(Record, stack[-1])
                 if record.state is not None:
-                    raise ValueError(f"sets the state of a {record.name} twice")
+                    raise _Refused(f"sets the state of a {record.name} twice")
                 record.state = state
             case "STOP":
                 if len(stack) != 1 or below:
-                    raise ValueError("is damaged: ends within a value")
+                    raise _Refused("is damaged: ends within a value")
                 if stream.read(1):
-                    raise ValueError("is damaged: goes on after its end")
+                    raise _Refused("is damaged: goes on after its end")
             case "PROTO" | "FRAME":
                 pass
             case _:
                 stack.append(_leaf(code, argument, stack))
         if len(stack) > STACK or len(below) > DEPTH:
-            raise ValueError("is nested deeper, or has more in one place, than any checkpoint")
+            raise _Refused("is nested deeper, or has more in one place, than any checkpoint")
     return stack[0]
 
 
@@ -119,11 +127,11 @@ def _leaf(code: str, argument: Any, stack: list[Any]) -> Any:
     """A value that an opcode holds itself, and the short tuples."""
     if code in _INTEGERS:
         if argument.bit_length() > INTEGER_BITS:
-            raise ValueError(f"holds an integer of {argument.bit_length()} bits")
+            raise _Refused(f"holds an integer of {argument.bit_length()} bits")
         return argument
     if code in _TEXTS:
         if len(argument) > TEXT:
-            raise ValueError(f"holds a text of {len(argument)} characters")
+            raise _Refused(f"holds a text of {len(argument)} characters")
         return argument
     if code in _TUPLES:
         count = _TUPLES[code]
@@ -135,25 +143,27 @@ def _leaf(code: str, argument: Any, stack: list[Any]) -> Any:
         return items
     if code in _CONSTANTS:
         return _CONSTANTS[code]
-    raise ValueError(f"holds {code}, which no checkpoint needs: not loaded")
+    raise _Refused(f"holds {code}, which no checkpoint needs: not loaded")
 
 
 def _of(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
+        raise _Refused(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
     return value
 
 
 def _set(target: Any, pairs: list[Any]) -> None:
     entries = _of(dict, target)
+    if len(pairs) % 2:
+        raise _Refused("is damaged: a key without a value")
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
         if type(key) not in (str, Record):
-            raise ValueError(f"is damaged: a {type(key).__name__} as a key")
+            raise _Refused(f"is damaged: a {type(key).__name__} as a key")
         entries[key] = value
 
 
 def _name(module: str, name: str, names: Collection[str]) -> Name:
     full = f"{module}.{name}"
     if full not in names:
-        raise ValueError(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
+        raise _Refused(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
     return Name(full)
