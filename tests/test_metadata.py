@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -336,3 +337,14 @@ def test_a_broken_shard_is_told_whatever_torch_makes_of_it() -> None:
                 file.flush()
                 with suppress(ConfigError):
                     assert isinstance(read_chunk(file.fileno(), Location("shard", 0, len(data)), "w"), torch.Tensor)
+
+
+def test_a_shard_that_unpacks_to_a_thousand_times_its_size_is_refused() -> None:
+    torch.save(torch.zeros(1 << 24), "shard")
+    with zipfile.ZipFile("shard") as whole, zipfile.ZipFile("small", "w", zipfile.ZIP_DEFLATED) as small:
+        for entry in whole.namelist():
+            small.writestr(entry, whole.read(entry))
+    size = Path("small").stat().st_size
+    assert size < 1 << 17 and float(torch.load("small", weights_only=True).sum()) == 0, "torch reads it"
+    with Path("small").open("rb") as file, pytest.raises(ConfigError, match="checkpoint: w: ValueError: is compressed"):
+        read_chunk(file.fileno(), Location("small", 0, size), "w")

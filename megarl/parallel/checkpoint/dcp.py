@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -155,6 +156,10 @@ def read_chunk(descriptor: int, location: Location, what: str) -> Tensor:
     """
     try:
         window = cast(IO[bytes], _Window(descriptor, location.offset, location.length))
+        with zipfile.ZipFile(window) as entries:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
+                raise ValueError("is compressed, which torch writes never, and would be read into memory whole")
+        window.seek(0)
         found = torch.load(window, map_location="cpu", weights_only=True)
     except OSError:
         raise
