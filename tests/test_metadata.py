@@ -324,6 +324,7 @@ def test_a_file_larger_than_any_is_not_opened() -> None:
         read_metadata(Verified(step.path, replace(step.manifest, files=record)), "policy")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of protocols that are none
 def test_a_broken_shard_is_told_whatever_torch_makes_of_it() -> None:
     """Each byte of a stored tensor's own pickle, which torch reads with `weights_only`, replaced by some others."""
     torch.save(torch.arange(12.0).reshape(3, 4), "shard")
