@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -251,6 +253,21 @@ def test_an_earlier_run_of_the_same_name_is_set_aside(config: TrainConfig) -> No
 def test_two_runs_do_not_share_a_directory(config: TrainConfig) -> None:
     with Run(config), pytest.raises(ConfigError, match="name: .*watched is in use by another run"), Run(config):
         pass
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_named(config: TrainConfig) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # writes fail, as on a full disk
+    try:
+        with pytest.raises(ConfigError) as refused, Run(config):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value) == f"run_dir: cannot write to {config.directory}: File too large"
+    if os.geteuid():
+        config.directory.chmod(0o500)
+        with pytest.raises(ConfigError, match=r"^run_dir: cannot write to .*/earlier-1: Permission denied$"), Run(config):
+            pass
 
 
 def test_the_console_is_plain_where_there_is_no_terminal() -> None:

@@ -2,14 +2,17 @@
 
 Ray's agents outlive a killed driver by a minute: they see that their raylet is gone and then wait for a GCS that is gone too
 (ray/_private/utils.py, publish_error_to_driver). The driver holds the other end of this process's standard input, which ends with
-the driver. Then every process that has a file of the session's directory open is killed, and the directory removed.
+the driver. Then every process that has a file of the session's directory open for writing is killed, and the directory removed. Where this
+process is killed too, the next start does both (`megarl.scratch`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import time
 
@@ -17,31 +20,43 @@ QUIET_S = 1.0  # so long without a new process of the session: it is over
 LIMIT_S = 20.0
 
 
-def members(directory: str) -> list[int]:
-    """The processes that have a file under `directory` open: each of Ray's writes a log there."""
+def members(*directories: str) -> list[int]:
+    """This user's processes that have a file below these open for writing: each of Ray's writes a log there. Who only reads is none."""
+    roots = tuple(directory + os.sep for directory in directories)
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        opened = f"/proc/{pid}/fd"
         try:
-            opened = [os.readlink(f"/proc/{pid}/fd/{descriptor}") for descriptor in os.listdir(f"/proc/{pid}/fd")]
+            if (
+                pid != os.getpid()
+                and os.stat(opened).st_uid == os.geteuid()
+                and any(_writes(f"{opened}/{n}", roots) for n in os.listdir(opened))
+            ):
+                found.append(pid)
         except OSError:  # it has ended, or is somebody else's
             continue
-        if pid != os.getpid() and any(path.startswith(directory + os.sep) for path in opened):
-            found.append(pid)
     return found
 
 
-def reap(directory: str, driver: int) -> None:
-    """Kills the session's processes until none appears any more; the driver, where it goes on without the session, is spared."""
+def _writes(descriptor: str, roots: tuple[str, ...]) -> bool:
+    try:
+        return os.readlink(descriptor).startswith(roots) and bool(os.lstat(descriptor).st_mode & stat.S_IWUSR)
+    except FileNotFoundError:  # closed meanwhile
+        return False
+
+
+def end(spared: set[int], *directories: str) -> int:
+    """Kills the members of these directories until none appears any more, and says how many there were."""
+    killed = set[int]()
     ended = last = time.monotonic()
     while time.monotonic() - last < QUIET_S and time.monotonic() - ended < LIMIT_S:
-        for pid in set(members(directory)) - {driver}:
+        for pid in set(members(*directories)) - spared:
             last = time.monotonic()
-            try:
+            killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)
-    shutil.rmtree(directory, ignore_errors=True)
+    return len(killed)
 
 
 if __name__ == "__main__":
@@ -49,4 +64,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     driver = os.getppid()
     sys.stdin.buffer.read()
-    reap(sys.argv[1], driver)
+    end({driver}, sys.argv[1])  # the driver, where it goes on without the session, is spared
+    shutil.rmtree(sys.argv[1], ignore_errors=True)

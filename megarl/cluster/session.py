@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import ray
@@ -20,7 +18,8 @@ from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
-from megarl.errors import Stopped
+from megarl.errors import ConfigError, Stopped
+from megarl.scratch import Scratch, sweep
 
 
 class ClusterError(Stopped):
@@ -33,6 +32,7 @@ LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
 
 @contextlib.contextmanager
@@ -41,8 +41,31 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
 
     A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
     the children and nowhere else. With `settings.interface` the ranks listen there; Ray's own servers then listen on every interface,
-    which it offers no setting against, and the token guards them.
+    which it offers no setting against, and the token guards them. What a killed run of this user has left on this machine is swept first.
     """
+    sweep()
+    with _ray_settings(private=settings.address is None):
+        if settings.address is None:
+            with _private(settings, actors), watched(settings.still_timeout_s, alone=True):
+                yield
+            return
+        ray.init(address=settings.address, log_to_driver=True)
+        try:
+            with watched(settings.still_timeout_s, alone=False):
+                yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _ray_settings(private: bool) -> Iterator[None]:
+    """Ray's variables in the environment, for a while; those that are there reach a private session and its processes not at all.
+
+    Any of them may lead elsewhere: RAY_ADDRESS to a cluster, RAY_AUTH_TOKEN_PATH to a token, RAY_RUNTIME_ENV_HOOK to code.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    if private:
+        _forget_ray_settings()
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
         RAY_AUTH_MODE="token",
@@ -53,16 +76,33 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         HF_HUB_OFFLINE="1",
     )
-    # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
-    Config.initialize("")
-    if settings.address is not None:
-        ray.init(address=settings.address, log_to_driver=True)
-        try:
-            with watched(settings.still_timeout_s, alone=False):
-                yield
-        finally:
-            ray.shutdown()
-        return
+    try:
+        # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
+        Config.initialize("")
+        yield
+    finally:
+        _forget_ray_settings()
+        os.environ.update(before)
+
+
+def _forget_ray_settings() -> None:
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+
+
+def _scratch() -> Scratch:
+    """The session's directory. ConfigError where Ray's sockets would have names that are too long."""
+    scratch = Scratch()
+    inside = len(f"/r/session_2026-11-22_13-45-17_841150_{os.getpid()}/sockets/plasma_store")
+    if len(os.fsencode(scratch.path)) + inside > SOCKET_BYTES:
+        scratch.remove()
+        most = SOCKET_BYTES - inside - len(f"/{scratch.path.name}")
+        raise ConfigError(f"TMPDIR: {scratch.path.parent} has a name too long for Unix sockets below it: {most} bytes at most")
+    return scratch
+
+
+@contextlib.contextmanager
+def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     AuthenticationTokenLoader.instance().reset_cache()
     ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
@@ -72,11 +112,11 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
         os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
     mend(settings.start_timeout_s)
     on_termination = signal.getsignal(signal.SIGTERM)
-    # A short path: Ray's unix sockets live below it, and their names are limited to 107 bytes.
-    scratch = tempfile.mkdtemp(prefix="megarl-")
+    scratch = _scratch()
     temporary = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = scratch  # what the actors leave behind goes with the session
-    reaper = subprocess.Popen([sys.executable, "-I", "-S", reaper_script.__file__, scratch], stdin=subprocess.PIPE, start_new_session=True)
+    os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
+    command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
     try:
         try:
             ray.init(
@@ -86,20 +126,19 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
                 log_to_driver=True,
                 configure_logging=False,
                 _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
-                _temp_dir=os.path.join(scratch, "r"),  # Ray opens its directory to everybody; the one above stays private
+                _temp_dir=str(scratch.path / "r"),  # Ray opens its directory to everybody; the one above stays private
             )
         except RayNotStarted as error:
             raise ClusterError(str(error)) from error
         signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
-        with watched(settings.still_timeout_s, alone=True):
-            yield
+        yield
     finally:
         ray.shutdown()
-        del os.environ["RAY_AUTH_TOKEN"], os.environ["TMPDIR"]
+        del os.environ["TMPDIR"]
         if temporary is not None:
             os.environ["TMPDIR"] = temporary
         reaper.communicate()
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
 
 
 def interface_address(interface: str) -> str:

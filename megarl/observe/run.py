@@ -54,7 +54,7 @@ class Run:
 
     summary.json is written last, and only by a run that came to its end. What an earlier run of the same name left is moved to
     earlier-<n>/; where this one goes on from its `state`, only what it left at its end. ConfigError on entry where another run is
-    using the directory.
+    using the directory, or nothing can be written there.
     """
 
     def __init__(self, config: RunSettings, resumed: Mapping[str, Any] | None = None) -> None:
@@ -87,8 +87,10 @@ class Run:
             (self.directory / "config.yaml").write_text(dump(self._config))
             purge = None if self._resumed is None else self._step + 1
             self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
-        except BaseException:
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, OSError):  # read-only, full
+                raise ConfigError(f"run_dir: cannot write to {error.filename or self.directory}: {error.strerror}") from None
             raise
         self._console.__enter__()
         return self

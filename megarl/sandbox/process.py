@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable
+from megarl.scratch import Scratch
 from megarl.text import printable
 
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
@@ -54,9 +53,12 @@ class SandboxedProcess:
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, ANSWER_BYTES)
-        self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-")) if level() < Level.NAMESPACES else None
+        self._scratch = Scratch("sandbox-") if level() < Level.NAMESPACES else None
         places = readable(code, settings.readable)
-        home, here = str(self._scratch or "/tmp"), Path.cwd()
+        home, here = "/tmp", Path.cwd()
+        if self._scratch is not None:
+            (inner := self._scratch.path / "home").mkdir()  # who is inside does not reach the lock
+            home = str(inner)
         if not any(here.is_relative_to(place) for place in places):
             here = Path(home)
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
@@ -119,7 +121,7 @@ class SandboxedProcess:
         self.channel.close()
         self._prints.join(PRINTS_S)
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
 
 
 def _show(prints: IO[bytes]) -> None:

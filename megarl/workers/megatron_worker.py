@@ -29,7 +29,7 @@ class MegatronWorker:
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
         self._rank, self._config, self._layout = rank, config, layout
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads())
 
     def listen(self) -> tuple[str, int]:
         """On rank 0: opens the rendezvous of the ranks. Returns its address."""
@@ -122,3 +122,9 @@ class MegatronWorker:
         from megarl.parallel.collectives import summed
 
         return summed(value, self._grid.groups.dp)
+
+
+def threads() -> int:
+    """OMP_NUM_THREADS, as many as there are cores at most; 1 where it is not set to a number."""
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(int(wish), len(os.sched_getaffinity(0)))) if wish.isdecimal() and len(wish) < 9 else 1

@@ -23,6 +23,13 @@ ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
 TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "time")  # metrics that measure the clock
 
+# What a launcher or another system may have left in the environment; every test here shows that a run does not depend on it.
+FOREIGN = {
+    **{"RAY_ADDRESS": "192.0.2.1:6379", "RAY_AUTH_TOKEN_PATH": "/nowhere", "RAY_RUNTIME_ENV_HOOK": "no.such.hook"},
+    **{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"},
+    "CUDA_VISIBLE_DEVICES": "7",
+}
+
 LIMIT_S = 900.0  # ends what hangs; no measure of speed
 
 RL = """
@@ -80,11 +87,11 @@ class Job:
         self.log = self.runs / "log.txt"
         self.scratch = tempfile.mkdtemp(prefix="mj-")  # short: Ray's sockets live below it
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}  # of a lab's session
-        environment = {**inherited, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
+        own = {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
-            env=environment,
+            env={**inherited, **FOREIGN, **own},
             stdin=subprocess.DEVNULL,
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import COMMON, Verified
 from megarl.errors import ConfigError
-from megarl.parallel.checkpoint.unpickle import METADATA, read_metadata
+from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
 
 FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -155,8 +156,14 @@ def read_chunk(descriptor: int, location: Location, what: str) -> Tensor:
     """
     try:
         window = cast(IO[bytes], _Window(descriptor, location.offset, location.length))
+        with zipfile.ZipFile(window) as entries:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
+                raise ValueError("is compressed, which torch writes never, and would be read into memory whole")
+        window.seek(0)
         found = torch.load(window, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch raises anything over a broken file
         raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     if not isinstance(found, Tensor):
         raise ConfigError(f"checkpoint: {what} is a {type(found).__name__}, and no tensor")

@@ -1,7 +1,7 @@
 """Megatron's torch_dist files, written and read with neither its processes nor its pickles nor its quadratic planning.
 
 Upstream's save starts a manager process and forks a writer for every file (strategies/filesystem_async.py:54,266), its load unpickles
-`.metadata` freely (`unpickle`), and both compare each of a rank's tensors with all ranks' (strategies/torch.py:141; torch's
+`.metadata` freely (`metadata`), and both compare each of a rank's tensors with all ranks' (strategies/torch.py:141; torch's
 planner_helpers.py): minutes for the experts of a large model. What is written here, Megatron's own `dist_checkpointing.load` reads.
 """
 
@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from megarl.checkpoints.steps import Verified
 from megarl.config import ConfigError
 from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, read_chunk, tensors
+from megarl.parallel.checkpoint.metadata import read_metadata
 from megarl.parallel.checkpoint.sharded import Sharded
-from megarl.parallel.checkpoint.unpickle import read_metadata
 from megarl.parallel.grid import Grid
 
 Result = TypeVar("Result")

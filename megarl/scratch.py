@@ -1,0 +1,128 @@
+"""Directories below the temporary one that end with their owner, however it ends.
+
+An owner holds a lock on a file in its directory, and so may a process that cleans up after it. Where all of them were killed the kernel
+has let go of the lock: the next start then ends what processes are left, and removes the directory. A directory without such a file, of
+another user, or of another machine or boot (on a shared disk a lock need not be seen) belongs to nobody knows whom, and stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from megarl.cluster.reaper import end
+from megarl.errors import ConfigError
+
+PREFIX, OWNER = "megarl-", "owner"
+
+
+class Scratch:
+    """A private directory."""
+
+    def __init__(self, kind: str = "") -> None:
+        """Raises ConfigError where nothing can be written."""
+        below = _temporary()
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX + kind, dir=below))
+            new = self.path / (OWNER + ".new")
+            try:
+                self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(self.lock, _boot())
+            except OSError:
+                shutil.rmtree(self.path)
+                raise
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: cannot write to {below}: {error.strerror}") from None
+        with suppress(OSError):  # a disk without locks: nobody will sweep it
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(self.path / OWNER)  # nobody finds it before it is locked
+
+    def remove(self) -> None:
+        """Removes it, with what it holds. Can be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def sweep() -> None:
+    """Ends the processes, and removes the directories, of owners that were killed with whoever was to clean up after them.
+
+    Raises ConfigError where there is no temporary directory.
+    """
+    locks, below = {}, _temporary()
+    try:
+        entries = os.scandir(below)
+    except OSError as error:
+        raise ConfigError(f"TMPDIR: cannot read {below}: {error.strerror}") from None
+    with entries:
+        for entry in entries:
+            lock = _take(Path(entry.path)) if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) else None
+            if lock is not None:
+                locks[entry.path] = lock
+    for path in [path for path in locks if _holds_a_living_one(Path(path))]:
+        os.close(locks.pop(path))
+    if locks:
+        ended = end(set(), *locks)
+        for path, lock in locks.items():
+            _remove(Path(path))
+            os.close(lock)
+        print(f"megarl: a run was killed: removed {', '.join(sorted(locks))}, ended {ended} processes of it", file=sys.stderr)
+
+
+def _temporary() -> str:
+    """Where TMPDIR says, and nowhere else: Python would go on to the next directory that it can write to."""
+    try:
+        usual = tempfile.gettempdir()  # remembers it: a session sets TMPDIR for its processes
+    except FileNotFoundError as error:
+        raise ConfigError(f"TMPDIR: {error.strerror}") from None
+    return os.path.abspath(os.environ.get("TMPDIR") or usual)
+
+
+def _boot() -> bytes:
+    """Names the running kernel: this machine, since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+
+
+def _take(directory: Path) -> int | None:
+    """The lock of a directory whose owner is known, and has ended."""
+    path = directory / OWNER
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # the latter for what is no file
+    except OSError:
+        return None
+    with suppress(OSError):
+        found = os.fstat(lock)
+        known = stat.S_ISREG(found.st_mode) and found.st_uid == directory.lstat().st_uid == os.geteuid() and os.read(lock, 99) == _boot()
+        if known:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(path.lstat(), found):  # not removed in between
+                return lock
+    os.close(lock)
+    return None
+
+
+def _holds_a_living_one(directory: Path) -> bool:
+    """Whether a run that this one's processes had started, and whose directory lies in this one's, goes on."""
+    for owner in directory.rglob(PREFIX + "*/" + OWNER):
+        lock = _take(owner.parent)
+        if lock is None:
+            return True
+        os.close(lock)
+    return False
+
+
+def _remove(directory: Path) -> None:
+    """The lock goes last: what is not finished now, the next start finds."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != OWNER:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
