@@ -20,14 +20,14 @@ from megarl.cluster.reaper import end
 from megarl.errors import ConfigError
 
 PREFIX, OWNER = "megarl-", "owner"
+SHORT = "/tmp"  # where directories go whose names must be short
 
 
 class Scratch:
-    """A private directory."""
+    """A private directory, below the temporary one or another. Raises ConfigError where nothing can be written."""
 
-    def __init__(self, kind: str = "") -> None:
-        """Raises ConfigError where nothing can be written."""
-        below = _temporary()
+    def __init__(self, kind: str = "", below: str | None = None) -> None:
+        below = below or _temporary()
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX + kind, dir=below))
             new = self.path / (OWNER + ".new")
@@ -56,16 +56,17 @@ def sweep() -> None:
 
     Raises ConfigError where there is no temporary directory.
     """
-    locks, below = {}, _temporary()
-    try:
-        entries = os.scandir(below)
-    except OSError as error:
-        raise ConfigError(f"TMPDIR: cannot read {below}: {error.strerror}") from None
-    with entries:
-        for entry in entries:
-            lock = _take(Path(entry.path)) if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) else None
-            if lock is not None:
-                locks[entry.path] = lock
+    locks = {}
+    for below in {_temporary(), SHORT}:
+        try:
+            entries = os.scandir(below)
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: cannot read {below}: {error.strerror}") from None
+        with entries:
+            for entry in entries:
+                lock = _take(Path(entry.path)) if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) else None
+                if lock is not None:
+                    locks[entry.path] = lock
     for path in [path for path in locks if _holds_a_living_one(Path(path))]:
         os.close(locks.pop(path))
     if locks:

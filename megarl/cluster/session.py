@@ -18,8 +18,8 @@ from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
-from megarl.errors import ConfigError, Stopped
-from megarl.scratch import Scratch, sweep
+from megarl.errors import Stopped
+from megarl.scratch import SHORT, Scratch, sweep
 
 
 class ClusterError(Stopped):
@@ -91,14 +91,13 @@ def _forget_ray_settings() -> None:
 
 
 def _scratch() -> Scratch:
-    """The session's directory. ConfigError where Ray's sockets would have names that are too long."""
+    """The session's directory; where TMPDIR's name is too long for Unix sockets below it, as schedulers' are, in /tmp."""
     scratch = Scratch()
     inside = len(f"/r/session_2026-11-22_13-45-17_841150_{os.getpid()}/sockets/plasma_store")
-    if len(os.fsencode(scratch.path)) + inside > SOCKET_BYTES:
-        scratch.remove()
-        most = SOCKET_BYTES - inside - len(f"/{scratch.path.name}")
-        raise ConfigError(f"TMPDIR: {scratch.path.parent} has a name too long for Unix sockets below it: {most} bytes at most")
-    return scratch
+    if len(os.fsencode(scratch.path)) + inside <= SOCKET_BYTES:
+        return scratch
+    scratch.remove()
+    return Scratch(below=SHORT)
 
 
 @contextlib.contextmanager
