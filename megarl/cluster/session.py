@@ -16,10 +16,10 @@ from ray._raylet import AuthenticationTokenLoader, Config
 
 from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
+from megarl.cluster.scratch import SHORT, Scratch, sweep
 from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
 from megarl.errors import Stopped
-from megarl.scratch import SHORT, Scratch, sweep
 
 
 class ClusterError(Stopped):

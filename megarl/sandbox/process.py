@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable
-from megarl.scratch import Scratch
 from megarl.text import printable
 
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
