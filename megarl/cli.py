@@ -15,6 +15,7 @@ from megarl import termination
 from megarl.imports import find, uncollected
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
+MOST_SHOWN = 1500  # characters of a line, which may quote what was given
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
 
 
+def say(*lines: str) -> None:
+    """Prints what was asked for. Who has closed the pipe wants no more of it (`| head`): the exit status stays what it is."""
+    try:
+        for line in lines:
+            print(line.encode("utf-8", "backslashreplace").decode())
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+
+
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     with uncollected():
         from megarl.config import load
@@ -108,7 +119,7 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
         work = find(verb.check if check else verb.run)
     work(config)
     if check:
-        print(f"megarl: {path} passes every check")
+        say(f"megarl: {path} passes every check")
     return 0
 
 
@@ -120,7 +131,7 @@ def _guarded(call: Callable[[], int]) -> int:
         return call()
     except ConfigError as error:
         for line in str(error).splitlines():
-            print(f"megarl: error: {line}", file=sys.stderr)
+            print(f"megarl: error: {line:.{MOST_SHOWN}}", file=sys.stderr)
         return FAULT
     except Exception as error:
         if not isinstance(error, Stopped):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cli import VERBS
+from megarl.cli import VERBS, say
 from megarl.config import RunSettings
 from megarl.errors import ConfigError, hint
 from megarl.imports import find
@@ -150,10 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--schema is of the whole file: leave KEY out")
     root: Any = find(VERBS[given.verb].config)
     text = json.dumps(schema(root), indent=2) if given.schema else "\n".join(show(_below(keys(root), given.key, given.verb)))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+    say(text)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl import strict_json
 from megarl.errors import ConfigError
 from megarl.models.hf import RANGE_FILE
 from megarl.rewards.score import Score
@@ -45,7 +46,7 @@ def read_range(model: Path, key: str) -> ScoreRange | None:
     if not path.is_file():
         return None
     try:
-        held = json.loads(path.read_text())
+        held = strict_json.read(path, 1 << 20)
         found = ScoreRange(float(held["lowest"]), float(held["highest"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {path}: {type(error).__name__}: {error}") from None

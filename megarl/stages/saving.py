@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn, Protocol
 
-import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, verified, verify
-from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
+from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
@@ -23,6 +22,25 @@ from megarl.rewards.score import RewardUnavailable
 TRAINER = "trainer.json"
 # Keys of `data` that older supervised runs were saved with; at these values they did nothing.
 RETIRED = {"demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}
+
+
+class _Sampler(BaseModel, extra="allow"):
+    count: int
+
+
+class _Progress(BaseModel, extra="allow"):
+    step: int
+    sampler: _Sampler
+
+
+class _Trainer(BaseModel):
+    """TRAINER, as far as it says whether a run may go on from it."""
+
+    verb: str
+    progress: _Progress
+    run: dict[str, Any]
+    where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
+    config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
 
 
 class State(Protocol):
@@ -68,20 +86,28 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
     if not config.save.resume or not root.is_dir():
         return None
     for step in verified(root, _name):
-        saved = json.loads(step.read(TRAINER))
-        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
+        saved = _trainer(step)
+        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved.where.items()}
         if any(found is None for found in steps.values()):
             continue
-        differing = compare(resolved(yaml.safe_load(saved["config"]), type(config)), config.model_dump(mode="json"))
-        before = saved["progress"]["sampler"]["count"]
-        if saved["verb"] != verb:
-            differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
+        differing = compare(resolved(saved.config, type(config)), config.model_dump(mode="json"))
+        before = saved.progress.sampler.count
+        if saved.verb != verb:
+            differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
         if before != items:
             differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
         if differing:
             raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
-        return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
+        return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run)
     return None
+
+
+def _trainer(step: Verified) -> _Trainer:
+    try:
+        return _Trainer.model_validate_json(step.read(TRAINER), strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ConfigError(f"save.resume: {step.path / TRAINER}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
 
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
