@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl import termination
 from megarl.imports import find, uncollected
+from megarl.stdout import say
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 MOST_SHOWN = 1500  # characters of a line, which may quote what was given
@@ -98,16 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except termination.Terminated as stop:
         print(f"megarl: stopped by {stop.message}", file=sys.stderr)
         return int(stop.code or 0)
-
-
-def say(*lines: str) -> None:
-    """Prints what was asked for. Who has closed the pipe wants no more of it (`| head`): the exit status stays what it is."""
-    try:
-        for line in lines:
-            print(line.encode("utf-8", "backslashreplace").decode())
-        print(end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
 
 
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:

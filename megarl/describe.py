@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cli import VERBS, say
+from megarl.cli import VERBS
 from megarl.config import RunSettings
 from megarl.errors import ConfigError, hint
 from megarl.imports import find
+from megarl.stdout import say
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one."""

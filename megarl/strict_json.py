@@ -10,7 +10,7 @@ from typing import Any
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises ValueError, whose text is one line: not JSON, a key twice in one object (of which Python keeps the last), half a surrogate pair
@@ -26,13 +26,13 @@ def parse(data: bytes) -> Any:
     return value
 
 
-def read(path: Path, most: int) -> Any:
-    """`parse` of a plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
+def read_json(path: Path, most: int) -> Any:
+    """`parse_json` of a plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
     if not path.is_file():  # a pipe would be waited for
         raise FileNotFoundError(2, "not a plain file" if path.exists() else "missing", str(path))
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{size:,} bytes, more than {most:,}")
-    return parse(path.read_bytes())
+    return parse_json(path.read_bytes())
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

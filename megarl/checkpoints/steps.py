@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from megarl import strict_json
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError
+from megarl.strict_json import read_json
 
 CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
@@ -200,7 +200,7 @@ def _extra(name: str, file: Path) -> str:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a step directory. Raises ConfigError where it is not whole."""
     try:
-        given = strict_json.read(path / MANIFEST, _MANIFEST_BYTES)
+        given = read_json(path / MANIFEST, _MANIFEST_BYTES)
         content = given["content"]
         if hashlib.sha256(_canonical(content).encode()).hexdigest() != given["sha256"]:
             raise ConfigError(f"{MANIFEST}: flipped: its SHA-256 is not its own")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, is_step, listing, verify
-from megarl.cli import say
 from megarl.errors import ConfigError
 from megarl.paths import nameable
+from megarl.stdout import say
 
 
 def main(arguments: Sequence[str]) -> int:

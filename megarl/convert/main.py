@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli import say
 from megarl.errors import ConfigError
 from megarl.paths import nameable
+from megarl.stdout import say
 
 if TYPE_CHECKING:
     from megarl.convert.conversion_directory import ConversionDirectory

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl import strict_json
 from megarl.config import ConfigError, FileSource
+from megarl.strict_json import parse_json
 
 BATCH = 4096  # Parquet rows in memory at a time
 MOST_BYTES = 64 << 20  # of a line
@@ -61,7 +61,7 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 raise ConfigError(f"{key}: {path}:{number}: empty line")
             try:
-                row = strict_json.parse(line)
+                row = parse_json(line)
             except ValueError as error:  # not JSON, or not UTF-8
                 raise ConfigError(f"{key}: {path}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict):

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megarl import strict_json
 from megarl.errors import ConfigError
 from megarl.models.config_json import check_kinds
+from megarl.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ def header(file: Path) -> dict[str, TensorInfo]:
             raise ConfigError(f"model.path: {file} is no safetensors file: {size} bytes, header of {length}")
         raw = stream.read(length)
     try:
-        found = strict_json.parse(raw)
+        found = parse_json(raw)
     except ValueError as error:
         raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object: {error}") from None
     if not isinstance(found, dict):
@@ -252,7 +252,7 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInf
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        value = strict_json.read(file, _JSON_LIMIT)
+        value = read_json(file, _JSON_LIMIT)
     except OSError as error:
         raise ConfigError(f"model.path: {file}: {error.strerror}") from None
     except ValueError as error:
