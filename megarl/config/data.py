@@ -34,7 +34,7 @@ class FileSource(Section):
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
-    """Column of the answer; a dot looks inside dictionaries."""
+    """Column of the answer, a text or a number; a dot looks inside dictionaries."""
 
 
 PromptSource = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]

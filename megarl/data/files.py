@@ -2,7 +2,7 @@
 
     {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
 
-`prompt` may also be a text.
+`prompt` may also be a text, `ground_truth` a number.
 """
 
 from __future__ import annotations

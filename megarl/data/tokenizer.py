@@ -22,7 +22,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory."""
+    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory, or none that
+    has an end token."""
+    tokenizer = _load(path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token, which ends each response")
+    return tokenizer
+
+
+def _load(path: Path) -> PreTrainedTokenizerBase:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without a single token
         raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")

@@ -1,4 +1,4 @@
-"""What config.json may say, whatever the family: the kinds of its values. Which of them a family needs, its own file says."""
+"""What config.json and generation_config.json may say: the kinds of their values. Which of them a family needs, its own file says."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class _Config(_Section):
     pad_token_id: int | None = None
 
 
-def check_kinds(config: dict[str, Any]) -> None:
-    """ConfigError for the first value that is none of its kind: a text for a number, a true for an integer, a NaN."""
+def check_kinds(config: dict[str, Any], name: str) -> None:
+    """ConfigError, with the file's `name`, for the first value that is none of its kind: a text for a number, a true, a NaN."""
     try:
         _Config.model_validate(config)
     except ValidationError as error:
         fault = error.errors()[0]
         first = fault["loc"][0]
         key = ".".join(map(str, fault["loc"])) if isinstance(config[str(first)], dict | list) else first
-        raise ConfigError(f"model.path: config.json's {key}={fault['input']!r:.200}: {fault['msg']}") from None
+        raise ConfigError(f"model.path: {name}'s {key}={fault['input']!r:.200}: {fault['msg']}") from None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
 SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
@@ -66,7 +67,9 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _json_object(path / CONFIG)
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])
-    check_kinds(config)
+    check_kinds(config, CONFIG)
+    if (path / GENERATION).is_file():  # the engine reads it, too
+        check_kinds(_json_object(path / GENERATION), GENERATION)
     return config
 
 

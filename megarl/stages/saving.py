@@ -33,12 +33,22 @@ class _Progress(BaseModel, extra="allow"):
     sampler: _Sampler
 
 
+class _Run(BaseModel, extra="allow"):
+    step: int
+    learned: int
+    metrics_bytes: int
+    pass_rates: dict[str, dict[str, Any]]
+    results: dict[str, dict[str, Any]]
+    whole: dict[str, list[Any]]
+    warnings: dict[str, str]
+
+
 class _Trainer(BaseModel):
     """TRAINER, as far as it says whether a run may go on from it."""
 
     verb: str
     progress: _Progress
-    run: dict[str, Any]
+    run: _Run
     where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
     config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
 
@@ -98,7 +108,9 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
             differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
         if differing:
             raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
-        return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run)
+        return ResumePoint(
+            {role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run.model_dump()
+        )
     return None
 
 
@@ -107,7 +119,8 @@ def _trainer(step: Verified) -> _Trainer:
         return _Trainer.model_validate_json(step.read(TRAINER), strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
-        raise ConfigError(f"save.resume: {step.path / TRAINER}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+        place = ": ".join(filter(None, [str(step.path / TRAINER), ".".join(map(str, fault["loc"])), fault["msg"]]))
+        raise ConfigError(f"save.resume: {place}") from None
 
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:

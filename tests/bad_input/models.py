@@ -187,6 +187,31 @@ TABLE = [
         r"index\.json names 'x{100}.*, which is no file of the directory$",
     ),
     Case("a dtype that is a number", "train", config_json({"torch_dtype": 16}), says("torch_dtype", "16", "valid string")),
+    Case(
+        "generation defaults of lists",
+        "train",
+        wrote("generation_config.json", DEEP),
+        r"generation_config\.json is not JSON: nested too deeply$",
+    ),
+    Case(
+        "generation defaults that end with a text",
+        "eval",
+        wrote("generation_config.json", b'{"eos_token_id": "x"}'),
+        r"^model\.path: generation_config\.json's eos_token_id='x': .*valid integer",
+    ),
+    Case(
+        "a tokenizer without an end token",
+        "train",
+        wrote("tokenizer_config.json", b"{}"),
+        r"^model\.path: the tokenizer in .* has no eos_token",
+    ),
+    Case("a tokenizer's settings of lists", "train", wrote("tokenizer_config.json", DEEP), r"^model\.path: no usable tokenizer in "),
+    Case(
+        "a tokenizer's end token that is a number",
+        "train",
+        wrote("tokenizer_config.json", b'{"eos_token": 3}'),
+        r"^model\.path: no usable tokenizer in ",
+    ),
     # --- chat templates
     Case(
         "a template without the prompt",

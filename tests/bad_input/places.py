@@ -107,11 +107,12 @@ TABLE = [
         Case(f"trainer.json: {name}", "train", make, rf"^save\.resume: .*trainer\.json: {line}", check=False)
         for name, make, line in (
             ("lists", trainer(DEEP), ".*recursion limit"),
-            ("a number", trainer(b"3"), ": Input should be an object"),
+            ("a number", trainer(b"3"), "Input should be an object"),
             ("a verb that is a number", trainer(verb=3), "verb: Input should be a valid string"),
             ("progress that is a list", trainer(progress=[]), "progress: "),
             ("a sampler without its count", trainer(progress={"step": 1, "sampler": {}}), r"progress\.sampler\.count: Field required"),
             ("a step that is a text", trainer(progress={"step": "1", "sampler": {"count": 64}}), r"progress\.step: "),
+            ("a run without its bytes", trainer(run={"step": 1, "learned": 1}), r"run\.metrics_bytes: Field required"),
             ("a folder outside", trainer(where={"policy": "../../x"}), r"where\.policy: String should match"),
             ("a configuration that is a number", trainer(config="3"), "config: "),
             ("a configuration that is a bomb", trainer(config="a: [" + "[" * 99), "config: .*more than 32 levels"),

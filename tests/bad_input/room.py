@@ -190,7 +190,8 @@ def piped_manifest(room: Room) -> list[str]:
     return checkpoint(spoil, None, "steps", "model.weights=HERE/steps/step_000001")(room)
 
 
-TRAINER: dict[str, Any] = {"verb": "train", "progress": {"step": 1, "sampler": {"count": 64}}, "run": {}, "where": {}, "config": "{}"}
+RUN = {"step": 1, "learned": 1, "metrics_bytes": 0, "pass_rates": {}, "results": {}, "whole": {}, "warnings": {}}
+TRAINER: dict[str, Any] = {"verb": "train", "progress": {"step": 1, "sampler": {"count": 64}}, "run": RUN, "where": {}, "config": "{}"}
 
 
 def trainer(data: bytes | None = None, **changes: Any) -> Make:

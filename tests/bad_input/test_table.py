@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.errors import ConfigError
 from megarl.observe.console import Screen
+from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
 from tests.bad_input import configurations, data, models, places
 from tests.bad_input.room import VERBS, Case, Room
@@ -88,3 +90,10 @@ def test_few_files_are_refused(
     assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
     line = "megarl: error: cluster: this process may open 64 files (ulimit -n); Ray and the engines need 1024\n"
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"3", b'{"step": [1]}', b'{"step": 1, "step": 2}', b"\xff"])
+def test_a_row_of_metrics_that_nobody_wrote(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=r"^save\.resume: .*metrics\.jsonl:2: no row of metrics: "):
+        read_json_lines(tmp_path / "metrics.jsonl")
