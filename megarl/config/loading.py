@@ -46,12 +46,13 @@ def dump(config: RunSettings) -> str:
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a file laid over that of its `base`. `above`: the files that led here."""
-    key = f"base: {path} (named in {above[-1]})" if above else f"config: {path}"
+    kind, named = ("base", f" (named in {above[-1]})") if above else ("config", "")
+    key = f"{kind}: {path}{named}"
     if len(above) > MOST_BASES:
         raise ConfigError(f"base: {above[0]} lies over more than {MOST_BASES} files")
     try:
         if not path.is_file():
-            raise ConfigError(f"{key}: no such file")
+            raise ConfigError(f"{kind}: no such file: {path}{named}")
         if path.resolve() in [file.resolve() for file in above]:
             raise ConfigError(f"base: {path} leads back to itself")
         if (size := path.stat().st_size) > yaml_text.MOST_BYTES:
