@@ -84,6 +84,13 @@ def test_a_closed_stdout_is_no_failure(
     assert capsys.readouterr().err == ""
 
 
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as here:
+        here.setattr(sys, "stdout", full)
+        assert cli.main(["config", "train"]) == 1
+    assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+
+
 def test_few_files_are_refused(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
