@@ -58,7 +58,7 @@ def check_value(config: TrainConfig) -> Data:
     """All checks of `megarl value`."""
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
-    data = check_train(config)
+    data = check_train(config, "value")
     if len(data.eval) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
     return data

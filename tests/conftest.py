@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: the suite runs beside others, and nothing is fetched.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from megarl.imports import uncollected
 
@@ -42,11 +44,20 @@ def long(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--long"))
 
 
+class Scheduler(LoadFileScheduling):
+    """Gives a process all tests of a file, and those from end to end to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return E2E if nodeid.startswith(E2E) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files, and says which belong into one process. Tests marked gpu run where CUDA is present, and nowhere else."""
+    """Orders the files. Tests marked gpu run where CUDA is present, and nowhere else."""
     items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(E2E if item.nodeid.startswith(E2E) else item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

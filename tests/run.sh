@@ -25,4 +25,4 @@ part set-up 600 bash tools/setup.sh
 part lint 60 .venv/bin/ruff check megarl tests tools examples
 part format 60 .venv/bin/ruff format --check megarl tests tools examples
 part types 300 .venv/bin/mypy
-part tests 4200 .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "$@"
+part tests 4200 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

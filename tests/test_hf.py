@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.models import hf
-from megarl.models.hf import Checkpoint, Writer, inventory
+from megarl.models.hf import Checkpoint, CheckpointWriter, inventory
 from tests.distributed.work import make_checkpoint
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -81,7 +81,7 @@ def test_slices_are_read_as_asked(path: Path) -> None:
 
 
 def copy(path: Path, target: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(path) as checkpoint, Writer(target, path, "float32") as writer:
+    with Checkpoint(path) as checkpoint, CheckpointWriter(target, path, "float32") as writer:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
         for name, tensor in tensors.items():
             writer.add(name, tensor)
@@ -113,7 +113,7 @@ def test_small_model_is_one_file(path: Path, tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_nothing(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="half way"), Writer(tmp_path / "out", path, "float32") as writer:
+    with pytest.raises(RuntimeError, match="half way"), CheckpointWriter(tmp_path / "out", path, "float32") as writer:
         writer.add("w", torch.zeros(3))
         raise RuntimeError("half way")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
@@ -121,4 +121,4 @@ def test_failed_write_leaves_nothing(path: Path, tmp_path: Path) -> None:
 
 def test_existing_directory_is_not_overwritten(path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists: not overwritten"):
-        Writer(path, path, "float32")
+        CheckpointWriter(path, path, "float32")

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ LIES = {
     "null": (b'{"scores": [1, null]}', r"score 1 of 2: None \(NoneType\), not a finite number"),
     "text": (b'{"scores": ["1", 1]}', r"score 0 of 2: '1' \(str\), not a finite number"),
     "no score": (b'{"scores": [{"value": 1}, 1]}', r"score 0 of 2: a dict without 'score' \(keys: value\)"),
-    "a part that is none": (b'{"scores": [{"score": 1, "a": NaN}, 1]}', r"score 0 of 2: a nan"),
+    "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, and beyond 1e\+09 nothing is taken"),
     "deep": (b"[" * 100_000, "the answer is not JSON"),
     "endless": (b"1" * (1 << 18), "the answer is longer than 196608 bytes for 2 samples"),
 }
@@ -155,6 +155,48 @@ def test_a_status_is_tried_again_where_it_may_pass(status: int, asked: int) -> N
         ):
             score(settings(server.url), "a")
         assert len(server.bodies) == asked
+
+
+CONTROL = "\x1b[31mred\x07\u202e"
+
+
+def strange_reason(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    handler.send_response(404, "\x1b[31mred" + "!" * 10_000)
+    handler.end_headers()
+
+
+def strange_language(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    handler.wfile.write(b"\x1b[31mred" + b"!" * 10_000 + b"\r\n\r\n")
+
+
+def strange_body(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    reply(handler, (CONTROL * 10_000).encode(), 403)
+
+
+def strange_keys(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    reply(handler, json.dumps({"scores": [{f"{CONTROL}{n}": 1 for n in range(1000)}]}).encode())
+
+
+def strange_score(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    reply(handler, json.dumps({"scores": [CONTROL]}).encode())
+
+
+@pytest.mark.parametrize("fault", [strange_reason, strange_language, strange_body, strange_keys, strange_score])
+def test_what_a_server_says_reaches_the_console_printable_and_cut(fault: Answer) -> None:
+    with serving(fault) as server:
+        with pytest.raises(RewardUnavailable, match="red") as refused:
+            score(settings(server.url), "a")
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 600
+        with pytest.raises(ConfigError) as refused_at_start:
+            check(settings(server.url))
+        assert str(refused_at_start.value).isprintable() and len(str(refused_at_start.value)) < 600
+
+
+def test_parts_of_a_score_have_printable_names_and_those_that_are_no_numbers_are_left_out() -> None:
+    parts = {"score": 1, f"a{CONTROL}\n": 2, "b" * 100: 3, "c": None, "d": float("nan")}
+    with serving(lambda handler, _: reply(handler, json.dumps({"scores": [parts]}).encode())) as server:
+        [found] = score(settings(server.url), "a")
+    assert list(found.parts.values()) == [2.0, 3.0] and all(name.isprintable() and len(name) <= 60 for name in found.parts)
 
 
 def vanish(handler: BaseHTTPRequestHandler, _: Any) -> None:
@@ -258,6 +300,28 @@ def test_the_deadline_bounds_a_call_of_many_batches() -> None:
         with pytest.raises(RewardUnavailable, match=r"(within deadline_s=0\.5|no answer within 0\.\d s)"):
             score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
         assert time.monotonic() - begun < 20
+
+
+def test_a_handshake_that_drips_does_not_outlast_the_limit() -> None:
+    """The beginning of a TLS record of 16 KiB, then a byte at a time."""
+
+    def drip(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc")
+                    for _ in range(100):
+                        connection.sendall(b"x")
+                        time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        begun = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"no answer within 0\.3 s \(1 attempt,"):
+            score(settings(f"https://127.0.0.1:{listener.getsockname()[1]}/", attempts=1), "a")
+        assert time.monotonic() - begun < 4, "of 5 s"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_token_reaches_the_server_and_nothing_else(

@@ -100,9 +100,15 @@ class PolicyAlgorithm(BaseModel):
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """One number per response, float32 [N], from all rewards [N] of the step and the prompt (int [N]) that each belongs to.
+        """One number per response, on the driver.
 
-        greedy_N: reward of the greedy response to the same prompt, where `needs_greedy`.
+        Args:
+            reward_N: float64 [N], the rewards of all responses of the step, less the KL where `kl_per_sequence`.
+            group_N: int64 [N], the prompt that each response answers.
+            greedy_N: float64 [N], where `needs_greedy`: the reward of the greedy response to the same prompt.
+
+        Returns:
+            float32 [N].
         """
         raise NotImplementedError
 
@@ -111,10 +117,16 @@ class PolicyAlgorithm(BaseModel):
         return torch.ones_like(group_N, dtype=torch.bool)
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
-        """The advantage of each token [T], on the whole sequences of one data-parallel rank; `sum_over` joins ALL data-parallel ranks.
+        """The advantage of each token, on the whole sequences of one data-parallel rank.
 
-        Reads `batch.extra_T`: "advantage" and "reward" (the driver's numbers and the rewards, spread), "old_logp"; "ref_logp" and
-        "value" where there is a reference or a critic.
+        Args:
+            batch: `extra_T` has "advantage" and "reward" (the driver's numbers and the rewards, spread), "old_logp"; "ref_logp" and "value"
+                where there is a reference or a critic.
+            sum_over: joins ALL data-parallel ranks.
+            kl_coef: the KL's coefficient in this step.
+
+        Returns:
+            float [T]; masked entries are not read.
         """
         return batch.extra_T["advantage"]
 
@@ -157,7 +169,13 @@ class PolicyAlgorithm(BaseModel):
     def next_kl_coef(self, current: float, observed_kl: float, responses: int) -> float:
         """The coefficient after a step: beta (1 + clip(KL / target - 1, -0.2, 0.2) responses / horizon) (arXiv:1909.08593, eq. 4).
 
-        observed_kl: mean over the step's responses of `ops.sequence_kl`, in nats. Without a target: `current`. Never negative.
+        Args:
+            current: beta, the coefficient of the step.
+            observed_kl: mean of `ops.sequence_kl` over the responses that were kept, in nats.
+            responses: how many those are.
+
+        Returns:
+            A number >= 0; without a target `current`.
         """
         if self.kl_target is None:
             return current
@@ -165,11 +183,18 @@ class PolicyAlgorithm(BaseModel):
         return current * max(0.0, 1 + error * responses / self.kl_horizon)
 
     def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
-        """correction weight * policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token [T].
+        """correction weight * policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token.
 
-        logp_T, entropy_T: under the current weights, of the temperature that was sampled at. Any share of the micro-batch's entries; the
-        context-parallel ranks that share its sequences are joined by `sum_over`. Reads `batch.extra_T`: "old_logp", "advantage"; with a KL
-        in the loss "ref_logp", with a correction "rollout_logp".
+        Args:
+            logp_T: float [T], log-probs of the targets under the current weights, at the temperature that was sampled at.
+            entropy_T: float [T], the entropies of the same distributions.
+            batch: the entries, any share of a micro-batch's. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
+                "rollout_logp" with a correction.
+            sum_over: joins the context-parallel ranks that share the sequences.
+            kl_coef: the KL's coefficient in this step; read with `kl_in` loss alone.
+
+        Returns:
+            The loss before `weights`, [T], and what to show of it.
         """
         with torch.no_grad():
             value_T, slope_T, shown = self._detached(logp_T.detach(), entropy_T.detach(), batch, sum_over, kl_coef)

@@ -73,7 +73,16 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
 def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
     """G_t = sum over loss tokens k >= t of the sequence of gamma^(k - t) r_k, k and t counting loss tokens.
 
-    Shapes, types, garbage and errors as in `gae`. Returns [T], 0 at masked entries.
+    Args:
+        reward_T: float [T], the reward of each entry of `batch`; masked entries are ignored.
+        batch: whole sequences, their entries in any order.
+        gamma: discount, in [0, 1].
+
+    Returns:
+        [T], 0 at masked entries, float32 (float64 for float64 rewards).
+
+    Raises:
+        ValueError: gamma is out of range, or a sequence is not whole.
     """
     _check_unit("gamma", gamma)
     chain = _Chain.of(batch)
@@ -90,9 +99,17 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
 
 
 def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
-    """VAPO's lam = 1 - 1 / (alpha l), l loss tokens (arXiv:2504.05118, sec. 4.2), floored at 0 for l < 1 / alpha. float64 [N].
+    """VAPO's lam = 1 - 1 / (alpha l), l loss tokens (arXiv:2504.05118, sec. 4.2), floored at 0 for l < 1 / alpha.
 
-    count_N: int [N]; no loss tokens give 0. Raises ValueError unless alpha > 0.
+    Args:
+        count_N: int [N], l of each sequence; no loss tokens give 0.
+        alpha: above 0.
+
+    Returns:
+        float64 [N].
+
+    Raises:
+        ValueError: alpha is not above 0.
     """
     if not alpha > 0:
         raise ValueError(f"length-adaptive GAE: alpha is {alpha:g}, must be above 0")
@@ -101,10 +118,17 @@ def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
 
 @torch.no_grad()
 def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var with n - 1 (0 for a single token); 0 at masked entries.
+    """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var with n - 1 (0 for a single token).
 
-    value_T: float [T], garbage allowed where mask_T is false; `sum_over` sums a float64 tensor over the ranks that hold the batch.
-    Returns [T] of value_T's type. The sums are float64 and about the mean, so any split of the tokens gives the same result.
+    The sums are float64 and about the mean, so any split of the tokens gives the same result.
+
+    Args:
+        value_T: float [T], x; garbage allowed where mask_T is false.
+        mask_T: bool [T], true at loss tokens.
+        sum_over: sums a float64 tensor over the ranks that hold the batch.
+
+    Returns:
+        [T] of value_T's type, 0 at masked entries.
     """
     centred_T = value_T.to(_float(value_T), copy=True)
     bits_T = _bits(mask_T, centred_T.dtype)

@@ -66,7 +66,16 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
-    """A tensor equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry; a 0-dim value is a sum."""
+    """A tensor equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry.
+
+    Args:
+        logp_T: float [T], in the graph.
+        value_T: float [T], or 0-dim where it is a sum over the entries; detached.
+        slope_T: float [T], detached.
+
+    Returns:
+        Of the shape of `value_T`.
+    """
     return _Attach.apply(logp_T, value_T, slope_T)
 
 
@@ -79,8 +88,18 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     | seq-mean-token-sum      | 1 / B                           |
     | seq-mean-token-sum-norm | 1 / (B horizon)                 |
 
-    `count_N` int [N] holds the loss tokens of every sequence of the GLOBAL mini-batch; B counts those with at least one.
-    Returns float64 [N]; sequences without loss tokens get 0. ValueError where nothing is left, or the horizon is missing.
+    B counts the sequences with at least one loss token.
+
+    Args:
+        count_N: int [N], the loss tokens of every sequence of the GLOBAL mini-batch.
+        aggregation: a row of the table.
+        horizon: the longest response that there may be; needed by seq-mean-token-sum-norm alone.
+
+    Returns:
+        float64 [N]; sequences without loss tokens get 0.
+
+    Raises:
+        ValueError: no sequence has a loss token, or the horizon is missing.
     """
     used_N = count_N > 0
     sequences = int(used_N.sum())
@@ -116,9 +135,15 @@ def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def group_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantage (arXiv:2402.03300, eq. 3): A_i = (R_i - mean_group) / (std_group + eps); 0 in a group of one.
+    """GRPO's advantage (arXiv:2402.03300, eq. 3): A_i = (R_i - mean_group) / (std_group + eps).
 
-    Returns float32 [N].
+    Args:
+        reward_N: float [N].
+        group_N: int [N], as in `group_mean_std`.
+        eps: added to the standard deviation.
+
+    Returns:
+        float32 [N]; 0 in a group of one or of equal rewards.
     """
     std = group_mean_std(reward_N, group_N)[1]
     return (group_centred(reward_N, group_N) / (std + eps)).float()
@@ -142,7 +167,13 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
 def batch_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
     """LitePPO's advantage (arXiv:2508.08221): A_i = (R_i - mean_group) / (std of the raw rewards of all N responses, n - 1, + eps).
 
-    Returns float64 [N]; 0 where all rewards are equal.
+    Args:
+        reward_N: float [N].
+        group_N: int [N], as in `group_mean_std`.
+        eps: added to the standard deviation.
+
+    Returns:
+        float64 [N]; 0 in a group of one or of equal rewards.
     """
     reward = reward_N.double()
     std = reward.std() if len(reward) > 1 else torch.zeros((), dtype=torch.float64)
@@ -157,8 +188,18 @@ def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
 def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:
     """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-    With `dual` (c > 1; arXiv:1912.09729, eq. 4) the loss of a token with A < 0 is at most -c A. The slope is taken with respect to a
-    log-prob of which r is the exponential, so it is -r A, and 0 where a clip holds. Uses up `ratio_T`, which is 1 at masked entries.
+    The slope is taken with respect to a log-prob of which r is the exponential, so it is -r A, and 0 where a clip holds.
+
+    Args:
+        ratio_T: float [T], r, a token's ratio or its sequence's; 1 at masked entries. It is used up.
+        advantage_T: float [T], A.
+        low: the ratio is clipped at 1 - low,
+        high: and at 1 + high.
+        dual: c > 1: the loss of a token with A < 0 is at most -c A (arXiv:1912.09729, eq. 4); None: no such limit.
+
+    Returns:
+        Value and slope [T], and as counts how many tokens are clipped: all, those with A > 0 (high), the others (low), and with `dual`
+        those at its limit (lower).
     """
     gain_T = -advantage_T
     slope_T = ratio_T * gain_T
@@ -178,7 +219,7 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: fl
 
 
 def kl_to_reference(lp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind, straight_through: bool) -> Term:
-    """Per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref; 0 at masked entries.
+    """Per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref.
 
     | kind | value           | slope      |
     | k1   | d               | 1          |
@@ -186,7 +227,16 @@ def kl_to_reference(lp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind, str
     | k3   | exp(-d) - 1 + d | 1 - exp(-d) |
 
     On policy E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order.
-    `straight_through` keeps the value of the kind and takes k2's slope.
+
+    Args:
+        lp_T: float [T], log-probs under the policy, detached.
+        ref_T: float [T], log-probs under the reference.
+        batch: says which entries are masked.
+        kind: a row of the table.
+        straight_through: keeps the value of the kind and takes k2's slope.
+
+    Returns:
+        Value and slope [T], 0 at masked entries but for the slope of k1, which is 1 at every entry.
     """
     d_T = log_ratio(lp_T, ref_T, batch)
     if kind == "k1":

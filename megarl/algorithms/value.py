@@ -18,8 +18,15 @@ def value_weights(count_N: Tensor) -> Tensor:
 def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
     """0.5 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second where `clip` (c) is None.
 
-    value_T: the critic's values [T]. Reads `batch.extra_T["return"]` (R) and, with a clip, `["value"]` (v_old). 0 with zero gradient at
-    masked entries. PPO2 of OpenAI baselines; arXiv:2005.12729, section 3.
+    PPO2 of OpenAI baselines; arXiv:2005.12729, section 3.
+
+    Args:
+        value_T: float [T], v, the critic's values, in the graph.
+        batch: the entries. `extra_T` has "return" (R) and, with a clip, "value" (v_old).
+        clip: c, how far a value may move from what it was before the step.
+
+    Returns:
+        The loss before `value_weights`, [T], 0 with zero gradient at masked entries, and what to show of it.
     """
     with torch.no_grad():
         v_T, return_T, masked_T = value_T.detach(), batch.extra_T["return"], ~batch.mask_T
@@ -43,9 +50,17 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
 
 
 def explained_variance_sums(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Over the loss tokens held here: their number and the sums of R, R^2, R - v and (R - v)^2, float64 [5].
+    """What the explained variance is made of, over the loss tokens held here.
 
-    They add over ranks and batches; `observe.metrics.Explained` makes the explained variance 1 - Var(R - v) / Var(R) of them.
+    The sums add over ranks and batches; `observe.metrics.Explained` makes the explained variance 1 - Var(R - v) / Var(R) of them.
+
+    Args:
+        value_T: float [T], v.
+        return_T: float [T], R.
+        mask_T: bool [T], the entries that count; the others may hold garbage.
+
+    Returns:
+        float64 [5]: the number of tokens and the sums of R, R^2, R - v and (R - v)^2.
     """
     goal, error = return_T[mask_T].double(), (return_T - value_T)[mask_T].double()
     count = torch.tensor(float(len(goal)), dtype=torch.float64, device=goal.device)

@@ -32,7 +32,6 @@ LOOPBACK = {
     # it is told that there is no cluster; with loopback as the node's address all its servers bind loopback alone.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
 }
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,7 @@ class Watch:
         self._limit_s = limit_s
         self._fault: str | None = None
         self._still: list[Still] = []
+        self._pids: dict[str, int] = {}
         self._own: dict[str, Any] = {}  # Ray's processes, by kind
         self._scans = dict[str, Callable[[], list[Still]]]()
         if alone:
@@ -139,18 +140,27 @@ class Watch:
         """
         if self._fault is not None:
             raise StandsStill(f"{doing}: {self._fault}")
+        names = [f"{kind} {index}: " for index in range(len(actors))]
+        pids = {self._pid(actor): name for actor, name in zip(actors, names, strict=True)}
         if self._still:
-            pids = {_pid(actor): f"{kind} {index}: " for index, actor in enumerate(actors)}
             named = [f"{next((pids[pid] for pid in still.pids if pid in pids), '')}{still}" for still in self._still]
             raise StandsStill(f"{doing}: {'; '.join(named)}")
 
+    def _pid(self, actor: Any) -> int:
+        """Of an actor's process. Asked of Ray while all is well: its server may be what stands still."""
+        identity = actor._actor_id.hex()
+        if not self._pids.get(identity):
+            self._pids[identity] = int(ray_state.actor_table(identity).get("Pid", 0))
+        return self._pids[identity]
+
     def close(self) -> None:
+        """Ends the watch, and what stands still of Ray's own, which a shutdown would wait for."""
+        for process in self._own.values():
+            with suppress(psutil.Error):
+                if psutil.Process(process.pid).status() in STOPPED:
+                    process.kill()
         self._ended.set()
         self._thread.join(self._limit_s)
-
-
-def _pid(actor: Any) -> int:
-    return int(ray_state.actor_table(actor._actor_id.hex()).get("Pid", 0))
 
 
 _current: Watch | None = None

@@ -18,11 +18,18 @@ MOST_FLOAT = 3.4028235e38  # float32's
 
 
 def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
-    """The validated tree of `path` with `a.b=c` overrides (values are YAML).
+    """The validated tree of a YAML file with overrides.
 
     A file may name another one, relative to itself, in the key `base`: the file is then laid over that one, key by key; a mapping that
-    says its `type` takes the place of the base's as a whole. Raises ConfigError with one line per fault: the dotted key, what was given,
-    what was expected.
+    says its `type` takes the place of the base's as a whole.
+
+    Args:
+        path: the file.
+        overrides: each `a.b=c`, whose value is YAML.
+        root: the tree's class, that of the verb.
+
+    Raises:
+        ConfigError: with one line per fault: the dotted key, what was given, what was expected.
     """
     tree = _read(path)
     for override in overrides:

@@ -40,8 +40,17 @@ class Source:
 def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
     """What a directory holds, for a model with `head`. Reads headers, and a tied output layer that is stored a second time.
 
-    Raises ConfigError in one line: what `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
-    index does not name, a second copy of tied weights that differs from the first.
+    Args:
+        path: the Hugging Face directory.
+        head: what the model is to have on its backbone; "value" may start from a language model.
+        drop_mtp: layers of multi-token prediction may be there, and are left out.
+
+    Returns:
+        The tensors that are used, and why the others are not.
+
+    Raises:
+        ConfigError: in one line: what `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
+            index does not name, a second copy of tied weights that differs from the first.
     """
     config = check_checkpoint(path, head, drop_mtp=drop_mtp)
     family, held = family_of(config), inventory(path)

@@ -53,7 +53,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Converts, or prints the plan. 1 where other processes still work on the rest. Raises ConfigError."""
+    """Converts, or prints the plan.
+
+    Args:
+        arguments: what follows `megarl convert` on the command line.
+
+    Returns:
+        The exit status: 1 where other processes still work on the rest, else 0.
+
+    Raises:
+        ConfigError: options that do not fit, a source that is not whole, a conversion that failed.
+    """
     given = parser().parse_args(arguments)
     for name in ("tp", "etp", "workers"):
         if getattr(given, name, 1) < 1:
@@ -146,7 +156,14 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def summary(items: Sequence[Item], units: int, tp: int = 1, etp: int = 1) -> Iterator[str]:
-    """The lines of a plan."""
+    """The lines of a plan.
+
+    Args:
+        items: all parameters.
+        units: how many units they are done in.
+        tp: tensor-parallel ranks that the Megatron checkpoint is cut for; they decide the number of pieces.
+        etp: the same for experts.
+    """
     from megarl.convert.plan import DTYPES, largest_layer, shards
 
     numbers = sum(item.parameters for item in items)

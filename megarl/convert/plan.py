@@ -117,7 +117,16 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
 
 
 def shards(item: Item, tp: int, etp: int) -> list[Shard]:
-    """The pieces of a parameter that a checkpoint cut for `tp` tensor-parallel ranks (`etp` for experts) holds."""
+    """The pieces of a parameter that a checkpoint holds.
+
+    Args:
+        item: the parameter.
+        tp: tensor-parallel ranks that the checkpoint is cut for.
+        etp: the same for experts.
+
+    Returns:
+        Rectangles of the checkpoint's tensor, in the dtype to write, which together cover the parameter without its padding.
+    """
     name = item.name
     ones = (1,) * len(name.index)
     return [
@@ -142,7 +151,16 @@ def _check_names(items: Sequence[Item]) -> None:
 
 
 def check_cut(items: Sequence[Item], tp: int, etp: int) -> None:
-    """Raises ConfigError where tensor parallelism of this size does not divide the model."""
+    """Checks that tensor parallelism of this size divides a model.
+
+    Args:
+        items: its parameters.
+        tp: tensor-parallel ranks of the dense layers.
+        etp: those of an expert.
+
+    Raises:
+        ConfigError: with the option, the parameter and both numbers, where it does not.
+    """
     for item in items:
         op, ranks = item.weight.op, ranks_of(item.weight, tp, etp)
         if op.axis is not None and not op.pads and op.packed_shape[op.axis] % ranks:

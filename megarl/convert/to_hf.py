@@ -56,7 +56,19 @@ class Slot:
 
 
 class ToHF(Conversion):
-    """The plan and the work. Raises ConfigError for a step that is not whole, a model that it lacks or whose tensors are others."""
+    """The plan and the work.
+
+    Args:
+        step: the step directory.
+        target: the Hugging Face directory to make.
+        model: its name in the step directory; None: the only one, or of several "policy".
+        like: a Hugging Face directory with config.json and tokenizer; None: those that the step carries.
+        dtype: to cast to, torch's name; None: every tensor keeps its own.
+        shard_bytes: the largest file (one larger tensor makes a larger file).
+
+    Raises:
+        ConfigError: a step that is not whole, a model that it lacks or whose tensors are others.
+    """
 
     def __init__(self, step: Path, target: Path, *, model: str | None, like: Path | None, dtype: str | None, shard_bytes: int) -> None:
         self._directory, self._cast = conversion_directory(target), dtype

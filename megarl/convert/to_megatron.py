@@ -38,7 +38,21 @@ def conversion_directory(root: Path) -> ConversionDirectory:
 
 
 class ToMegatron(Conversion):
-    """The plan and the work. Raises ConfigError for a source that is not whole, or options that do not fit it."""
+    """The plan and the work.
+
+    Args:
+        path: the Hugging Face directory.
+        root: where the step directory is made.
+        head: what the model has on its backbone, a fresh one where the source has none; None: what the source has.
+        model: its name in the step directory; None: "policy", with a scalar head "critic".
+        dtype: to cast to, torch's name; None: every tensor keeps its own.
+        tp: tensor-parallel ranks that the checkpoint is cut for; any layout can read it.
+        etp: the same for experts.
+        drop_mtp: leaves layers of multi-token prediction out.
+
+    Raises:
+        ConfigError: a source that is not whole, or options that do not fit it.
+    """
 
     def __init__(
         self, path: Path, root: Path, *, head: HeadKind | None, model: str | None, dtype: str | None, tp: int, etp: int, drop_mtp: bool

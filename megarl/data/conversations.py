@@ -54,7 +54,14 @@ def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, ca
 def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
     """Each prompt with its reference answer, in their order.
 
-    Raises ConfigError, starting with `key`, for one that is longer than `max_tokens`.
+    Args:
+        prompts: with their tokens and answers.
+        tokenizer: the model's.
+        max_tokens: most of a prompt and its answer, end token included.
+        key: the dotted key of the prompts' source, for messages.
+
+    Raises:
+        ConfigError: starting with `key`, for one that is longer.
     """
     for prompt in prompts:
         check_size(tokenizer, prompt.answer, max_tokens, f"{key}: the response to prompt {prompt.id}", "sft.max_tokens")
@@ -66,11 +73,21 @@ def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_
 
 
 def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
-    """Every conversation of a file, through the tokenizer's chat template; the source's dotted key is `key`.
+    """Every conversation of a file, through the tokenizer's chat template.
 
     The assistant's messages are tokenised as a rollout would have made them: after the rendered conversation before them, and with the end
-    token. Raises ConfigError in one line for the first row that is malformed, has no message of the assistant's, is longer than
-    `max_tokens`, or whose earlier messages the template renders anew when later ones follow.
+    token.
+
+    Args:
+        source: the file, and the column of the messages.
+        tokenizer: the model's.
+        max_tokens: of one conversation.
+        key: the source's dotted key, say "data.train".
+
+    Raises:
+        ConfigError: in one line: the first row that is malformed, has no message of the assistant's, is longer than `max_tokens`, or whose
+            earlier messages the template renders anew when later ones follow; a file without conversations; a tokenizer without a chat
+            template.
     """
     if not tokenizer.chat_template:
         raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")

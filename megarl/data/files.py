@@ -85,7 +85,17 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
-    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name. ConfigError where there is nothing; `key` gave `dotted`."""
+    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name.
+
+    Args:
+        row: the columns.
+        dotted: the column's name.
+        place: begins the message of an error.
+        key: the setting that gave `dotted`.
+
+    Raises:
+        ConfigError: there is nothing, or null.
+    """
     value = find(row, dotted)
     if value is None:
         raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")

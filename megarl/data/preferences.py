@@ -42,10 +42,19 @@ class _Texts:
 def load_preferences(
     source: PreferenceSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
 ) -> list[Preference]:
-    """Every pair of `source`, whose dotted key is `key`; its prompts become tokens as `data` says, exactly as in a rollout.
+    """Every pair of a source, tokenised as a rollout would have made it.
 
-    Raises ConfigError in one line for the first row that is malformed, lacks a side, has two equal or an empty one, or is longer than
-    `max_tokens` (named `limit_key`) with its prompt and end token.
+    Args:
+        source: where they come from.
+        tokenizer: the model's.
+        data: says with `chat` and `template` how a prompt becomes tokens.
+        max_tokens: most of a prompt and a response to it, end token included.
+        key: the source's dotted key, say "data.train".
+        limit_key: what a message calls the limit.
+
+    Raises:
+        ConfigError: in one line: what `load_prompts` refuses of the prompts, the first row that lacks a side, has two equal or an empty one
+            or is too long, a source without pairs.
     """
     prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key)
     pairs = [_read(prompt) for prompt in prompts]

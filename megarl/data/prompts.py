@@ -58,10 +58,23 @@ def load_prompts(
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
 ) -> list[Prompt]:
-    """Every prompt of `source`, whose dotted key is `key` (say "data.train").
+    """Every prompt of a source, tokenised.
 
-    With `chat` each prompt goes through the tokenizer's chat template, otherwise `template` is filled in. Raises ConfigError in one
-    line for the first row that is malformed, empty or longer than `max_prompt_tokens` (named `limit_key` in the message).
+    Args:
+        source: where they come from.
+        tokenizer: the model's.
+        chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
+        template: a text with "{prompt}" in it; read without `chat`.
+        max_prompt_tokens: a longer prompt is refused.
+        key: the source's dotted key, say "data.train".
+        limit_key: what a message calls the limit.
+
+    Returns:
+        The prompts in the order of the source, whose `id` counts them.
+
+    Raises:
+        ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
+            template, a template without "{prompt}".
     """
     return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key)
 
@@ -69,7 +82,10 @@ def load_prompts(
 def tokenised(
     rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, chat: bool, template: str, max_prompt_tokens: int, key: str, limit_key: str
 ) -> list[Prompt]:
-    """The rows of the source `key` as prompts. Raises ConfigError as `load_prompts` does."""
+    """The rows of a source as prompts: `load_prompts` from there on.
+
+    The other arguments and what is refused are as there, but no row at all is no fault.
+    """
     section = key.rpartition(".")[0]
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")

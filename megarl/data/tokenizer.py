@@ -49,9 +49,18 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
 
 
 def check_same_tokenizer(path_a: Path, key_a: str, path_b: Path, key_b: str) -> None:
-    """ConfigError with the first difference where the tokens of one directory mean something else in the other.
+    """Checks that the tokens of one directory mean the same in the other.
 
-    Compared by content: the id of every token, and the special tokens. `key_a` and `key_b` are the settings that gave the directories.
+    Compared by content: the id of every token, and the special tokens.
+
+    Args:
+        path_a: a Hugging Face directory.
+        key_a: the setting that gave it.
+        path_b: the other directory.
+        key_b: the setting that gave that one.
+
+    Raises:
+        ConfigError: with the first difference, or where a directory has no usable tokenizer.
     """
     a, b = _tokenizer_of(path_a, key_a), _tokenizer_of(path_b, key_b)
     ids = {**b.get_vocab(), **a.get_vocab()}

@@ -33,10 +33,18 @@ def family_of(hf: dict[str, Any]) -> Family:
 def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> dict[str, Any]:
     """The config.json of a checkpoint that holds exactly the tensors of its architecture, in their shapes, and can fill a model.
 
-    `head`: that of the model to fill. One with a scalar head ("value": critic, reward model) may start from a language model, too.
-    `key` is the setting that gave the path. `drop_mtp`: layers that predict further tokens (multi-token prediction) may be there; they
-    are left out. Raises ConfigError in one line: missing directory, broken file, another head, a RoPE or router that Megatron has not, a
-    tensor missing, of the wrong shape, quantized or unknown.
+    Args:
+        path: the Hugging Face directory.
+        head: that of the model to fill. One with a scalar head ("value": critic, reward model) may start from a language model, too.
+        key: the setting that gave the path, for messages.
+        drop_mtp: layers that predict further tokens (multi-token prediction) may be there; they are left out.
+
+    Returns:
+        The mapping of `hf.read_config`.
+
+    Raises:
+        ConfigError: in one line: missing directory, broken file, another head, a RoPE or router that Megatron has not, a tensor missing, of
+            the wrong shape, quantized or unknown.
     """
     try:
         return _check_checkpoint(path, head, drop_mtp)
@@ -100,10 +108,16 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
 
 
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raises ConfigError with the dotted key and both numbers where the layout does not divide the model.
+    """Checks that a layout divides a model.
 
-    megatron: `model.megatron`, which may give the first and the last pipeline stage layers of their own number
-    (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): 94 or 61 layers divide by no usual number of stages.
+    Args:
+        hf: config.json of a known family.
+        layout: of the ranks that hold the model.
+        megatron: `model.megatron`, which may give the first and the last pipeline stage layers of their own number
+            (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): 94 or 61 layers divide by no usual number of stages.
+
+    Raises:
+        ConfigError: with the dotted key and both numbers, where it does not.
     """
     sizes = family_of(hf).sizes(hf)
     uneven = {key: megatron[key] for key in _UNEVEN if megatron.get(key) is not None}

@@ -28,7 +28,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 GENERATION = "generation_config.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
-SHARD_BYTES = 4 << 30  # the largest file that `Writer` makes (one larger tensor makes a larger file)
+SHARD_BYTES = 4 << 30  # the largest file that `CheckpointWriter` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _JSON_LIMIT = 256 << 20  # bytes; an index has some 100 a tensor
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
@@ -76,10 +76,18 @@ def read_config(path: Path) -> dict[str, Any]:
 def described(
     source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({}), trained: bool = False
 ) -> dict[str, bytes]:
-    """The files that say what a model's weights are, by name: config.json (of `source`, with `changes`), generation defaults, tokenizer.
+    """The files that say what a model's weights are: config.json, generation defaults, chat template, tokenizer.
 
-    Where nothing changes, config.json is the source's, byte for byte. `dtype`: torch's name of the weights', None where it is as it was.
-    `trained`: the weights are not the source's any more, and neither are its scores (`RANGE_FILE`).
+    Where nothing changes, config.json is the source's, byte for byte.
+
+    Args:
+        source: the Hugging Face directory that they come from.
+        dtype: torch's name of the weights' dtype ("bfloat16"); None: what the source says.
+        changes: keys of config.json with other values than the source's.
+        trained: the weights are not the source's any more, and neither are its scores (`RANGE_FILE`), which are left out.
+
+    Returns:
+        File name -> contents.
     """
     given = _json_object(source / CONFIG)
     config = {**given, **changes, **({"dtype": dtype} if dtype is not None else {})}
@@ -116,7 +124,17 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """The tensor, or its slice [start, stop) along `dim`, in the checkpoint's dtype on CPU."""
+        """Reads a tensor, or a slice of it along one dimension.
+
+        Args:
+            name: of the tensor; KeyError where the checkpoint has none of this name.
+            dim: the dimension that is cut; None: all of the tensor.
+            start: first index of the slice; read with `dim` alone, as is `stop`.
+            stop: the index after the last.
+
+        Returns:
+            A tensor on the CPU, in the checkpoint's dtype.
+        """
         from safetensors import safe_open
 
         file = self.tensors[name].file
@@ -135,11 +153,20 @@ class Checkpoint:
         self._open.clear()
 
 
-class Writer:
+class CheckpointWriter:
     """Writes a Hugging Face directory: shards of at most 4 GiB, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
     A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
-    `path` sees all of it. After an exception nothing is left. Raises ConfigError if `path` already holds something.
+    `path` sees all of it. After an exception nothing is left. A tensor of more than 4 GiB makes a larger shard.
+
+    Args:
+        path: the directory to write.
+        source: a Hugging Face directory.
+        dtype: torch's name of the weights' dtype, for config.json; `add` casts nothing.
+        changes: as in `described`.
+
+    Raises:
+        ConfigError: `path` already holds something.
     """
 
     def __init__(self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -161,7 +188,7 @@ class Writer:
         self._pending_bytes += tensor.nbytes
         self._total += tensor.nbytes
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> CheckpointWriter:
         self._aside.mkdir(parents=True)
         return self
 

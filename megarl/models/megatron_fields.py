@@ -99,7 +99,19 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
 
 
 def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
-    """The fields that the weights, their dtype, the layout and the gradient's scaling fix. Raises ConfigError as the family does."""
+    """The fields that the weights, their dtype, the layout and the gradient's scaling fix.
+
+    Args:
+        hf: config.json of a known family.
+        dtype: a key of `DTYPES`.
+        layout: of the ranks.
+
+    Returns:
+        Name -> value, for Megatron's (MLA)TransformerConfig.
+
+    Raises:
+        ConfigError: as the family does.
+    """
     return {**_ABSENT, **family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
 
 

@@ -75,7 +75,16 @@ class Op(ABC):
         return self.packed_shape[: self.axis] + (self.units(ranks),) + self.packed_shape[self.axis + 1 :]
 
     def read_shard(self, read: Read, rank: int, ranks: int) -> Tensor:
-        """The chunk of `rank`, made from the slices that it needs and no more."""
+        """Makes one rank's chunk of the packed tensor from the slices that it needs and no more.
+
+        Args:
+            read: gives a slice of one of the Hugging Face tensors (see `Read`).
+            rank: the rank's place among those that share the parameter.
+            ranks: how many those are.
+
+        Returns:
+            A tensor of `shard_shape(ranks)`, in the dtype of what is read; padding is 0.
+        """
         if self.axis is None or self.dim is None or ranks == 1:
             return self._padded(self.pack([read(index, None, 0, 0) for index in range(len(self.shapes))]), ranks)
         extent, units = self.packed_shape[self.axis], self.units(ranks)
@@ -277,7 +286,13 @@ class Head:
 
 
 def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, known: bool = True) -> Head:
-    """One number a token, as transformers' sequence classification with one label keeps it in every family that has a class for it."""
+    """One number a token, as transformers' sequence classification with one label keeps it in every family that has a class for it.
+
+    Args:
+        architecture: what config.json's architectures[0] says of it.
+        sizes: as in `Family`; the hidden size is read.
+        known: whether transformers has this class.
+    """
 
     def mapping(hf: dict[str, Any]) -> WeightMapping:
         return WeightMapping(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))

@@ -139,7 +139,14 @@ class Run:
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
     def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
-        """The held-out pass rates {"sampled": x, "greedy": y} of the weights called `name` (base, sft or rl); the last one counts."""
+        """The held-out pass rates of some weights; the last one of a name counts.
+
+        Args:
+            name: of the weights: base (whose metrics have a prefix of their own), sft, rl or eval.
+            rates: {"sampled": x, "greedy": y}.
+            step: of the metrics' row.
+            metrics: further numbers of that row.
+        """
         self._pass_rates[name] = dict(rates)
         prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
         values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}

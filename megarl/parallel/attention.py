@@ -20,9 +20,17 @@ from torch import Tensor
 
 
 def zigzag(length: int, rank: int, ranks: int) -> Tensor:
-    """Positions of a sequence of `length` tokens that context-parallel `rank` holds: of 2 * ranks equal chunks the rank-th from each end.
+    """Positions of a sequence that one context-parallel rank holds: of 2 * ranks equal chunks the rank-th from each end.
 
-    As megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141 lay it out. `length` must divide by 2 * ranks if ranks > 1.
+    As megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141 lay it out.
+
+    Args:
+        length: tokens of the sequence; must divide by 2 * ranks if ranks > 1.
+        rank: the rank's place in its context-parallel group.
+        ranks: size of that group; with 1 the rank holds all positions.
+
+    Returns:
+        int64 [length / ranks], ascending, on the CPU.
     """
     if ranks == 1:
         return torch.arange(length)
@@ -65,7 +73,20 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """The attended values [T, H * C] of the local tokens."""
+        """Attends inside each packed sequence. The signature is that of Megatron's core attention.
+
+        Args:
+            q_THD: queries [T, H, D]: sequence after sequence, the tokens that this rank holds of each.
+            k_TGD: keys [T, G, D].
+            v_TGC: values [T, G, C].
+            attention_mask: None: causal.
+            attn_mask_type: not read.
+            attention_bias: None.
+            packed_seq_params: `cu_seqlens_q` holds the bounds of the sequences, counted over all context-parallel ranks.
+
+        Returns:
+            The attended values [T, H * C] of the local tokens.
+        """
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         ranks = self.cp_group.size()
         bounds = packed_seq_params.cu_seqlens_q.tolist()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.families import family_of
-from megarl.models.hf import Writer
+from megarl.models.hf import CheckpointWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
@@ -86,7 +86,7 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
     head = family_of(hf).heads[head_of(chunks)]
     if not head.known:
         log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
-    with Writer(target, source, str(dtype).removeprefix("torch."), family_of(hf).labels(hf, head_of(chunks))) as writer:
+    with CheckpointWriter(target, source, str(dtype).removeprefix("torch."), family_of(hf).labels(hf, head_of(chunks))) as writer:
         for name, tensor in stream:
             writer.add(name, tensor)
 

@@ -71,9 +71,23 @@ class Grid:
 
 
 def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeout_s: float) -> Grid:
-    """Join `layout.ranks` processes into one grid. Collective; every wait in it and in later collectives ends after `timeout_s`.
+    """Joins `layout.ranks` processes into one grid. Collective.
 
     Listening sockets are bound to the address through which this process reaches the store: loopback if the store is on loopback.
+
+    Args:
+        layout: how many processes there are, and the size of each kind of parallelism.
+        rank: this process's, from 0.
+        store: where the processes meet: `listen_store`'s on one of them, `connect_store`'s on the others (or a PrefixStore of it).
+        seed: of Megatron's random states; the same on all ranks.
+        timeout_s: every wait in here and in later collectives ends after it.
+
+    Returns:
+        This rank's place in the grid, and its process groups.
+
+    Raises:
+        ConfigError: another release of Megatron-core than the supported one is installed.
+        RuntimeError: no network interface has the address from which the store is reached.
     """
     backend = choose()
     from megatron.core import parallel_state
@@ -149,9 +163,21 @@ def destroy_grid() -> None:
 
 
 def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """A rendezvous store that listens on `host` alone, and its port (any free one for 0).
+    """Opens a rendezvous store that listens on `host` alone.
 
     torch's own server binds every interface, so it is handed a socket that is bound already.
+
+    Args:
+        host: an address of this machine.
+        world: how many processes will use the store, this one included.
+        timeout_s: longest wait for a key of the store.
+        port: 0: any free one.
+
+    Returns:
+        The store, and its port.
+
+    Raises:
+        OSError: the address is not this machine's, or the port is taken.
     """
     listener = socket.create_server((host, port), backlog=1024)
     port = listener.getsockname()[1]
@@ -168,7 +194,17 @@ def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tupl
 
 
 def connect_store(host: str, port: int, world: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process made with `listen_store`. Raises after `timeout_s` without an answer."""
+    """The store that another process made with `listen_store`.
+
+    Args:
+        host: the address that it listens on.
+        port: the port that `listen_store` returned.
+        world: as given to `listen_store`.
+        timeout_s: longest wait for the store to answer, and later for a key of it.
+
+    Raises:
+        torch.distributed.DistNetworkError: nobody answers.
+    """
     return dist.TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 

@@ -30,15 +30,24 @@ def logprob_entropy(
     vocabulary: int | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """lp_T = log softmax(logits[row_T] / temperature)[target_T] and its entropy -sum p log p, both float32 [T].
+    """lp_T = log softmax(logits[row_T] / temperature)[target_T] and its entropy -sum p log p.
 
-    logits_RV: this rank's shard [R, V] of the finite logits, any float dtype; rank r of `group` holds vocabulary entries r V to
-    (r + 1) V - 1. row_T: int64 [T], distinct rows to score; rows left out get zero gradient. target_T: int64 [T], global token ids.
-    vocabulary: entries from this global id on are padding and have probability 0.
-    overwrite: backward writes the gradient over the logits, which then takes no memory at all. Nothing else may need them (autograd raises
-    if something in the graph does).
-    One MAX and one SUM reduction of [T] numbers over `group`; the logits are never gathered. An entropy that the loss does not use costs
-    nothing in backward.
+    One MAX reduction of [T] numbers and one SUM reduction of [3, T] over `group`; the logits are never gathered. An entropy that the loss
+    does not use costs nothing in backward.
+
+    Args:
+        logits_RV: this rank's shard [R, V] of the finite logits, any float dtype; rank r of `group` holds vocabulary entries r V to
+            (r + 1) V - 1.
+        row_T: int64 [T], the row of each scored entry, each row once; rows left out get zero gradient.
+        target_T: int64 [T], global token ids.
+        temperature: what the logits are divided by, above 0.
+        group: the tensor-parallel ranks that share the vocabulary; None: this rank holds all of it.
+        vocabulary: entries from this global id on are padding and have probability 0; None: none are.
+        overwrite: backward writes the gradient over the logits, which then takes no memory at all. Nothing else may need them (autograd
+            raises if something in the graph does).
+
+    Returns:
+        The log-probs and the entropies in nats, each float32 [T], the same on all ranks of `group`.
     """
     lp_T, entropy_T = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite)
     return lp_T, entropy_T

@@ -29,7 +29,13 @@ class StepInfo:
 
 
 def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up to lr at step warmup_steps - 1, then constant or a cosine to its end."""
+    """The rate of one optimizer step: linear warm-up to lr at step warmup_steps - 1, then constant or a cosine to its end.
+
+    Args:
+        step: optimizer steps taken before this one.
+        settings: `lr`, `warmup_steps`, `decay` and `min_lr_fraction` are read.
+        total_steps: where the cosine ends, at lr * min_lr_fraction; it stays there.
+    """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
@@ -88,7 +94,16 @@ class Trainable:
 
 
 def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int) -> Trainable:
-    """Wraps loaded chunks of this rank for training. Collective. Load the weights first: the optimizer copies them to float32."""
+    """Wraps loaded chunks of this rank for training. Collective. Load the weights first: the optimizer copies them to float32.
+
+    Args:
+        chunks: of `build.build_chunks`, with grad.
+        settings: of the optimizer.
+        total_steps: optimizer steps of the whole run, for the learning rate.
+
+    Returns:
+        The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
+    """
     config = get_model_config(chunks[0])
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]

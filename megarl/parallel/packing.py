@@ -31,7 +31,21 @@ class Packed:
 
 
 def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: torch.device) -> Packed:
-    """Packs `batch`, which must hold every entry of each of its sequences; no entry at all gives a row of padding alone."""
+    """Packs whole sequences into one row, and takes the part of it that one context-parallel rank holds.
+
+    Args:
+        batch: on the CPU, with every entry of each of its sequences, in any order; no entry at all gives a row of padding alone.
+        cp_rank: this rank's place in its context-parallel group.
+        cp_size: ranks of that group.
+        tp: tensor-parallel size, of which R becomes a multiple.
+        device: of the model's inputs.
+
+    Returns:
+        The rank's R rows, on `device` but for `Packed.entry_T`.
+
+    Raises:
+        AssertionError: a sequence is not whole.
+    """
     order_T = torch.argsort(batch.position_T, stable=True)
     order_T = order_T[torch.argsort(_shortest_first(batch)[order_T], stable=True)]
     sequences, counts = torch.unique_consecutive(batch.seq_T[order_T], return_counts=True)

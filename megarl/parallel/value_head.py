@@ -38,7 +38,16 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed over the shards
 
     def forward(self, x_S1D: Tensor, weight: None = None, runtime_gather_output: None = None) -> tuple[Tensor, None]:
-        """Values [R, 1, 1] of all rows on every tensor-parallel rank, in the form of Megatron's output layer (output, no bias)."""
+        """Values of all rows on every tensor-parallel rank. The signature is that of Megatron's output layer.
+
+        Args:
+            x_S1D: hidden states [S, 1, D] of this rank's sequence-parallel shard; without sequence parallelism S is R.
+            weight: not read; the head has its own.
+            runtime_gather_output: not read.
+
+        Returns:
+            (float32 [R, 1, 1], None for the bias).
+        """
         value_S11 = F.linear(x_S1D.float(), self.weight.float())
         if not self.sequence_parallel:
             return value_S11, None

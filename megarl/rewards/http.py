@@ -31,19 +31,28 @@ from urllib.parse import SplitResult, urlsplit
 from megarl.config import ConfigError, HttpReward
 from megarl.rewards.score import Request, RewardUnavailable, Score
 from megarl.rewards.verifiers import BadReturn, read_return
+from megarl.text import one_line
 
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
 TOKEN_KEY = "reward.source.token_env"
 SHOWN = 200  # bytes of what a server says beside a status
+LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
 PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
 
 
-class _Passing(Exception):
+class _Fault(Exception):
+    """Why an attempt failed, made fit for a console: servers say what they like."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text, LONGEST_FAULT))
+
+
+class _Passing(_Fault):
     """An attempt failed in a way that the next one may not."""
 
 
-class _Refused(Exception):
+class _Refused(_Fault):
     """An attempt failed in a way that the next one would too."""
 
 
@@ -87,7 +96,7 @@ class HttpScorer:
         """The scores of one batch, after as many attempts as it takes and the settings allow."""
         source, pause = self._source, self._source.backoff_s
         end = call.begun + source.deadline_s
-        fault: Exception = _Refused(f"not all scores within deadline_s={source.deadline_s:g}")
+        fault: _Fault = _Refused(f"not all scores within deadline_s={source.deadline_s:g}")
         attempt = 0
         while attempt < source.attempts and (left := end - time.monotonic()) > 0:
             attempt += 1
@@ -157,7 +166,7 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
     except (OSError, http.client.HTTPException) as error:
         raise _Passing(f"{type(error).__name__}: {error}") from None
     if answer.status != 200:
-        said = " ".join(text[:SHOWN].decode(errors="replace").split())
+        said = text[:SHOWN].decode(errors="replace").strip()
         kind = _Passing if answer.status in PASSING or answer.status >= 500 else _Refused
         raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
     if more:
@@ -169,7 +178,11 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
 
 @contextmanager
 def _connected(place: SplitResult, within_s: float, call: _Call) -> Iterator[http.client.HTTPConnection]:
-    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it."""
+    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it.
+
+    The time limits of HTTP clients (http.client's, httpx's) are for one operation each, which a byte now and then satisfies: any of them
+    would need this alarm, and with it the simplest is enough.
+    """
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     assert place.hostname is not None, "as the configuration has checked"
     begun, late = time.monotonic(), threading.Event()
@@ -217,7 +230,8 @@ def _read(text: bytes, samples: int) -> list[Score]:
     found = []
     for n, score in enumerate(scores):
         try:
-            found.append(Score(*read_return(score, f"score {n} of {samples}:")))
+            value, parts = read_return(score, f"score {n} of {samples}:")
         except BadReturn as error:
             raise _Refused(str(error)) from None
+        found.append(Score(value, {one_line(name, LONGEST_PART): part for name, part in parts.items()}))
     return found

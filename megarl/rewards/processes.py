@@ -20,7 +20,8 @@ from typing import Any
 from megarl.config import ConfigError, FunctionReward, RewardSettings
 from megarl.rewards.score import Request, Score
 from megarl.sandbox.channel import BadMessage
-from megarl.sandbox.process import SandboxedProcess, printable
+from megarl.sandbox.process import SandboxedProcess
+from megarl.text import printable
 
 CHUNK = 32  # most samples in one message
 START_S = 120.0  # a process that has not imported its verifier by then never will

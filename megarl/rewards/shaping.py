@@ -4,9 +4,18 @@ from __future__ import annotations
 
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), from 0 to -1, to be added to the reward.
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the reward.
 
-    0 up to limit - buffer tokens; then linear, -1 at `limit`; -1 beyond. ValueError unless 0 < buffer <= limit.
+    Args:
+        length: tokens of the response.
+        limit: the longest response.
+        buffer: how many tokens before the limit the punishment begins.
+
+    Returns:
+        0 up to limit - buffer tokens; then linear, -1 at `limit`; -1 beyond.
+
+    Raises:
+        ValueError: unless 0 < buffer <= limit.
     """
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong buffer of {buffer} tokens must be between 1 and the limit of {limit}")

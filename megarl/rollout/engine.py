@@ -66,12 +66,34 @@ class Engine(Protocol):
 
     @staticmethod
     def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-        """ConfigError, without starting anything, where an engine could not run the model of this config.json."""
+        """Refuses, without starting anything, what an engine could not run.
+
+        Args:
+            hf: config.json of the model.
+            dtype: of its weights and activations, "float32" or "bfloat16".
+            settings: of the engine.
+            gpu: whether it has GPUs.
+
+        Raises:
+            ConfigError: in one line.
+        """
 
     async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
-        """Loads `model` (a Hugging Face directory) and returns, when the engine can answer, the ids of its processes.
+        """Loads a model and returns when the engine can answer.
 
-        Raises ConfigError as `check` does, RolloutError where the engine does not start.
+        Args:
+            model: a Hugging Face directory.
+            dtype: of weights and activations, "float32" or "bfloat16".
+            settings: of the engine.
+            seed: of what no request's own seed decides.
+            gpu: whether the engine has GPUs.
+
+        Returns:
+            The ids of its processes.
+
+        Raises:
+            ConfigError: as `check` does.
+            RolloutError: the engine does not start.
         """
         ...
 

@@ -15,7 +15,7 @@ _WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call t
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     """What an engine needs of a prompt: a name that is unique in the call, and the tokens."""
 
     id: int | str
@@ -51,12 +51,25 @@ def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
-    """`sampling.n` responses to each prompt, in the order of the prompts, from an engine that has nothing else to do.
+async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
+    """Responses to each prompt, from an engine that has nothing else to do.
 
     The same call gives the same tokens and log-probs. The end-of-sequence token is part of a response that ends by itself. Whatever makes
-    the call fail, its requests are withdrawn. Raises ValueError for prompts that do not fit, RolloutTimeout naming how many responses
-    are late after `timeout_s`, and what the engine raises.
+    the call fail, its requests are withdrawn.
+
+    Args:
+        engine: idle.
+        prompts: each with an id of its own.
+        sampling: `n` responses to each, and how.
+        timeout_s: for all of them together.
+
+    Returns:
+        The responses in the order of the prompts.
+
+    Raises:
+        ValueError: prompts that do not fit, or two of one id.
+        RolloutTimeout: with the number of responses that are late.
+        RolloutError: what else the engine raises.
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one call have the same id, and would draw the same responses")
@@ -79,7 +92,7 @@ async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling
     return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
 
 
-def _request(prompt: Prompt, number: int, sampling: Sampling) -> Request:
+def _request(prompt: TokenPrompt, number: int, sampling: Sampling) -> Request:
     seed = request_seed(sampling.seed, prompt.id, number)
     return Request((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling.temperature, seed)
 

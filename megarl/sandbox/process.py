@@ -19,6 +19,7 @@ from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable
+from megarl.text import printable
 
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 ANSWER_BYTES = 1 << 16  # most of one message from inside
@@ -119,11 +120,6 @@ class SandboxedProcess:
         self._prints.join(PRINTS_S)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def printable(text: str) -> str:
-    """Without what moves a terminal's cursor or changes its colours."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _show(prints: IO[bytes]) -> None:

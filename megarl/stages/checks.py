@@ -42,6 +42,7 @@ from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
+from megarl.stages.saving import check_resume
 
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
@@ -76,7 +77,16 @@ def check_directory(config: RunSettings) -> None:
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
-    """ConfigError where `model.weights` is damaged, holds no such policy, or would not be what is trained."""
+    """Checks `model.weights`, where it is given.
+
+    Args:
+        settings: of the model.
+        hf: config.json of `model.path`.
+        head: of the model that is trained.
+
+    Raises:
+        ConfigError: it is damaged, holds no such policy, or would not be what is trained.
+    """
     if settings.weights is None:
         return
     if head != "lm":
@@ -111,7 +121,18 @@ def check_cluster(settings: ClusterSettings) -> None:
 def check_prompts(
     config: TrainConfig | EvalConfig | PairsConfig, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
-    """Every prompt of a source, tokenised; ConfigError for the first that is malformed or too long, and where scoring it would run code."""
+    """Every prompt of a source, tokenised.
+
+    Args:
+        config: says which model's tokenizer, and how responses are scored.
+        data: says with `chat` and `template` how a prompt becomes tokens.
+        rollout: has the limit of its length.
+        source: where the prompts come from.
+        key: the source's dotted key, say "data.train".
+
+    Raises:
+        ConfigError: for the first that is malformed or too long, and where scoring it would run code.
+    """
     if isinstance(source, ReasoningGymSource) and source.dataset in EVALUATING and _scored_by_gym(config.reward):
         raise ConfigError(
             f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
@@ -143,8 +164,17 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
 
 
 def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
-    """ConfigError, starting with `key`, where a critic or reward model at `path` is not whole, cannot be laid out, or reads other tokens
-    than the policy writes, or fewer. It may be of another size than the policy."""
+    """Checks a critic or reward model against the policy. It may be of another size.
+
+    Args:
+        config: of the run.
+        path: the model's Hugging Face directory.
+        key: the setting that gave it.
+        layout: of the ranks that will hold it.
+
+    Raises:
+        ConfigError: starting with `key`: it is not whole, cannot be laid out, or reads other tokens than the policy writes, or fewer.
+    """
     hf = check_checkpoint(path, head="value", key=key, drop_mtp=config.model.drop_mtp)
     try:
         check_layout(hf, layout, config.model.megatron)
@@ -163,8 +193,8 @@ def check_trained_head(path: Path, key: str) -> None:
         raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, and a reward model has a trained scalar head (`megarl rm`)")
 
 
-def check_train(config: TrainConfig) -> Data:
-    """All checks of `megarl train`."""
+def check_train(config: TrainConfig, verb: str = "train") -> Data:
+    """All checks of `megarl train`, and of another verb that does the same work."""
     hf = check_model(config)
     if config.model.base is not None:
         base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
@@ -197,6 +227,7 @@ def check_train(config: TrainConfig) -> Data:
     ):
         if len(data.train) < wanted:
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data.train)} prompts")
+    check_resume(config, verb, len(data.train))
     return data
 
 

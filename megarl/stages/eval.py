@@ -26,7 +26,22 @@ EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so
 def evaluate(
     name: str, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0
 ) -> dict[str, float]:
-    """Pass rate over the prompts with one response each, sampled at the rollout temperature, and greedy; reported to the run as `name`."""
+    """Pass rates over the prompts: of one response each that is sampled at the rollout temperature, and of the greedy one.
+
+    A pass rate is the mean of the scores. What is drawn does not depend on `step`.
+
+    Args:
+        name: of the weights, in the run's summary.
+        prompts: the held-out ones.
+        engines: with the weights.
+        reward: that of evaluations.
+        run: to which the rates are reported.
+        seed: of the run.
+        step: of the metrics' row.
+
+    Returns:
+        {"sampled": rate, "greedy": rate}.
+    """
     found = dict[str, list[Score]]()
     with run.phase("eval"):
         for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):

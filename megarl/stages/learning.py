@@ -25,7 +25,7 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.stages.checks import check_model
-from megarl.stages.saving import Checkpoints, every, resume_point
+from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
@@ -93,10 +93,17 @@ def learn(
 ) -> None:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
-    Each step's mini-batch is what `draw` makes of its indices below `items`, shuffled in each epoch unless `shuffle` is false. `held_out`
-    is measured before, every `eval_every` steps and after. The model that is left is the last, or with `patience` the best; `finish` is
-    given its directory and its held-out numbers. Without a step to take nothing is saved: the model is as it was. A run of this name that
-    was cut off goes on from its newest checkpoint, bit for bit.
+    The model that is left is the last, or with `patience` the best. Without a step to take nothing is saved: the model is as it was. A run
+    of this name that was cut off goes on from its newest checkpoint, bit for bit.
+
+    Args:
+        config: of the stage.
+        objective: its loss.
+        items: how many there are to learn from.
+        draw: makes a step's mini-batch of its indices below `items`.
+        held_out: is measured before, every `eval_every` steps and after; None: nothing is.
+        finish: is given the directory of the model that is left, and its held-out numbers.
+        shuffle: draw the items of each epoch in random order; false: in their own.
     """
     settings = config.learn
     resume = resume_point(config, config.section, items) if settings.steps else None
@@ -193,7 +200,19 @@ def sample(said: Conversation) -> Sample:
 
 
 def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
-    """The checks that supervised stages share; the tokenizer. `sides`: responses that stay together in a micro-batch."""
+    """The checks that supervised stages share.
+
+    Args:
+        config: of the stage.
+        head: of the model that is trained.
+        sides: responses that stay together in a micro-batch.
+
+    Returns:
+        The model's tokenizer.
+
+    Raises:
+        ConfigError: with the dotted key.
+    """
     hf, section, learn = check_model(config, head), config.section, config.learn
     if sides * learn.max_tokens > learn.micro_batch_tokens:
         raise ConfigError(
@@ -225,4 +244,7 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
 
     held_out = pairs(data.eval, "data.eval")
     check_held_out(config, len(held_out))
-    return Pairs(pairs(data.train, "data.train") if config.learn.steps else [], held_out)
+    train = pairs(data.train, "data.train") if config.learn.steps else []
+    if train:
+        check_resume(config, config.section, len(train))
+    return Pairs(train, held_out)

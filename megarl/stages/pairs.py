@@ -65,7 +65,23 @@ def check_pairs(config: PairsConfig) -> Data:
 def write_pairs(
     config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, number: int
 ) -> dict[str, Metric]:
-    """The pairs of all prompts, in a file that is there whole or not at all. ConfigError where there is none."""
+    """Writes the pairs of all prompts into a file that is there whole or not at all.
+
+    Args:
+        config: of the run.
+        path: the file, whose stem names it ("train", "eval").
+        prompts: what is asked.
+        engines: with the policy.
+        reward: what judges the responses.
+        run: is told how far the work has come.
+        number: of the file among those of the run; with the run's seed it decides the random draws.
+
+    Returns:
+        How many pairs there are, the share of prompts that have some, their mean margin, and the mean score.
+
+    Raises:
+        ConfigError: there is no pair. No file is left then.
+    """
     settings, rollout = config.pairs, config.rollout
     partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
     with partial.open("w", encoding="utf-8") as file:
@@ -97,7 +113,13 @@ def write_pairs(
 
 
 def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]) -> list[list[Said]]:
-    """What was said to each prompt: whole responses that could be judged, and every text once."""
+    """What was said to each prompt: whole responses that could be judged, and every text once.
+
+    Args:
+        prompts: how many there are.
+        responses: `response.prompt` counts the prompts.
+        scores: one for each response.
+    """
     groups: list[dict[str, float]] = [{} for _ in range(prompts)]
     for response, score in zip(responses, scores, strict=True):
         if response.finished and response.text.strip() and score.error is None:
@@ -111,7 +133,17 @@ def answers(prompts: Sequence[Prompt]) -> list[Response]:
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """At most `count` pairs of one prompt, drawn at random from all that there are. Texts that differ in outer spaces alone count once."""
+    """Pairs of one prompt, drawn at random from all that there are.
+
+    Args:
+        prompt: the question.
+        said: the responses to it. Of texts that differ in outer spaces alone the first counts.
+        count: most pairs.
+        draw: where the random numbers come from.
+
+    Yields:
+        Rows of a preference file: `prompt`, `chosen`, `rejected` and `margin`, which is above 0.
+    """
     once: dict[str, Said] = {}
     for one in said:
         once.setdefault(one[0].strip(), one)

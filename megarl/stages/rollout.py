@@ -60,7 +60,16 @@ def generate(ctx: RunContext, prompts: Sequence[Prompt], step: int, round_: int 
 
 
 def score(ctx: RunContext, generated: Generated, scale: RewardScale | None) -> list[Group]:
-    """The reward of every response, on the run's reward scale, prompt by prompt."""
+    """The reward of every response, prompt by prompt.
+
+    Args:
+        ctx: has the run's reward.
+        generated: the responses.
+        scale: the run's reward scale; None: rewards are taken as they are.
+
+    Returns:
+        A group for each prompt, in their order.
+    """
     reward, prompts = ctx.train_reward.on(scale), generated.prompts
 
     def scores(responses: Sequence[Response]) -> list[Score]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.resume import compare
-from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, verified, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
@@ -89,38 +89,77 @@ class ResumePoint:
 def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    ConfigError where it is of another verb, the configuration differs from its own in what must not differ, or `data.train` has not its
-    `items`.
+    Args:
+        config: of the run.
+        verb: megarl's, say "train".
+        items: how many `data.train` has.
+
+    Returns:
+        The checkpoint, with what the run had reached; None where there is none.
+
+    Raises:
+        ConfigError: as `check_resume` has it, of the checkpoint that is taken.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
         return None
     for step in verified(root, _name):
-        saved = _trainer(step)
+        saved = _trainer(step.read(TRAINER), step.path)
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved.where.items()}
         if any(found is None for found in steps.values()):
             continue
-        differing = compare(resolved(saved.config, type(config)), config.model_dump(mode="json"))
-        before = saved.progress.sampler.count
-        if saved.verb != verb:
-            differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
-        if before != items:
-            differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
-        if differing:
-            raise ConfigError("\n".join([*differing, f"save.resume: true, and {step.path} was saved otherwise; false starts anew"]))
+        _refuse_another(saved, step.path, config, verb, items)
         return ResumePoint(
             {role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run.model_dump()
         )
     return None
 
 
-def _trainer(step: Verified) -> _Trainer:
+def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
+    """Refuses what could not go on from the newest checkpoint in the run's directory, of which trainer.json alone is read.
+
+    Args:
+        config: of the run.
+        verb: megarl's, say "train".
+        items: how many `data.train` has.
+
+    Raises:
+        ConfigError: it was saved by another verb, its configuration differs in what must not differ, or `data.train` had another number of
+            items.
+    """
+    root = config.directory / CHECKPOINTS
+    if not config.save.resume or not root.is_dir():
+        return
+    for entry in listing(root, contents=False):
+        if entry.verified is None:
+            continue
+        try:
+            data = entry.verified.read(TRAINER)
+        except ConfigError:  # damaged, and passed over when the run starts
+            continue
+        _refuse_another(_trainer(data, entry.path), entry.path, config, verb, items)
+        return
+
+
+def _trainer(data: bytes, path: Path) -> _Trainer:
+    """The TRAINER of the step directory `path`. ConfigError where it is none."""
     try:
-        return _Trainer.model_validate_json(step.read(TRAINER), strict=True)
+        return _Trainer.model_validate_json(data, strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
-        place = ": ".join(filter(None, [str(step.path / TRAINER), ".".join(map(str, fault["loc"])), fault["msg"]]))
+        place = ": ".join(filter(None, [str(path / TRAINER), ".".join(map(str, fault["loc"])), fault["msg"]]))
         raise ConfigError(f"save.resume: {place}") from None
+
+
+def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
+    differing = compare(resolved(saved.config, type(config)), config.model_dump(mode="json"))
+    before = saved.progress.sampler.count
+    if saved.verb != verb:
+        differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
+    if before != items:
+        differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
+    if differing:
+        raise ConfigError("\n".join([*differing, f"save.resume: true, and {path} was saved otherwise; false starts anew"]))
 
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:

@@ -6,11 +6,7 @@ them: the prompt through the chat template (or `data.template`), the response, a
 
 from __future__ import annotations
 
-import hmac
-import json
-import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +18,7 @@ from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
 from megarl.data.tokenizer import check_size, check_template, encode, load_tokenizer
 from megarl.rewards.http import token_of
+from megarl.rewards.server import Server
 from megarl.stages.checks import check_model, check_trained_head
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
@@ -30,25 +27,20 @@ from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_rank
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LARGEST = 256 << 20  # bytes of a request
-IDLE_S = 60.0  # a client that sends nothing for so long is left
+TOKEN_KEY = "serve.token_env"
 
 
 class Service:
-    """Scores of samples as they come over the wire; one request at a time has the ranks."""
+    """The model of `megarl.rewards.server`: tokens of what clients send, and the ranks' scores of them."""
 
     def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: WorkerGroup) -> None:
         self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
-        self._turn = threading.Lock()
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
-        """One score a sample. Raises whatever the ranks raise."""
-        if not read:
-            return []
+        """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
         places, lengths = [(0, n) for n in range(len(read))], [len(one.tokens) for one in read]
-        with self._turn:
-            plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
-            found = self._ranks.rewards(plan)
+        plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
+        found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
@@ -77,75 +69,11 @@ class Service:
         return read
 
 
-class Server(ThreadingHTTPServer):
-    """Listens until it is told to stop, or until its ranks fail."""
-
-    daemon_threads = True
-
-    def __init__(self, config: ServeConfig, service: Service, host: str) -> None:
-        super().__init__((host, config.serve.port), Handler)
-        self.service, self.path = service, config.serve.path
-        token = token_of(config.serve.token_env, "serve.token_env")
-        self.authorization = None if token is None else f"Bearer {token}"
-        self.failure: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        """Ends `serve_forever`; its caller raises the error."""
-        self.failure = error
-        threading.Thread(target=self.shutdown).start()  # it waits for the loop, which waits for nobody
-
-
-class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
-    server: Server
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_S
-
-    def do_POST(self) -> None:
-        """Answers a batch of samples, or says in one line what is wrong with it."""
-        status, answer = self._answer()
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for every request is too much."""
-
-    def _answer(self) -> tuple[int, Any]:
-        server, given = self.server, self.headers.get("Authorization", "")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
-            self.close_connection = True
-            return 413, {"error": f"a request needs a Content-Length of at most {LARGEST}"}
-        body = self.rfile.read(int(length))
-        if server.authorization is not None and not hmac.compare_digest(given.encode(), server.authorization.encode()):
-            return 401, {"error": "another token is asked for"}
-        if self.path != server.path:
-            return 404, {"error": f"scores are at {server.path}"}
-        try:
-            asked = json.loads(body)
-            samples = asked.get("samples") if isinstance(asked, dict) else None
-            if not isinstance(samples, list):
-                return 400, {"error": "the request has no list `samples`"}
-            read = server.service.read(samples)
-        except Exception as error:  # of the client's making: nothing has reached the ranks
-            return 400, {"error": " ".join(str(error).split())}
-        try:
-            return 200, {"scores": server.service.scores(read)}
-        except BaseException as error:
-            server.fail(error)
-            return 500, {"error": f"{type(error).__name__}: {error}"}
-
-
 def check_serve(config: ServeConfig) -> None:
     """All checks of `megarl serve`."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
-    token_of(config.serve.token_env, "serve.token_env")
+    token_of(config.serve.token_env, TOKEN_KEY)
     tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
     if config.data.chat and not tokenizer.chat_template:
         raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
@@ -166,8 +94,7 @@ def serve(config: ServeConfig) -> None:
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config, load_tokenizer(config.model.path), ranks)
-        with Server(config, service, host) as server:
-            print(f"{config.name}: serving {config.model.path} at http://{host}:{server.server_port}{config.serve.path}", flush=True)
-            server.serve_forever()
-            if server.failure is not None:
-                raise server.failure
+        token = token_of(config.serve.token_env, TOKEN_KEY)
+        with Server(service, host, config.serve.port, config.serve.path, token) as server:
+            print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)
+            server.wait()

@@ -10,6 +10,7 @@ from megarl.config import ConfigError, ConversationSource, SftConfig, SftSource
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.prompts import load_prompts
 from megarl.stages.learning import check_held_out, check_learn, learn, sample
+from megarl.stages.saving import check_resume
 from megarl.workers.learner import MiniBatch, mini_batch
 
 
@@ -38,7 +39,10 @@ def check_sft(config: SftConfig) -> Conversations:
         check_held_out(config, len(held_out))
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
-    return Conversations(conversations(data.train, "data.train") if config.sft.steps else [], held_out)
+    train = conversations(data.train, "data.train") if config.sft.steps else []
+    if train:
+        check_resume(config, config.section, len(train))
+    return Conversations(train, held_out)
 
 
 def sft(config: SftConfig) -> None:

@@ -62,17 +62,37 @@ class FingerprintMismatch(RuntimeError):
 
 
 def fingerprint(tensor: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """The fingerprint of `tensor` lying at (row, column) of its whole, as an int64 scalar on the tensor's device.
+    """The fingerprint of a tensor, or of a shard at its place in the whole.
 
-    [n] counts as one row, [rows, columns]; more axes count as further columns. Raises TypeError for other than floating dtypes of 16
-    and 32 bits.
+    Args:
+        tensor: of 16 or 32 bits, floating. [n] counts as one row, [rows, columns]; more axes count as further columns.
+        row: where in the whole its first row lies,
+        column: and its first column.
+
+    Returns:
+        int64, a scalar on the tensor's device.
+
+    Raises:
+        TypeError: another dtype.
     """
     matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(tensor.shape[0], -1)
     return fingerprints(matrix[None], row, column)[0]
 
 
 def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """`fingerprint` of each matrix of a stack [B, R, C], as int64 [B]: one call for all the experts of a layer."""
+    """`fingerprint` of each matrix of a stack: one call for all the experts of a layer.
+
+    Args:
+        stack_BRC: [B, R, C], of the dtypes that `fingerprint` takes.
+        row: where in its whole the first row of each matrix lies,
+        column: and the first column.
+
+    Returns:
+        int64 [B], on the stack's device.
+
+    Raises:
+        TypeError: another dtype.
+    """
     if stack_BRC.dtype not in _BITS:
         raise TypeError(f"no fingerprint for dtype {stack_BRC.dtype}")
     integer, exponent = _BITS[stack_BRC.dtype]
@@ -141,7 +161,16 @@ def compare(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]])
 
 
 def check(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]], label: str) -> None:
-    """Raises FingerprintMismatch naming the tensors in which the engine called `label` differs."""
+    """Compares what an engine holds with what the trainer sent.
+
+    Args:
+        trainer: of `Fingerprinter.digest`.
+        engine: of `join`: one entry for each place that holds the tensor.
+        label: names the engine in the error.
+
+    Raises:
+        FingerprintMismatch: with the names of the tensors that differ.
+    """
     names = compare(trainer, engine)
     if names:
         raise FingerprintMismatch(names, label)

@@ -25,7 +25,16 @@ class Inventory:
         self._seen: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], dtype: str) -> None:
-        """Ticks one tensor off. Raises WeightError where it is unknown, came before, or has another shape or dtype."""
+        """Ticks one tensor off.
+
+        Args:
+            name: Hugging Face's.
+            shape: as it came.
+            dtype: as it came, a key of `wire.DTYPES`.
+
+        Raises:
+            WeightError: it is unknown, came before, or has another shape or dtype.
+        """
         if name not in self._expected:
             raise WeightError(f"{name}: the engine's model has no such tensor")
         if name in self._seen:
@@ -53,7 +62,7 @@ class BucketReceiver:
         self._store: Any = None
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins the trainer's broadcast group as `rank` (the trainer is 0). Blocks until all have joined or the time is over."""
+        """Joins the trainer's broadcast group as `rank` (the trainer is 0); waits for the others as `wire.join` does."""
         timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)

@@ -38,7 +38,16 @@ class Sent:
 
 
 class Sender:
-    """Sends updates to `workers` engine workers. One that failed is closed: its engines hold a part of an update."""
+    """Sends updates to engine workers. One that failed is closed: its engines hold a part of an update.
+
+    Args:
+        transport: gloo, nccl, shm or cuda_ipc.
+        workers: engine workers, of all engines together.
+        host: the address at which they meet this process (gloo and nccl).
+        bucket_mb: room of a bucket in MiB; a larger tensor has one of its own, for which one of the two buffers grows.
+        timeout_s: longest wait for the workers to join the group, and for one broadcast.
+        device: the trainer's; nccl and cuda_ipc need a GPU, and keep the buckets there.
+    """
 
     def __init__(self, transport: str, *, workers: int, host: str, bucket_mb: int, timeout_s: float, device: torch.device) -> None:
         assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
@@ -68,9 +77,17 @@ class Sender:
         self._group = member.result(self._timeout_s)
 
     def send(self, stream: Iterable[tuple[str, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
-        """Moves every (name, tensor) of the stream to every engine; `watch` sees each tensor as it is sent (fingerprints).
+        """Moves a stream of tensors to every engine. Returns when all have taken everything.
 
-        Returns when all engines have taken everything. On any failure the sender is closed and the failure raised.
+        On any failure the sender is closed and the failure raised.
+
+        Args:
+            stream: (Hugging Face name, tensor); each is copied before the next is asked for.
+            announce: hands a bucket's header (wire.Header.plain()) to the engine workers.
+            watch: is given each (name, tensor) once it is copied (fingerprints).
+
+        Returns:
+            What was moved.
         """
         with self._closed_on_failure():
             tensors = nbytes = buckets = 0
@@ -98,7 +115,8 @@ class Sender:
                 if bucket is not None and buffer is not None:
                     yield bucket, buffer
                 buffer = self._buffer(turn, tensor.nbytes)
-                turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B)
+                room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # though an earlier tensor has grown the buffer
+                turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
             assert buffer is not None
             buffer.reserve(bucket.nbytes + tensor.nbytes)
             bucket.add(name, tensor)

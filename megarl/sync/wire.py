@@ -140,10 +140,16 @@ def open_cuda(handle: list[Any], device: int) -> Tensor:
 
 
 def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
-    """This process's member of the broadcast group; blocks until all `world` members joined, at most `timeout_s` seconds.
+    """This process's member of the broadcast group.
 
-    `store` is a client (or, on rank 0, the server) of the store at rendezvous.host:port. The environment variables GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME say on which interface it listens.
+    With gloo it blocks until all members have joined; NCCL's members meet in their first broadcast.
+
+    The environment variables GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say on which interface it listens.
+
+    Args:
+        rendezvous: the transport, the number of members, and how many seconds to wait for them.
+        store: a client (or, on rank 0, the server) of the store at rendezvous.host:port.
+        rank: this process's in the group: 0 is the trainer's.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)

@@ -23,7 +23,16 @@ Columns = list[tuple[list[int], Any]]
 
 
 def fetch(payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], members: Sequence[int]) -> list[Sample]:
-    """The given responses; each payload they lie in is fetched once."""
+    """Fetches some of the responses; each payload that they lie in is fetched once.
+
+    Args:
+        payloads: references to lists of Sample.
+        place_N: (payload, index in it) of each response.
+        members: the responses that are wanted, as indices into the N axis.
+
+    Returns:
+        The samples in the order of `members`.
+    """
     needed = sorted({place_N[n][0] for n in members})
     samples = dict(zip(needed, ray.get([payloads[payload] for payload in needed]), strict=True))
     return [samples[place_N[n][0]][place_N[n][1]] for n in members]
@@ -47,7 +56,13 @@ def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batc
 
 
 def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: Sequence[str]) -> Columns:
-    """The named columns of whole micro-batches, response by response, in the object store."""
+    """Puts columns of whole micro-batches, response by response, into the object store.
+
+    Args:
+        batches: with every entry of their responses, in order, on the CPU.
+        members: the responses of each batch, as indices into the N axis.
+        names: of the columns in `extra_T`.
+    """
     stored: Columns = []
     for chosen, batch in zip(members, batches, strict=True):
         ends = np.cumsum(batch.length_N.numpy())[:-1]
@@ -57,7 +72,17 @@ def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: S
 
 
 def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], given: Columns, names: Sequence[str]) -> list[Batch]:
-    """The batches with the columns of another group, which has split the same responses in its own way. Fetches what holds one of these."""
+    """Adds the columns of another group, which has split the same responses in its own way. Fetches what holds one of these.
+
+    Args:
+        batches: with every entry of their responses, in order.
+        members: the responses of each batch, as indices into the N axis.
+        given: what the other group's `columns` returned.
+        names: of the columns that are taken over.
+
+    Returns:
+        The batches with `extra_T[name]` [T] for each name.
+    """
     mine = {n for chosen in members for n in chosen}
     needed = [(chosen, stored) for chosen, stored in given if mine.intersection(chosen)]
     fetched = ray.get([stored for _, stored in needed])

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 class Critic:
-    """A value model: V of the state before each token. It takes `together` micro-batches as one."""
+    """A value model: V of the state before each token.
+
+    Args:
+        model: with a scalar head.
+        grid: this rank's.
+        together: how many micro-batches it takes as one.
+    """
 
     def __init__(self, model: Model, grid: Grid, together: int) -> None:
         self._model, self._grid, self._together = model, grid, together
@@ -34,7 +40,19 @@ class Critic:
         return [batch.with_extra(value=part_T) for batch, part_T in zip(batches, parts, strict=True)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
-        """One optimizer step on the value loss. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`."""
+        """One optimizer step on the value loss. Collective.
+
+        Args:
+            batches: this data-parallel rank's part of a mini-batch. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`.
+            clip: as in `value_loss`.
+            report: whether this rank speaks for its tokens.
+
+        Returns:
+            The loss's metrics where `report`, and those of the optimizer on rank 0.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are then as before.
+        """
 
         def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
             loss = value_loss(values(value_R1, row_T, batch), batch, clip)
@@ -90,11 +108,29 @@ def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantag
 
 
 def loss_metrics(loss: Loss, name: str, total: float) -> dict[str, Metric]:
-    """A loss's own numbers, and its sum under `name`."""
+    """What is shown of a loss on this rank.
+
+    Args:
+        loss: of one micro-batch.
+        name: of its sum.
+        total: its sum, weights included.
+
+    Returns:
+        The sum under `name`, and the loss's own means and peaks.
+    """
     means: dict[str, Metric] = {key: Mean(float(mean.total), float(mean.weight)) for key, mean in loss.mean.items()}
     return {name: Sum(total), **means, **{key: Max(float(peak)) for key, peak in loss.peak.items()}}
 
 
 def values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-    """What a value model says at the entries [T], float32."""
+    """What a value model says at the entries, in the form of `model.Read`.
+
+    Args:
+        value_R1: the output [R, 1].
+        row_T: int64 [T], the entries' rows.
+        batch: the entries; not read.
+
+    Returns:
+        float32 [T].
+    """
     return value_R1[row_T, 0].float()

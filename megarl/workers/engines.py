@@ -27,7 +27,13 @@ class Engines:
 
     @classmethod
     def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
-        """Starts the processes; `open` gives them weights."""
+        """Starts the processes; `open` gives them weights.
+
+        Args:
+            config: says whether GPUs are used.
+            settings: of the engines.
+            places: a scheduling strategy for each engine, of `reserve_workers`.
+        """
         actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
         actors = [
             actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}", ENGINES[settings.engine.type])

@@ -57,9 +57,17 @@ class MiniBatch:
 
 
 def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
-    """The samples over `dp` ranks and micro-batches of at most `capacity` tokens, balanced by tokens; pairs stay together.
+    """Samples over ranks and micro-batches, balanced by tokens; pairs stay together.
 
-    ValueError where a sequence (a pair) does not fit, or there are fewer than ranks.
+    Args:
+        objective: says whether samples are pairs, how much of them is fed, and what each token weighs.
+        samples: of one mini-batch, at least one item for each rank; of a pair the chosen response first.
+        margin_N: for each sample, by how much the chosen response of its pair should be better.
+        dp: data-parallel ranks.
+        capacity: most tokens of a micro-batch.
+
+    Raises:
+        ValueError: a sequence (a pair) does not fit, there are fewer than ranks, or there is no loss token (of a pair: on one side).
     """
     unit = objective.responses
     fed = [len(sample.tokens) - (objective.head == "lm") for sample in samples]  # a last token has no next one to predict
@@ -183,7 +191,17 @@ class Learners:
         return {MODEL: CHECKPOINTS}
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
-        """Saves the model and its optimizer, and the files `extra`. SaveError where it failed."""
+        """Saves the model and its optimizer.
+
+        Args:
+            directory: of the run.
+            step: its number.
+            settings: the section `save`.
+            extra: further files of the step, by name.
+
+        Raises:
+            SaveError: this save or the one before failed.
+        """
         self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
 
     def wait_for_save(self) -> None:

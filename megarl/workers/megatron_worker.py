@@ -65,7 +65,17 @@ class MegatronWorker:
         raise NotImplementedError
 
     def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:
-        """Saves the trained models and their optimizers with the files `extra`; returns when what is saved may change again."""
+        """Saves the trained models and their optimizers; returns when what is saved may change again.
+
+        Args:
+            root: the directory of the steps; it and `settings` are read in the first call alone.
+            step: its number.
+            settings: the section `save`.
+            extra: further files of the step, by name, rank 0's.
+
+        Raises:
+            SaveError: this save, as far as it is known, or the one before failed.
+        """
         from megarl.parallel.checkpoint.save import Saver
 
         if self._saver is None:

@@ -44,7 +44,18 @@ class Model:
         optimizer: OptimizerSettings | None = None,
         updates: int = 0,
     ) -> None:
-        """Builds and loads the model; with `optimizer` it is trained for `updates` steps, else frozen. Collective."""
+        """Builds and loads the model. Collective.
+
+        Args:
+            path: the Hugging Face directory.
+            settings: dtype and Megatron's fields; `weights` replaces the weights of a language model at `settings.path`.
+            layout: of the ranks.
+            backend: the hardware.
+            grid: this rank's.
+            head: "value" puts a scalar head in the place of the output layer.
+            optimizer: None: the model is frozen.
+            updates: optimizer steps of the whole run, for the learning rate.
+        """
         self._path, self._grid, self._parking = path, grid, Parking(backend)
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)

@@ -64,9 +64,16 @@ class ModelGroups:
     def advantages(
         self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False
     ) -> tuple[np.ndarray, dict[str, Metric]]:
-        """Gives every token its advantage. The KL of each response to the reference [N], and what a critic explained of the returns.
+        """Gives every token its advantage.
 
-        monte_carlo: the critic is to learn what came of each token (value pretraining), whatever lambda it has otherwise.
+        Args:
+            plan: that `forward` returned.
+            greedy: the reward of the greedy response to each prompt, where the algorithm needs it.
+            kl_coef: the KL's coefficient in this step.
+            monte_carlo: the critic is to learn what came of each token (value pretraining), whatever lambda it has otherwise.
+
+        Returns:
+            The KL of each response to the reference, float64 [N] (0 without a reference), and what a critic explained of the returns.
         """
         kl_N = self.policy.sequence_kl(len(plan.place_N))
         metrics = self.policy.advantages(response_advantages(self.config, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
@@ -106,7 +113,17 @@ class ModelGroups:
         }
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
-        """Saves all trained models and their optimizers, and the files `extra` with the policy. SaveError where this or the last failed."""
+        """Saves all trained models and their optimizers.
+
+        Args:
+            directory: of the run.
+            step: its number.
+            settings: the section `save`.
+            extra: further files of the step, by name, which lie with the policy.
+
+        Raises:
+            SaveError: this save or the one before failed.
+        """
         several = len(set(self.folders.values())) > 1
         # One more, lest the steps that all folders have run out when a run is killed between their last writes.
         keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings

@@ -131,8 +131,13 @@ class ModelWorker(MegatronWorker):
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
         """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks.
 
-        monte_carlo: the critic's targets are what came of each token, whatever its lambda. Returns how well the critic's values explain the
-        returns, where there is a critic.
+        Args:
+            advantage_N: float32 [N], of `response_advantages`.
+            kl_coef: the KL's coefficient, here and in the updates that follow.
+            monte_carlo: the critic's targets are what came of each token, whatever its lambda.
+
+        Returns:
+            How well the critic's values explain the returns, on the ranks that report; {} elsewhere and without a critic.
         """
         algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
@@ -165,7 +170,20 @@ class ModelWorker(MegatronWorker):
         return critic.step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
     def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
-        """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends."""
+        """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
+
+        Args:
+            engines: the actors; those of the first call stay connected for all that follow.
+            workers_per_engine: processes of each that hold weights.
+            version: of the weights, which samples then carry.
+            settings: transport, bucket size, time limit, and whether to verify; read in the first call alone.
+
+        Returns:
+            What was moved and how long it took, on rank 0.
+
+        Raises:
+            FingerprintMismatch: an engine holds other bits (`settings.verify`). An engine's or the transport's errors come through, too.
+        """
         from megarl.workers.weight_publisher import WeightPublisher
 
         stream = self._use("policy").stream()

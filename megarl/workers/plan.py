@@ -72,8 +72,16 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
 def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) -> StepPlan:
     """Which responses are trained on, the split, and the loss weights of each global mini-batch.
 
-    The split is over `dp` data-parallel ranks and micro-batches of at most `capacity` tokens; the mini-batches hold the same responses
-    for any of these.
+    The mini-batches hold the same responses whatever `dp` and `capacity` are.
+
+    Args:
+        config: of the run.
+        batch: the scored responses.
+        dp: data-parallel ranks.
+        capacity: most tokens of a micro-batch.
+
+    Raises:
+        ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
     """
     responses, algorithm = batch.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
@@ -110,7 +118,16 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
 
 
 def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:
-    """The responses over `dp` ranks and micro-batches of at most `capacity` tokens. ValueError where one does not fit."""
+    """Deals responses to the ranks of a reward model.
+
+    Args:
+        responses: to be scored; at least one.
+        dp: data-parallel ranks.
+        capacity: most tokens of a micro-batch.
+
+    Raises:
+        ValueError: a response does not fit.
+    """
     payloads, place_N = _places(responses)
     return deal_scoring(payloads, place_N, [response.prompt_length + response.length for response in responses], dp, capacity)
 
@@ -118,7 +135,18 @@ def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> Scori
 def deal_scoring(
     payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], length_N: Sequence[int], dp: int, capacity: int
 ) -> ScoringPlan:
-    """The samples at the given places, of so many tokens each, dealt as `plan_scoring` does."""
+    """Deals samples to the ranks of a reward model.
+
+    Args:
+        payloads: references to lists of Sample.
+        place_N: (payload, index in it) of each sample; at least one.
+        length_N: tokens of each sample.
+        dp: data-parallel ranks. Where these are more than the samples, the last sample is read several times.
+        capacity: most tokens of a micro-batch.
+
+    Raises:
+        ValueError: a sample does not fit.
+    """
     more = dp - len(place_N)  # no rank may be without one: the last is then read several times
     [split] = split_step([*length_N, *[length_N[-1]] * more], 1, dp, capacity)
     return ScoringPlan(payloads, [*place_N, *[place_N[-1]] * more], split)
@@ -134,7 +162,18 @@ def _places(responses: Sequence[Response]) -> tuple[list[Any], list[tuple[int, i
 def response_advantages(
     config: TrainConfig, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
 ) -> np.ndarray:
-    """One advantage per response, float32 [N], from all rewards of the step, less the KL to the reference where the algorithm says so."""
+    """One advantage per response, from all rewards of the step, less the KL to the reference where the algorithm says so.
+
+    Args:
+        config: says which algorithm.
+        plan: of the step.
+        greedy: the reward of the greedy response to each prompt, where the algorithm needs it.
+        kl_N: float64 [N], sum_t (old_t - ref_t) of each response; read where the algorithm has `kl_per_sequence`.
+        kl_coef: its coefficient in this step.
+
+    Returns:
+        float32 [N].
+    """
     reward_N, group_N = torch.tensor(plan.reward_N, dtype=torch.float64), torch.tensor(plan.group_N)
     if config.algorithm.kl_per_sequence:
         reward_N = reward_N - kl_coef * torch.from_numpy(kl_N)
@@ -143,10 +182,19 @@ def response_advantages(
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:
-    """Splits N responses into consecutive mini-batches, each over `dp` ranks and micro-batches of at most `capacity` tokens.
+    """Splits responses into consecutive mini-batches, each over ranks and micro-batches.
 
     Within a mini-batch all ranks get the same number of micro-batches, balanced by tokens; a rank with fewer responses than that gets
-    empty ones. ValueError where a response does not fit.
+    empty ones.
+
+    Args:
+        length_N: tokens of each response.
+        mini_batches: how many; must divide N, or else the last N % mini_batches responses are in none.
+        dp: data-parallel ranks.
+        capacity: most tokens of a micro-batch.
+
+    Raises:
+        ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
     """
     size = len(length_N) // mini_batches
     split = []

@@ -13,7 +13,7 @@ from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
 from megarl.rollout.engine import Engine
-from megarl.rollout.generate import Prompt, Sampling, generate
+from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
 
 
@@ -43,13 +43,21 @@ class RolloutWorker:
         self._engine: Engine = find(engine)(label)
 
     async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> None:
-        """Starts the engine with the weights of `model`."""
+        """Starts the engine, as `Engine.start` says, and loads the tokenizer.
+
+        Args:
+            model: the Hugging Face directory of both.
+            dtype: of the weights, "float32" or "bfloat16".
+            settings: of the engine.
+            seed: of the run.
+            gpu: whether the engine has GPUs.
+        """
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
         await self._engine.start(model, dtype, settings, seed, gpu=gpu)
 
     async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
         """The responses to each (number of the prompt, its tokens)."""
-        prompts = [Prompt(number, tokens) for number, tokens in share]
+        prompts = [TokenPrompt(number, tokens) for number, tokens in share]
         responses = []
         for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
             payload = ray.put(generated.samples)

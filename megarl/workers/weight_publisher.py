@@ -19,7 +19,15 @@ from megarl.sync.send import Sender
 
 
 class WeightPublisher:
-    """Rank 0's connection to the engines."""
+    """Rank 0's connection to the engines.
+
+    Args:
+        engines: their actors.
+        workers_per_engine: processes of each that hold weights.
+        settings: of the sync.
+        host: the address at which engines meet this process.
+        device: this rank's.
+    """
 
     def __init__(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device) -> None:
         self._engines, self._per_engine, self._settings = engines, workers_per_engine, settings

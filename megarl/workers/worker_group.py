@@ -60,7 +60,16 @@ class WorkerGroup:
         return kl_N
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
-        """Gives every token of the scored plan its advantage, from one number a response; what a critic explained of the returns."""
+        """Gives every token of the scored plan its advantage, from one number a response.
+
+        Args:
+            advantage_N: float32 [N], of `response_advantages`.
+            kl_coef: the KL's coefficient in this step.
+            monte_carlo: the critic is to learn what came of each token, whatever its lambda.
+
+        Returns:
+            What a critic explained of the returns; {} without one.
+        """
         return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
 
     def update(self, mini_batch: int) -> Running:
@@ -77,7 +86,17 @@ class WorkerGroup:
         return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
 
     def sync(self, engines: ActorGroup, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
-        """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`."""
+        """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`.
+
+        Args:
+            engines: their actors.
+            workers_per_engine: processes of each that hold weights.
+            version: of the weights, which samples then carry.
+            settings: how they are sent, and the time limit of the whole.
+
+        Raises:
+            FingerprintMismatch: an engine holds other bits than were sent.
+        """
         return merge(self.group.call("sync", engines.actors, workers_per_engine, version, settings, timeout_s=settings.timeout_s))
 
     def save(self, role: Role, directory: Path) -> None:
@@ -86,7 +105,15 @@ class WorkerGroup:
 
 
 def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
-    """A process of class `worker` at each place. `arguments` go to the class after (rank, config, layout)."""
+    """Starts the processes of one group; `build_ranks` makes them meet.
+
+    Args:
+        worker: their class.
+        config: of the run.
+        layout: of the ranks.
+        places: a scheduling strategy for each rank, of `reserve_workers`.
+        *arguments: for the class, after (rank, config, layout).
+    """
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
     actors = [
         actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
@@ -114,7 +141,19 @@ def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layou
 
 
 def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
-    """A place for each model rank, then one for each engine."""
+    """Reserves a place for each process.
+
+    Args:
+        config: says whether GPUs are used, and how long to wait.
+        ranks: model ranks, with `cluster.gpus` each with a GPU.
+        engines: settings of the run's engines, likewise each with `tp` GPUs; None: it has none.
+
+    Returns:
+        Scheduling strategies: the ranks', then the engines'.
+
+    Raises:
+        WorkerLate: the cluster has no room in time.
+    """
 
     def bundle(gpus: int) -> dict[str, float]:
         return {"CPU": 1.0, "GPU": float(gpus)} if config.cluster.gpus else {"CPU": 1.0}

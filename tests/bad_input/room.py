@@ -68,7 +68,6 @@ class Case(NamedTuple):
     verb: str
     make: Make
     line: str  # regular expression of what follows "megarl: error: "
-    check: bool = True  # with --check; without it, what comes after those checks and before any process
 
 
 def given(*overrides: str) -> Make:

@@ -223,6 +223,22 @@ def test_a_refusal_of_an_engine_ends_the_update(pool: Pool, path: Path) -> None:
     assert pool.run(failing, Layout(), path, "shm") == ["engine 0 refuses after 2 buckets"]
 
 
+def test_a_large_tensor_makes_one_large_bucket_and_no_more() -> None:
+    """Of 4 MB between many of half a megabyte, with buckets of one."""
+    sizes, seen = [1 << 17, 1 << 20, *[1 << 17] * 12], list[int]()
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        seen.append(message["nbytes"])
+        return lambda: None
+
+    sender = Sender("shm", workers=0, host="127.0.0.1", bucket_mb=1, timeout_s=60.0, device=torch.device("cpu"))
+    try:
+        sent = sender.send(((f"t{n}", torch.zeros(size)) for n, size in enumerate(sizes)), announce)
+    finally:
+        sender.close()
+    assert sent.tensors == len(sizes) and seen == [1 << 19, 1 << 22, *[1 << 20] * 6]
+
+
 def unmet(grid: Grid) -> tuple[str, float]:
     def announce(message: dict[str, Any]) -> Callable[[], object]:
         def wait() -> None:
@@ -252,4 +268,4 @@ def test_header_that_leaves_its_bucket_is_refused() -> None:
 
 def test_saving_over_something_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists"):
-        export.Writer(path, path, "float32")
+        export.CheckpointWriter(path, path, "float32")

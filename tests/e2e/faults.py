@@ -41,7 +41,7 @@ def engine_processes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Processes:
-    """Those of a job with one rank and one engine, once all of them are there."""
+    """Those of a job with one engine, once all of them are there, and one of its ranks."""
 
     rank: int
     actor: int
@@ -49,9 +49,9 @@ class Processes:
     saves: Path
 
     @classmethod
-    def of(cls, job: Job) -> Processes:
-        [rank] = titled(job, "ray::ModelWorker")
-        return cls(rank, *engine_processes(job), job.runs / "job" / "checkpoints")
+    def of(cls, job: Job, rank: int = 0) -> Processes:
+        """With the rank that was started as `rank`-th."""
+        return cls(titled(job, "ray::ModelWorker")[rank], *engine_processes(job), job.runs / "job" / "checkpoints")
 
     def unfinished(self) -> list[str]:
         """The saves that are being written."""

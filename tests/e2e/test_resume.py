@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from itertools import product
 from pathlib import Path
@@ -153,8 +154,9 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     for key, (old, new) in changed.items():
         assert f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it" in refusals
     assert "data.train: 64 items in the checkpoint and 65 now: a resumed run cannot change it" in refusals
-    assert len(refusals) == len(changed) + 2 and str(oldest) in refusals[-1], refusals
+    assert len(refusals) == len(changed) + 2 and str(newest) in refusals[-1], refusals
     assert "..." not in said, "no process was started"
+    assert command(replace(other, overrides=(*other.overrides, "--check"))) == 2 and "".join(capsys.readouterr()) == said
 
     job = lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=7", "log.tensorboard=true")))
     said = "".join(capsys.readouterr())

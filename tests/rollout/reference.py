@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.engine import Engine
-from megarl.rollout.generate import Generated, Prompt, Sampling
+from megarl.rollout.generate import Generated, Sampling, TokenPrompt
 from megarl.rollout.generate import generate as generate_within
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.send import Sender
 
 TIMEOUT_S = 300.0  # ends what hangs
-PROMPTS = [Prompt(0, [5, 6, 7, 8]), Prompt("one", [9, 10, 11]), Prompt(2, [20, 21, 22, 23, 24, 25]), Prompt(3, [40, 3, 77])]
+PROMPTS = [
+    TokenPrompt(0, [5, 6, 7, 8]),
+    TokenPrompt("one", [9, 10, 11]),
+    TokenPrompt(2, [20, 21, 22, 23, 24, 25]),
+    TokenPrompt(3, [40, 3, 77]),
+]
 
 
-async def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
+async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling) -> list[Generated]:
     return await generate_within(engine, prompts, sampling, TIMEOUT_S)
 
 
@@ -91,7 +96,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompts: Iterable[Prompt], count: int, end: int) -> list[list[int]]:
+def greedy(model: Any, prompts: Iterable[TokenPrompt], count: int, end: int) -> list[list[int]]:
     """transformers' most likely tokens, up to and with the end token."""
     responses = []
     for prompt in prompts:

@@ -9,14 +9,14 @@ import pytest
 from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout import registry
 from megarl.rollout.engine import RolloutTimeout
-from megarl.rollout.generate import Prompt, Sampling, generate
+from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from tests.rollout.backwards import PLACE, STUCK, BackwardsEngine, BackwardsSettings
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
 
 
 def test_responses_come_in_the_order_of_the_prompts_whenever_they_finish() -> None:
-    prompts = [Prompt("long", [5, 6, 7, 8]), Prompt("short", [9]), Prompt(2, [10, 11])]
+    prompts = [TokenPrompt("long", [5, 6, 7, 8]), TokenPrompt("short", [9]), TokenPrompt(2, [10, 11])]
     answers = asyncio.run(generate(BackwardsEngine("engine 0"), prompts, SAMPLING, 1.0))
     assert [answer.prompt_id for answer in answers] == ["long", "short", 2]
     said = [[sample.tokens[sample.prompt_length :].tolist() for sample in answer.samples] for answer in answers]
@@ -26,7 +26,7 @@ def test_responses_come_in_the_order_of_the_prompts_whenever_they_finish() -> No
 def test_a_call_that_fails_leaves_nothing_behind() -> None:
     engine = BackwardsEngine("engine 0")
     with pytest.raises(RolloutTimeout, match=r"^engine 0: 2 of 4 responses not done after 1 s$"):
-        asyncio.run(generate(engine, [Prompt(0, [5, 6]), Prompt(1, [STUCK, 6])], SAMPLING, 1.0))
+        asyncio.run(generate(engine, [TokenPrompt(0, [5, 6]), TokenPrompt(1, [STUCK, 6])], SAMPLING, 1.0))
     assert engine.open == {}
 
 

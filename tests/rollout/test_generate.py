@@ -18,7 +18,7 @@ from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
 from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
-from megarl.rollout.generate import Generated, Prompt, Sampling, request_seed
+from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm.engine import VllmEngine
@@ -35,9 +35,9 @@ async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]
     return engine, pids
 
 
-def _prompts(count: int) -> list[Prompt]:
+def _prompts(count: int) -> list[TokenPrompt]:
     rng = random.Random(0)
-    return [Prompt(i, [rng.randrange(3, 128) for _ in range(rng.randrange(4, 33))]) for i in range(count)]
+    return [TokenPrompt(i, [rng.randrange(3, 128) for _ in range(rng.randrange(4, 33))]) for i in range(count)]
 
 
 def _same(left: list[Generated], right: list[Generated]) -> bool:
@@ -93,7 +93,7 @@ async def _complete(tiny: Path) -> None:
             )
             assert sample.weight_versions == (VersionSpan(0, 0),)
         with pytest.raises(ValueError, match=r"request \(5, 0\): 40 tokens and up to 96 more; the engine takes 1 \+ 1 to 128 in all"):
-            await generate(engine, [Prompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
+            await generate(engine, [TokenPrompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
         with pytest.raises(ValueError, match="same id"):
             await generate(engine, [PROMPTS[0], PROMPTS[0]], Sampling(n=1, temperature=1.0, max_tokens=9, seed=3))
     finally:

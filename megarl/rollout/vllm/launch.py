@@ -47,7 +47,19 @@ def environment(gpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs. `hf`: the config.json of `model`."""
+    """The settings that vLLM is started with.
+
+    Args:
+        model: a Hugging Face directory.
+        hf: its config.json.
+        dtype: vLLM's name, "float32" or "bfloat16".
+        settings: of the engine.
+        seed: vLLM's own; a request that is sampled brings one, too.
+        gpu: whether the engine has GPUs.
+
+    Returns:
+        Arguments of vLLM's AsyncEngineArgs.
+    """
     common: dict[str, Any] = {
         "model": str(model),
         "dtype": dtype,
@@ -75,9 +87,20 @@ def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: R
 
 
 def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Any:
-    """Starts vLLM's AsyncLLM with the settings of `engine_arguments`. `label` names the engine in errors.
+    """Starts vLLM.
 
-    Raises ConfigError for a model that vLLM does not know, RolloutError where vLLM is another version or does not start.
+    Args:
+        label: names the engine in errors.
+        arguments: of `engine_arguments`.
+        hf: config.json of the model.
+        gpu: whether the engine has GPUs.
+
+    Returns:
+        vLLM's AsyncLLM.
+
+    Raises:
+        ConfigError: without GPUs, vLLM does not know the architecture.
+        RolloutError: vLLM is another version, or does not start.
     """
     with uncollected():
         import vllm

@@ -37,7 +37,14 @@ def sampling_parameters(request: Request) -> Any:
 def sample_of(request: Request, output: Any, version: int, label: str) -> Sample:
     """The sample in vLLM's final output. An aborted response may be empty, and then has no routed experts.
 
-    Raises RolloutError, with the engine's `label`, for an output that is not whole.
+    Args:
+        request: what was asked.
+        output: vLLM's RequestOutput.
+        version: of the weights that the response was sampled from.
+        label: names the engine in an error.
+
+    Raises:
+        RolloutError: the output is not whole.
     """
     (response,) = output.outputs
     if response.finish_reason not in ("stop", "length", "abort"):

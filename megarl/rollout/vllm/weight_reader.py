@@ -49,10 +49,18 @@ class _Shards:
 
 @torch.no_grad()
 def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
-    """Fingerprints of everything that `model` holds, by Hugging Face name, in each place that holds the tensor.
+    """Fingerprints of everything that a model holds, in each place that holds the tensor.
 
-    `tied`: the output layer shares the embedding table. `dtype`: the model's, in which weights are sent. Raises
-    NotImplementedError where a layer's form cannot be read.
+    Args:
+        model: vLLM's, in one worker.
+        tied: the output layer shares the embedding table.
+        dtype: the model's, in which weights are sent.
+
+    Returns:
+        Hugging Face name -> the pieces that this worker holds, place after place.
+
+    Raises:
+        NotImplementedError: a layer's form cannot be read.
     """
     hashed = [(shards, fingerprints(_as_sent(shards, dtype), shards.row, shards.column)) for shards in _walk(model, tied)]
     values = iter(torch.cat([value_B for _, value_B in hashed]).tolist())

@@ -1,0 +1,116 @@
+"""What a signal to any process of a job does: exit status, line, seconds, nothing left, and a run that goes on bit for bit.
+
+    .venv/bin/python -m pytest tests/e2e/test_faults.py --long
+
+In the suite's own time the same is shown of a few: kills in test_resume.py, Ctrl-C in test_job.py, stopped ranks in test_watch.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.faults import PHASES, Phase, Processes, done, title
+from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.lab import Lab
+from tests.e2e.test_resume import assert_same
+
+SEED = 12
+STILL_S = 3
+LIMIT_S = 90.0  # from the signal to the end: twice what the slowest took on two cores
+LAYOUTS = {"one": (), "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo")}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a process, and how the job ends: its status, and the line that says why."""
+
+    victim: str
+    number: signal.Signals
+    status: int
+    line: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.victim}-{self.number.name}"
+
+
+STILL = r"StandsStill: \w+: {}.*has been stopped by a signal for \d+ s"
+FAULTS = (
+    Fault("driver", signal.SIGKILL, -9, ""),
+    Fault("driver", signal.SIGTERM, 143, r"stopped by SIGTERM: saved at step \d+; started again, the run goes on"),
+    Fault("driver", signal.SIGHUP, 129, r"stopped by SIGHUP: saved at step \d+; started again, the run goes on"),
+    Fault("driver", signal.SIGINT, 130, r"interrupted"),
+    Fault("rank", signal.SIGKILL, 1, r"WorkerDied: \w+: rank \d died"),
+    Fault("rank", signal.SIGSTOP, 1, STILL.format(r"(rank \d: )?ray::ModelWorker")),
+    Fault("actor", signal.SIGKILL, 1, r"(WorkerDied|EngineDead): .*engine 0"),
+    Fault("actor", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
+    Fault("core", signal.SIGKILL, 1, r"EngineDead: .*engine 0"),
+    Fault("core", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
+    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's gcs_server has ended"),
+    Fault("gcs_server", signal.SIGSTOP, 1, STILL.format(r".*gcs_server")),
+    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's raylet has ended|WorkerDied: "),
+)
+
+
+def chosen() -> list[tuple[str, Fault, Phase]]:
+    """Each fault in two phases with one rank, and in one with two; over all of them, each phase as often as any other."""
+    random = np.random.default_rng(SEED)
+    cases = [(layout, fault) for layout, times in (("one", 2), ("tp2", 1)) for fault in FAULTS for _ in range(times)]
+    phases: list[Phase] = []
+    while len(phases) < len(cases):
+        phases += [PHASES[n] for n in random.permutation(len(PHASES))]
+    return [(layout, fault, phase) for (layout, fault), phase in zip(cases, phases, strict=False)]
+
+
+@pytest.fixture(scope="module")
+def straight(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Job]:
+    """The runs that nothing happens to."""
+    if not long:
+        pytest.skip("a command of its own: --long")
+    runs = tmp_path_factory.mktemp("straight")
+    return {name: lab.run(Job(runs / name, tiny_model, (*EVERYTHING, *layout))) for name, layout in LAYOUTS.items()}
+
+
+def pid_of(job: Job, victim: str, processes: Processes) -> int:
+    if victim == "driver":
+        return job.process.pid
+    if victim in ("rank", "actor", "core"):
+        return int(getattr(processes, victim))
+    [pid] = [pid for pid in job.pids() if Path(title(pid).split("\0")[0]).name == victim]
+    return pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "fault", "phase"), chosen(), ids=lambda part: getattr(part, "name", part))
+def test_a_signal_to_any_process(
+    layout: str, fault: Fault, phase: Phase, lab: Lab, straight: dict[str, Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")).start()
+    try:
+        job.wait_for("the engine", lambda: "sync ..." in job.text())
+        processes = Processes.of(job, int(random.integers(2)) if layout == "tp2" else 0)
+        pid = pid_of(job, fault.victim, processes)
+        step = int(random.integers(2, 8))
+        job.wait_for(f"step {step}", lambda: done(job) >= step - 1, pause_s=0.02)
+        job.wait_for(phase, lambda: phase in processes.phases(), pause_s=0.002)
+        os.kill(pid, fault.number)
+        begun = time.monotonic()
+        assert job.finish(LIMIT_S) == fault.status, job.text()[-3000:]
+        seconds = time.monotonic() - begun
+        assert job.gone()
+    finally:
+        job.kill()
+    last = [line for line in job.text().splitlines() if line.startswith("megarl: ")][-1:]
+    assert re.search(fault.line, "".join(last)), job.text()[-3000:]
+    print(f"{layout}: {fault.name} in {phase}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
+    lab.run(job)
+    assert_same(job, straight[layout], "model", "critic")
