@@ -33,11 +33,11 @@ def tool(*arguments: str) -> Make:
 
 
 def step_of(make: Make, *before: str) -> Make:
-    """The step directory that `make` leaves, as an argument."""
+    """Arguments, the step directory that `make` leaves, a directory that is not there."""
 
     def made(room: Room) -> list[str]:
         make(Room(room.here, room.model, "train"))
-        return [*before, str(room.here / "steps" / "step_000001"), str(room.here / "hf")][: 1 if not before else None]
+        return [*before, str(room.here / "steps" / "step_000001"), str(room.here / "hf")]
 
     return made
 
