@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megarl.config import TrainConfig, dump, load
 from megarl.config.yaml_text import read, write
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "rl.yaml"
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,9 @@ def test_what_is_written_every_reader_reads() -> None:
         **{text: 1 for text in texts},
     }
     assert read(write(tree)) == tree == yaml.safe_load(write(tree))
+
+
+def test_the_config_yaml_of_a_run_is_a_configuration(tmp_path: Path) -> None:
+    config = load(EXAMPLE, ["optimizer.lr=1e-6", "name='010'"], TrainConfig)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml", [], TrainConfig) == config
