@@ -13,8 +13,10 @@ from typing import Any
 
 from megarl import termination
 from megarl.imports import find, uncollected
+from megarl.stdout import say
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
+MOST_SHOWN = 1500  # characters of a line, which may quote what was given
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
         work = find(verb.check if check else verb.run)
     work(config)
     if check:
-        print(f"megarl: {path} passes every check")
+        say(f"megarl: {path} passes every check")
     return 0
 
 
@@ -120,7 +122,7 @@ def _guarded(call: Callable[[], int]) -> int:
         return call()
     except ConfigError as error:
         for line in str(error).splitlines():
-            print(f"megarl: error: {line}", file=sys.stderr)
+            print(f"megarl: error: {line:.{MOST_SHOWN}}", file=sys.stderr)
         return FAULT
     except Exception as error:
         if not isinstance(error, Stopped):

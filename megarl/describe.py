@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from megarl.cli import VERBS
 from megarl.config import RunSettings
 from megarl.errors import ConfigError, hint
 from megarl.imports import find
+from megarl.stdout import say
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one."""
@@ -150,10 +149,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--schema is of the whole file: leave KEY out")
     root: Any = find(VERBS[given.verb].config)
     text = json.dumps(schema(root), indent=2) if given.schema else "\n".join(show(_below(keys(root), given.key, given.verb)))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+    say(text)
     return 0
 
 

@@ -170,7 +170,10 @@ def test_faulty_files_are_refused(load: Load, tmp_path: Path) -> None:
 
 
 def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    kept, tokenizer.chat_template = tokenizer.chat_template, "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x"
+    kept, tokenizer.chat_template = (
+        tokenizer.chat_template,
+        "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}",
+    )
     try:
         with pytest.raises(ConfigError, match=r"a\.jsonl:2: the model's chat template refuses the prompt: one only$"):
             load(write(tmp_path / "a.jsonl", ROW, {**ROW, "prompt": MESSAGES}))

@@ -39,7 +39,7 @@ class Loss:
 class PolicyAlgorithm(BaseModel):
     """A policy-gradient algorithm: rewards to advantages, and a loss per token."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     aggregation: ClassVar[Aggregation]  # how the tokens' losses become one number; the paper's
     min_group: ClassVar[int] = 1  # fewest responses to a prompt that give it a signal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _Correction(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for each sequence."""

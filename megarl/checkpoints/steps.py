@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError
+from megarl.strict_json import read_json
 
 CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
@@ -26,8 +29,16 @@ COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl ne
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{6,})")
 _UNFINISHED = re.compile(r"step_(\d{6,})\.(partial|replaced|deleted)")
+_MANIFEST_BYTES = 256 << 20
 _THREADS = 8  # that hash files; SHA-256 leaves Python's lock
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
+
+
+def _have_optimizers(models: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    for name, model in models.items():
+        if not isinstance(model.get("optimizer", ""), Mapping | None):
+            raise ValueError(f"{name} does not say what its optimizer is")
+    return models
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,16 @@ class Manifest:
     world: int  # ranks
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
-    models: Mapping[str, Mapping[str, Any]]  # by name: what the ranks need to know of each
+    models: Annotated[Mapping[str, Mapping[str, Any]], AfterValidator(_have_optimizers)]  # by name: what the ranks need to know of each
     files: Mapping[str, FileRecord]  # by path inside the directory; all but the manifest
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(record.size for record in self.files.values())
+
+
+_KINDS = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
@@ -186,21 +200,26 @@ def _extra(name: str, file: Path) -> str:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a step directory. Raises ConfigError where it is not whole."""
     try:
-        given = json.loads((path / MANIFEST).read_bytes())
+        given = read_json(path / MANIFEST, _MANIFEST_BYTES)
         content = given["content"]
         if hashlib.sha256(_canonical(content).encode()).hexdigest() != given["sha256"]:
             raise ConfigError(f"{MANIFEST}: flipped: its SHA-256 is not its own")
         if content.pop("format") != FORMAT:
             raise ConfigError(f"{MANIFEST}: of another format than {FORMAT}")
-        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        if outside := [name for name in files if os.path.normpath(name) != name or name.startswith(("/", ".."))]:
+        manifest = _KINDS.validate_json(json.dumps(content), strict=True)
+        if outside := [name for name in manifest.files if os.path.normpath(name) != name or name.startswith(("/", ".."))]:
             raise ConfigError(f"{MANIFEST}: names {outside[0]!r}, which is not inside the directory")
-        return Manifest(**content, files=files)
-    except FileNotFoundError:
-        raise ConfigError(f"{MANIFEST}: missing") from None
+        return manifest
+    except FileNotFoundError as error:
+        raise ConfigError(f"{MANIFEST}: {error.strerror}") from None
     except OSError as error:
         raise ConfigError(f"{MANIFEST}: unreadable: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ConfigError(
+            f"{MANIFEST}: damaged: {'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r:.200})"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{MANIFEST}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from None

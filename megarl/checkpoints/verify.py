@@ -8,15 +8,19 @@ from pathlib import Path
 
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, is_step, listing, verify
 from megarl.errors import ConfigError
+from megarl.paths import nameable
+from megarl.stdout import say
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the table. Returns 1 where a finished step directory is damaged, else 0. Raises ConfigError where there is none at all."""
     top = argparse.ArgumentParser(prog="megarl verify", description="Compares every file of step directories with their manifests.")
     top.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run, its checkpoints, or one step directory")
-    entries = _entries(top.parse_args(arguments).directory)
-    for line in table(entries):
-        print(line)
+    try:
+        entries = _entries(nameable(top.parse_args(arguments).directory))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error) if isinstance(error, ConfigError) else f"verify: {error}") from None
+    say(*table(entries))
     return 1 if any(entry.finished and entry.faults for entry in entries) else 0
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
-from megarl.config.section import Section
+from megarl.config.section import Place, Section
 
 
 class ReasoningGymSource(Section):
@@ -20,7 +19,7 @@ class ReasoningGymSource(Section):
     """Parameters of that data set."""
     seed: NonNegativeInt
     """Seed of the items."""
-    items: PositiveInt
+    items: Annotated[int, Field(gt=0, le=1_000_000)]
     """How many items are drawn."""
     exclude: ReasoningGymSource | None = None
     """Questions of this other source, which has the same keys, are left out (by text)."""
@@ -30,12 +29,12 @@ class FileSource(Section):
     """A .jsonl or .parquet file in the column layout of DAPO and verl: `prompt` (text or chat messages), `reward_model.ground_truth`."""
 
     type: Literal["file"] = "file"
-    path: Path
+    path: Place
     """The file."""
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
-    """Column of the answer; a dot looks inside dictionaries."""
+    """Column of the answer, a text or a number; a dot looks inside dictionaries."""
 
 
 PromptSource = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
@@ -65,7 +64,7 @@ class ConversationSource(Section):
     """A .jsonl or .parquet file of conversations, lists of chat messages. The assistant's messages are learned, the others only read."""
 
     type: Literal["conversations"] = "conversations"
-    path: Path
+    path: Place
     """The file."""
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
@@ -92,7 +91,7 @@ class PreferenceSource(Section):
     """
 
     type: Literal["file"] = "file"
-    path: Path
+    path: Place
     """The file."""
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from megarl.config import yaml_text
 from megarl.config.run import RunSettings
 from megarl.errors import ConfigError, hint
 
 Root = TypeVar("Root", bound=RunSettings)
+MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files under each other; lines of a refusal; characters of what was given
+MOST_FLOAT = 3.4028235e38  # float32's
 
 
 def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
@@ -32,45 +35,50 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
     for override in overrides:
         _apply(tree, override)
     try:
-        return root.model_validate(tree)
+        # As JSON, of which a strict model takes no number for a boolean and no text for a number, but a text for a path.
+        config = root.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(fault, root) for fault in error.errors())) from None
+        lines = [_line(fault, root) for fault in error.errors()[:MOST_FAULTS]]
+        if error.error_count() > MOST_FAULTS:
+            lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further faults")
+        raise ConfigError("\n".join(lines)) from None
+    _check_numbers(tree, "")
+    return config
 
 
 def dump(config: RunSettings) -> str:
     """The resolved tree as YAML, defaults included."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml_text.write(config.model_dump(mode="json"))
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a file laid over that of its `base`. `above`: the files that led here."""
-    if not path.is_file():
-        raise ConfigError(f"base: no such file: {path} (named in {above[-1]})" if above else f"config: no such file: {path}")
-    if path.resolve() in [file.resolve() for file in above]:
-        raise ConfigError(f"base: {path} leads back to itself")
+    kind, named = ("base", f" (named in {above[-1]})") if above else ("config", "")
+    key = f"{kind}: {path}{named}"
+    if len(above) > MOST_BASES:
+        raise ConfigError(f"base: {above[0]} lies over more than {MOST_BASES} files")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        if not path.is_file():
+            raise ConfigError(f"{kind}: no such file: {path}{named}")
+        if path.resolve() in [file.resolve() for file in above]:
+            raise ConfigError(f"base: {path} leads back to itself")
+        if (size := path.stat().st_size) > yaml_text.MOST_BYTES:
+            raise ConfigError(f"{key} has {size:,} bytes, more than {yaml_text.MOST_BYTES:,}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:  # a name of 300 characters, for one
+        raise ConfigError(f"{key}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config: {path} is not UTF-8: byte {error.start}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{key} is not UTF-8: byte {error.start}") from None
+    try:
+        tree = yaml_text.read(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key} is not YAML as it is read here: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"config: {path} must hold a mapping, not {type(tree).__name__}")
+        raise ConfigError(f"{key} must hold a mapping, not {type(tree).__name__}")
     base = tree.pop("base", None)
-    return tree if base is None else _laid_over(_read(path.parent / str(base), (*above, path)), tree)
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{key}: base must be a file's name, not {base!r:.{MOST_SHOWN}}")
+    return tree if base is None else _laid_over(_read(path.parent / base, (*above, path)), tree)
 
 
 def _laid_over(base: Any, tree: Any) -> Any:
@@ -82,18 +90,31 @@ def _laid_over(base: Any, tree: Any) -> Any:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r}: expected key.subkey=value")
+        raise ConfigError(f"override {override!r:.{MOST_SHOWN}}: expected key.subkey=value")
     *parents, last = key.split(".")
+    if len(parents) >= yaml_text.MOST_LEVELS:
+        raise ConfigError(f"override {override!r:.{MOST_SHOWN}}: more than {yaml_text.MOST_LEVELS} levels")
     node = tree
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{key}: {parent} is a value ({child!r}), not a section")
+            raise ConfigError(f"{key}: {parent} is a value ({child!r:.{MOST_SHOWN}}), not a section")
         node = child
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{key}: {text!r} is not a YAML value") from None
+        node[last] = yaml_text.read(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {text!r:.{MOST_SHOWN}} is not a YAML value as it is read here: {error}") from None
+
+
+def _check_numbers(value: Any, key: str) -> None:
+    """ConfigError for a number that no device holds, wherever it stands."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, float) and not abs(value) <= MOST_FLOAT:
+        raise ConfigError(f"{key}: {value:g} is not finite in float32")
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ConfigError(f"{key}: an integer of {value.bit_length()} bits, more than 63")
 
 
 def _line(fault: Any, root: type[BaseModel]) -> str:
@@ -110,7 +131,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys
-    return f"{key}: {message} (got {fault['input']!r})"
+    return f"{key}: {message} (got {fault['input']!r:.{MOST_SHOWN}})"
 
 
 def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megarl.config.section import Beta, Fraction, Section
+from megarl.config.section import Beta, Fraction, Place, Section
 
 
 class ModelSettings(Section):
     """Which weights, in which precision."""
 
-    path: Path
+    path: Place
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
-    weights: Path | None = None
+    weights: Place | None = None
     """A step directory of `megarl convert` or of a run: its policy's weights are trained instead of those in `path`."""
-    base: Path | None = None
+    base: Place | None = None
     """`megarl train` also evaluates these weights (of the same shape), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations; the optimizer keeps float32 main weights."""
@@ -34,7 +33,7 @@ class ModelSettings(Section):
 class Layout(Section):
     """How the model ranks share one model. The data-parallel size is what is left: ranks / (tp * pp * cp)."""
 
-    ranks: PositiveInt = 1
+    ranks: Annotated[int, Field(gt=0, le=1 << 20)] = 1
     """Processes that hold the model together."""
     tp: PositiveInt = 1
     """Tensor parallel size; sequence parallelism goes with it whenever tp > 1."""
@@ -104,7 +103,7 @@ class RewardModelOptimizer(OptimizerSettings):
 class CriticSettings(Section):
     """The value model of the value-based algorithms: the policy's architecture with a scalar head."""
 
-    path: Path | None = None
+    path: Place | None = None
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator
 
 from megarl.config.sandbox import SandboxSettings
-from megarl.config.section import EnvironmentVariable, Fraction, Seconds, Section
+from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section
 
 
 class ReasoningGymReward(Section):
@@ -48,9 +47,9 @@ class HttpReward(Section):
     """Most responses in one request."""
     timeout_s: Seconds = 30.0
     """Longest time of one request with its answer."""
-    attempts: PositiveInt = 5
+    attempts: Annotated[int, Field(gt=0, le=1_000_000)] = 5
     """Attempts of one request."""
-    backoff_s: Annotated[float, Field(ge=0)] = 1.0
+    backoff_s: Annotated[float, Field(ge=0, le=86_400)] = 1.0
     """Pause before the second attempt; twice as long before each further one, 30 s at most."""
     deadline_s: Seconds = 300.0
     """Longest time for all responses of a step, further attempts included."""
@@ -61,6 +60,7 @@ class HttpReward(Section):
         place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
         if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
             raise ValueError(f"{url!r} is no http:// or https:// address")
+        place.hostname.encode("idna")  # ValueError for one that no name server has
         if place.username is not None or place.password is not None:
             raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
         return url
@@ -70,7 +70,7 @@ class ModelReward(Section):
     """A reward model on Megatron ranks (`megarl rm` trains one): its score of the response's last token."""
 
     type: Literal["reward_model"] = "reward_model"
-    path: Path
+    path: Place
     """A Hugging Face directory in the layout of sequence classification, with the policy's tokenizer."""
     unfinished: float | None = None
     """What a response cut by the length limit scores; null: what the model says of it."""
@@ -116,7 +116,7 @@ class RewardSettings(Section):
     """A response cut by the length limit scores 0."""
     timeout_s: Seconds = 10.0
     """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
-    workers: PositiveInt = 1
+    workers: Annotated[int, Field(gt=0, le=4096)] = 1
     """Scoring processes, or connections to a server."""
     sandbox: SandboxSettings = SandboxSettings()
     """What a scoring process may do."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.config.section import Seconds, Section
+from megarl.config.section import Megabytes, Seconds, Section
 
 
 class VllmSettings(Section):
@@ -20,11 +20,11 @@ class RolloutSettings(Section):
 
     engine: VllmSettings = VllmSettings()
     """The engine that samples."""
-    replicas: PositiveInt = 1
+    replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Engines; the prompts are dealt out to them."""
     tp: PositiveInt = 1
     """Tensor parallel size inside one engine."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are those at this temperature."""
@@ -34,7 +34,7 @@ class RolloutSettings(Section):
     """Longest response, its end token included."""
     max_num_seqs: PositiveInt = 256
     """Sequences that an engine decodes together."""
-    kv_cache_mb: PositiveInt | None = None
+    kv_cache_mb: Megabytes | None = None
     """Size of the KV cache: CPU engines need it, GPU engines use gpu_memory_fraction."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
@@ -49,7 +49,7 @@ class SyncSettings(Section):
 
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
     """nccl and gloo send over a process group; shm and cuda_ipc share memory on one machine."""
-    bucket_mb: PositiveInt = 256
+    bucket_mb: Megabytes = 256
     """Tensors are sent in buckets of at most this size (or one tensor)."""
     verify: bool = True
     """Fingerprint every tensor that the engines hold after each sync."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.config.model import Layout, ModelSettings
-from megarl.config.section import Seconds, Section, Seed
+from megarl.config.section import Megabytes, Place, Seconds, Section, Seed
+from megarl.paths import nameable
 
 
 class CheckpointSettings(Section):
@@ -22,7 +23,7 @@ class CheckpointSettings(Section):
     """Also keep those of every so many steps; 0: no others."""
     asynchronous: bool = True
     """Write in the background, while the next steps go on."""
-    staging_mb: PositiveInt = 8192
+    staging_mb: Megabytes = 8192
     """Host memory of a rank for tensors on their way to the disk; what exceeds it is waited for."""
     on_failure: Literal["stop", "continue"] = "stop"
     """When a save fails: end the run, or raise an alarm and go on."""
@@ -39,7 +40,7 @@ class ClusterSettings(Section):
     """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
     gpus: bool = True
     """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
-    object_store_mb: Annotated[int, Field(ge=80)] = 200
+    object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
     """Size of Ray's object store; Ray needs 75 MB."""
     start_timeout_s: Seconds = 300.0
     """Longest time for Ray, ranks and engines to start."""
@@ -69,9 +70,9 @@ class RunSettings(Section):
 
     leaves: ClassVar[tuple[str, ...]] = ()  # files of its own in the run's directory
 
-    name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$"), AfterValidator(lambda name: str(nameable(Path(name))))]
     """The run's directory, as a path below run_dir."""
-    run_dir: Path = Path("runs")
+    run_dir: Place = Path("runs")
     """Where all runs are."""
     seed: Seed = 1
     """Seed of everything random but what data sources draw with seeds of their own."""

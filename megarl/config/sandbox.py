@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.section import EnvironmentVariable, Section
+from megarl.config.section import EnvironmentVariable, Place, Section
 
 
 class SandboxSettings(Section):
@@ -19,7 +18,7 @@ class SandboxSettings(Section):
     """Most address space of one process."""
     network: bool = False
     """Let a function of your own reach the network, and with it every service that trusts this machine."""
-    readable: list[Path] = []
+    readable: list[Place] = []
     """Files and directories that a function of your own reads, beside its code."""
     env: list[EnvironmentVariable] = []
     """Environment variables that it is given."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from megarl.paths import nameable
 
 
 class Section(BaseModel):
@@ -13,8 +16,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+Place = Annotated[Path, AfterValidator(nameable)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Megabytes = Annotated[int, Field(gt=0, le=1 << 30)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year at most: the clock's own functions refuse 1e300
 EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
+from megarl.paths import nameable
+from megarl.stdout import say
 
 if TYPE_CHECKING:
     from megarl.convert.conversion_directory import ConversionDirectory
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from megarl.convert.plan import Item
 
 GB = 1_000_000_000
+MOST_SHARD = 1 << 50  # bytes
+MOST_PARTS = 4096  # of --tp, --etp, --workers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +68,13 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("tp", "etp", "workers"):
         if getattr(given, name, 1) < 1:
             raise ConfigError(f"convert: --{name} {getattr(given, name)} is below 1")
+        if getattr(given, name, 1) > MOST_PARTS:
+            raise ConfigError(f"convert: --{name} {getattr(given, name)} is more than {MOST_PARTS}")
+    for path in (given.source, given.out, getattr(given, "like", None)):
+        try:
+            nameable(path or Path())
+        except ValueError as error:
+            raise ConfigError(f"convert: {error}") from None
     import torch
 
     torch.set_num_threads(1)
@@ -99,13 +110,11 @@ def _to_hf(given: argparse.Namespace) -> int:
     from megarl.convert import to_hf
 
     step = to_hf.find_step(given.source)
-    size = int(given.shard_gb * GB)
-    if size < 1:
+    if not 1 <= given.shard_gb * GB <= MOST_SHARD:
         raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is no size of a file")
-    conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=size)
+    conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
     if given.plan:
-        for line in summary(conversion.items, len(conversion.units)):
-            print(line)
+        say(*summary(conversion.items, len(conversion.units)))
         return 0
     return _run(conversion, to_hf.conversion_directory(given.out), given.workers)
 
@@ -115,11 +124,11 @@ def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -
 
     begun = time.perf_counter()
     if not run(conversion, directory, workers):
-        print(f"megarl: {directory.final}: other processes still hold the rest")
+        say(f"megarl: {directory.final}: other processes still hold the rest")
         return 1
     seconds, size = time.perf_counter() - begun, sum(item.size for item in conversion.items)
     speed = f"{size / GB:.3f} GB in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s"
-    print(f"megarl: {directory.final}: {len(conversion.items)} parameters, {speed}")
+    say(f"megarl: {directory.final}: {len(conversion.items)} parameters, {speed}")
     return 0
 
 
@@ -142,8 +151,7 @@ def _plan(given: argparse.Namespace) -> int:
         items, units = conversion.items, len(conversion.units)
     else:
         items, units = planned(directory, given.head, given.dtype, given.tp, given.etp)
-    for line in summary(items, units, given.tp, given.etp):
-        print(line)
+    say(*summary(items, units, given.tp, given.etp))
     return 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.config import ConfigError, ConversationSource
 from megarl.data.files import at, read_rows
 from megarl.data.prompts import Prompt, checked
-from megarl.data.tokenizer import Message, encode, first_line, render_chats
+from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,8 @@ def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_
     Raises:
         ConfigError: starting with `key`, for one that is longer.
     """
+    for prompt in prompts:
+        check_size(tokenizer, prompt.answer, max_tokens, f"{key}: the response to prompt {prompt.id}", "sft.max_tokens")
     answers = encode(tokenizer, [prompt.answer for prompt in prompts], special=False)
     return [
         ended(prompt, answer, tokenizer.eos_token_id, max_tokens, f"{key}: prompt {prompt.id} and its response", "sft.max_tokens")
@@ -89,6 +91,7 @@ def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenize
     """
     if not tokenizer.chat_template:
         raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")
+    check_template(tokenizer, "data.chat")
     rows = (
         (place, _messages(at(row, source.messages_key, place, f"{key}.messages_key"), place)) for place, row in read_rows(source.path, key)
     )
@@ -115,6 +118,8 @@ def _messages(value: Any, place: str) -> list[Message]:
 
 def _tokenised(chunk: Sequence[tuple[str, list[Message]]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Conversation]:
     turns = [list(_turns(messages, tokenizer, place)) for place, messages in chunk]
+    for (place, _), pairs in zip(chunk, turns, strict=True):
+        check_size(tokenizer, "".join(map("".join, pairs)), max_tokens, f"{place}: the conversation", "sft.max_tokens")
     texts = iter(encode(tokenizer, [text for pairs in turns for pair in pairs for text in pair], special=False))
     made = []
     for (place, _), pairs in zip(chunk, turns, strict=True):

@@ -2,19 +2,22 @@
 
     {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
 
-`prompt` may also be a text.
+`prompt` may also be a text, `ground_truth` a number.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, FileSource
+from megarl.strict_json import parse_json
 
 BATCH = 4096  # Parquet rows in memory at a time
+MOST_BYTES = 64 << 20  # of a line
 
 
 def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
@@ -25,9 +28,18 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
     for place, row in read_rows(source.path, key):
         prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
         answer = at(row, source.answer_key, place, f"{key}.answer_key")
-        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        text = _answer(answer, place, source.answer_key)
         used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
         yield place, prompt, text, {name: value for name, value in row.items() if name not in used}
+
+
+def _answer(value: Any, place: str, name: str) -> str:
+    """The text of an answer; a number's is that of JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{place}: {name} must be a text or a finite number, not {value!r:.80}")
+    return repr(value)
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -43,11 +55,13 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 1), b""), 1):
+            if len(line) > MOST_BYTES:
+                raise ConfigError(f"{key}: {path}:{number}: a line of more than {MOST_BYTES:,} bytes")
             if not line.strip():
                 raise ConfigError(f"{key}: {path}:{number}: empty line")
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:  # not JSON, or not UTF-8
                 raise ConfigError(f"{key}: {path}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict):
@@ -66,7 +80,7 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {error}") from None
 
 

@@ -19,7 +19,10 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
     if source.exclude is not None:
         excluded = {entry["question"] for entry in read_gym(source.exclude, f"{key}.exclude")[0]}
     dataset = _make(source, key)
-    entries = [dataset[index] for index in range(source.items)]
+    try:
+        entries = [dataset[index] for index in range(source.items)]
+    except Exception as error:  # reasoning-gym looks at few of its parameters before it draws
+        raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
     kept = [entry for entry in entries if entry["question"] not in excluded]
     return kept, len(entries) - len(kept)
 
@@ -38,5 +41,5 @@ def _make(source: ReasoningGymSource, key: str) -> Any:
             raise ConfigError(f"{key}.params.{name}: {source.dataset} has no such parameter ({', '.join(sorted(known))})")
     try:
         return create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
-    except (AssertionError, ValueError, TypeError) as error:
+    except Exception as error:
         raise ConfigError(f"{key}.params: {source.dataset} refuses {source.params}: {error}") from None

@@ -11,7 +11,7 @@ from megarl.config import ConfigError, PreferenceData, PreferenceSource
 from megarl.data.conversations import Conversation, ended
 from megarl.data.files import at, find, read_rows
 from megarl.data.prompts import Prompt, Row, checked, tokenised
-from megarl.data.tokenizer import Message, encode
+from megarl.data.tokenizer import Message, check_size, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,9 @@ def load_preferences(
     preferences = []
     for first in range(0, len(pairs), CHUNK):
         chunk = pairs[first : first + CHUNK]
+        for pair in chunk:
+            for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                check_size(tokenizer, text, max_tokens, f"{pair.place}: {name}", limit_key)
         responses = encode(tokenizer, [text for pair in chunk for text in (pair.chosen, pair.rejected)], special=False)
         for pair, chosen, rejected in zip(chunk, responses[0::2], responses[1::2], strict=True):
             if chosen == rejected:

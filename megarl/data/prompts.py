@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import ConfigError, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
-from megarl.data.tokenizer import Message, encode, first_line, render_chats
+from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,11 +89,15 @@ def tokenised(
     section = key.rpartition(".")[0]
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")
-    if not chat and "{prompt}" not in template:
+    if chat:
+        check_template(tokenizer, f"{section}.chat")
+    elif "{prompt}" not in template:
         raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
     prompts: list[Prompt] = []
     while chunk := list(islice(rows, CHUNK)):
         texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        for row, text in zip(chunk, texts, strict=True):
+            check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
             if not tokens:
                 raise ConfigError(f"{row.place}: the prompt has no token")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]  # of a chat: role and content
+_PROBE = "f7Zq0-prompt"  # no template has it
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory."""
+    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory, or none that
+    has an end token."""
+    tokenizer = _load(path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token, which ends each response")
+    return tokenizer
+
+
+def _load(path: Path) -> PreTrainedTokenizerBase:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without a single token
         raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
@@ -34,7 +44,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain ones
         raise ConfigError(f"model.path: no usable tokenizer in {path}: {first_line(error)}") from None
 
 
@@ -82,6 +92,28 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Messag
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Tokens of each text. `special` adds what the tokenizer puts around a raw text (a rendered chat already has it)."""
     return tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """ConfigError, starting with `key`, where the chat template leaves out what the user says. One that raises is left to the prompts."""
+    try:
+        [said] = render_chats(tokenizer, [[{"role": "user", "content": _PROBE}]])
+    except Exception:  # a template may raise anything, and may want more than one message
+        return
+    if _PROBE not in said:
+        raise ConfigError(f"{key}: the model's chat template leaves the prompt out: it renders {_PROBE!r} as {said!r:.200}")
+
+
+def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:
+    """ConfigError, starting with `place`, where a text has more characters than `most` tokens hold: tokenising it could take for ever."""
+    longest = _longest_token(tokenizer)
+    if len(text) > most * longest:
+        raise ConfigError(f"{place}: {len(text):,} characters are more than {limit_key}={most} tokens of at most {longest}")
+
+
+@lru_cache(maxsize=8)
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, finished: bool) -> str:

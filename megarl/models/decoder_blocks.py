@@ -16,6 +16,7 @@ from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's, Hugging Face's
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
+_MOST = (1 << 31) - 1  # of any number: Megatron and CUDA count with 32 bits
 
 
 # --- config.json ---
@@ -26,7 +27,9 @@ def number(hf: Mapping[str, Any], key: str) -> int:
     if key not in hf:
         raise ConfigError(f"model.path: config.json lacks {key}")
     if type(hf[key]) is not int or hf[key] < 1:
-        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is no positive integer")
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is no positive integer")
+    if hf[key] > _MOST:
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]:.3g} is more than {_MOST}")
     return hf[key]
 
 
@@ -235,6 +238,14 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
     }
 
 
+def _chosen(hf: Mapping[str, Any], n: Sizes) -> int:
+    """Experts that a token is sent to. Raises ConfigError where there are fewer."""
+    topk = number(hf, "num_experts_per_tok")
+    if topk > n.experts:
+        raise ConfigError(f"model.path: config.json's num_experts_per_tok={topk} is more than its {n.experts} experts")
+    return topk
+
+
 def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict[str, Any]:
     """Fields of a router that chooses by softmax.
 
@@ -246,7 +257,7 @@ def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict
     return {
         "num_moe_experts": n.experts,
         "moe_ffn_hidden_size": n.expert_ffn,
-        "moe_router_topk": number(hf, "num_experts_per_tok"),
+        "moe_router_topk": _chosen(hf, n),
         "moe_router_pre_softmax": not normalized,
         "moe_router_score_function": "softmax",
     }
@@ -263,7 +274,7 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
     Raises:
         ConfigError: Megatron's router would choose other experts.
     """
-    topk, groups, chosen = number(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
+    topk, groups, chosen = _chosen(hf, n), hf.get("n_group") or 1, hf.get("topk_group") or 1
     if topk == 1 or not hf.get("norm_topk_prob", True):
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
     if n.experts % groups or chosen > groups:

@@ -10,10 +10,13 @@ from typing import Any
 from megarl.config import ConfigError, Layout
 from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
+from megarl.models.decoder_blocks import number
 from megarl.models.weight_map import Family, HeadKind
 
 _MODULES = (qwen3_moe, qwen3, qwen2, llama, phi3, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
+# config.json's model_type, by which transformers and vLLM choose their code: the name of the family's file.
+_MODEL_TYPES = {head.architecture: module.__name__.rpartition(".")[2] for module in _MODULES for head in module.FAMILY.heads.values()}
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}
 
@@ -54,6 +57,7 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
     family = family_of(config)
     _check_head(path, config, family, head)
     family.fields(config)
+    _check_identity(path, config, family)
     expected, held, architecture = family.expected(config), directory.inventory(path), config["architectures"][0]
     missing = [name for name in expected if name not in held]
     if missing:
@@ -88,6 +92,19 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
             )
         if labels != 1:
             raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model has 1")
+
+
+def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
+    """ConfigError where other programs would take the model for another one, or wait for an end token that there is not."""
+    architecture, vocab = config["architectures"][0], family.sizes(config).vocab
+    given, own = config.get("model_type"), _MODEL_TYPES[architecture]
+    if given != own:
+        raise ConfigError(f"model.path: {path}: config.json's model_type={given!r:.200} is not {architecture}'s, {own!r}")
+    number(config, "max_position_embeddings")
+    ends = config.get("eos_token_id")
+    for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        if token >= vocab:
+            raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is no token of vocab_size={vocab}")
 
 
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:

@@ -13,21 +13,24 @@ import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError
+from megarl.errors import ConfigError
+from megarl.models.config_json import check_kinds
+from megarl.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
 RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
 SHARD_BYTES = 4 << 30  # the largest file that `CheckpointWriter` makes (one larger tensor makes a larger file)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
+_JSON_LIMIT = 256 << 20  # bytes; an index has some 100 a tensor
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
 _ITEM_SIZES = {
     **dict.fromkeys(("F64", "I64"), 8),
@@ -64,6 +67,9 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _json_object(path / CONFIG)
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])
+    check_kinds(config, CONFIG)
+    if (path / GENERATION).is_file():  # the engine reads it, too
+        check_kinds(_json_object(path / GENERATION), GENERATION)
     return config
 
 
@@ -232,9 +238,10 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise ConfigError(f"model.path: {path / INDEX} has no weight_map of file names")
     headers: dict[str, dict[str, TensorInfo]] = {}
+    files = {file.name for file in path.iterdir() if file.is_file()}
     for file in sorted(set(placed.values())):
-        if Path(file).name != file or not (path / file).is_file():
-            raise ConfigError(f"model.path: {path / INDEX} names {file!r}, which is no file of the directory")
+        if file not in files:
+            raise ConfigError(f"model.path: {path / INDEX} names {file!r:.300}, which is no file of the directory")
         headers[file] = header(path / file)
     for name, file in placed.items():
         if name not in headers[file]:
@@ -252,21 +259,12 @@ def header(file: Path) -> dict[str, TensorInfo]:
             raise ConfigError(f"model.path: {file} is no safetensors file: {size} bytes, header of {length}")
         raw = stream.read(length)
     try:
-        found = json.loads(raw, object_pairs_hook=partial(_once, file))
-    except ConfigError:
-        raise
-    except ValueError:
-        found = None
+        found = parse_json(raw)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object")
     return {name: _entry(file, name, entry, 8 + length, size) for name, entry in found.items() if name != "__metadata__"}
-
-
-def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"model.path: {file}: its header has {next(name for name in names if names.count(name) > 1)} twice")
-    return dict(pairs)
 
 
 def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInfo:
@@ -277,14 +275,16 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInf
             if sized and 0 <= start <= stop <= room and stop - start == math.prod(shape) * _ITEM_SIZES.get(dtype, -1):
                 return TensorInfo(tuple(shape), dtype, file, data + start)
             raise ConfigError(
-                f"model.path: {file}: {name} is declared as {dtype} {shape} at bytes {start} to {stop} of {room}, which cannot be"
+                f"model.path: {file}: {name} is declared as {dtype} {str(shape):.200} at bytes {start} to {stop} of {room}, which cannot be"
             )
     raise ConfigError(f"model.path: {file}: the header's entry of {name} is broken")
 
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
+        value = read_json(file, _JSON_LIMIT)
+    except OSError as error:
+        raise ConfigError(f"model.path: {file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"model.path: {file} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -18,11 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarl.errors import ConfigError
 from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number a token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of any head's one parameter
+_MOST_PARTS = 1 << 18  # ten times what the largest models have
 Read = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
 
 
@@ -264,6 +266,13 @@ class Sizes:
     expert_ffn: int = 0
     shared_ffn: int = 0  # of the experts that every token takes, together; 0: there is none
     dense: int = 0  # the first layers, which have a dense MLP where the others have experts
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where there are more parts than can be listed."""
+        if self.layers * max(1, self.experts) > _MOST_PARTS:
+            raise ConfigError(
+                f"model.path: config.json has {self.layers} layers of {self.experts} experts, more than {_MOST_PARTS} together"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -33,12 +34,20 @@ SHOWN = (
 SECONDS_BETWEEN_LINES = 1.0  # a log of fast steps stays readable
 
 
+class Screen(RichConsole):
+    """A run goes on where nobody reads what it prints any more (rich would end it)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class Console:
     """Shows step i of N, the phase that runs now, and the last step's numbers."""
 
     def __init__(self, name: str, steps: int, now: Callable[[], tuple[str, float]], rich: RichConsole | None = None) -> None:
         self._name, self._steps, self._now = name, steps, now
-        self._rich = rich or RichConsole(file=sys.stderr, highlight=False)
+        self._rich = rich or Screen(file=sys.stderr, highlight=False)
         self._step = 0
         self._numbers = ""
         self._rate = ""

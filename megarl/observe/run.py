@@ -12,13 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console as RichConsole
-
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
 from megarl.observe import report, summary
 from megarl.observe.alarms import Alarms
-from megarl.observe.console import Console
+from megarl.observe.console import Console, Screen
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
@@ -229,7 +227,7 @@ class Run:
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
-        summary.show(result, RichConsole())
+        summary.show(result, Screen())
 
 
 def _steps(config: RunSettings) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import ConfigError, LogSettings
+from megarl.strict_json import parse_json
 
 
 class Writer(Protocol):
@@ -37,10 +38,16 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, float]]:
-    """The rows that `JsonLines` wrote, non-finite numbers included. A last line cut by a crash is left out."""
+    """The rows that `JsonLines` wrote, non-finite numbers included. A last line cut by a crash is left out.
+
+    Raises ConfigError for a line that it has not written.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        rows.append({name: float(value) for name, value in json.loads(line).items()})
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append({name: float(value) for name, value in parse_json(line).items()})
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"save.resume: {path}:{number}: no row of metrics: {line!r:.80}; restore it, or start anew") from None
     return rows
 
 

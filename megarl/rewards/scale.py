@@ -17,6 +17,7 @@ import numpy as np
 from megarl.errors import ConfigError
 from megarl.models.hf import RANGE_FILE
 from megarl.rewards.score import Score
+from megarl.strict_json import read_json
 
 ROUNDING = 1e-9  # rewards that differ by less than this share of their size are equal
 
@@ -45,7 +46,7 @@ def read_range(model: Path, key: str) -> ScoreRange | None:
     if not path.is_file():
         return None
     try:
-        held = json.loads(path.read_text())
+        held = read_json(path, 1 << 20)
         found = ScoreRange(float(held["lowest"]), float(held["highest"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {path}: {type(error).__name__}: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
 
+LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
 
@@ -55,6 +58,7 @@ class Data:
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
+    check_directory(config)
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
@@ -62,6 +66,14 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     writers.check(config.log)
     check_cluster(config.cluster)
     return hf
+
+
+def check_directory(config: RunSettings) -> None:
+    """ConfigError where the run's directory could not be made, or not be written to."""
+    there = next(path for path in (config.directory, *config.directory.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        key = "name" if config.run_dir.is_dir() else "run_dir"
+        raise ConfigError(f"{key}: {config.directory}: {there} is no directory that can be written to")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -93,7 +105,10 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
 
 
 def check_cluster(settings: ClusterSettings) -> None:
-    """ConfigError where this machine has not the network interface or, for a session of its own, the GPUs."""
+    """ConfigError where this machine has not the files, the network interface or, for a session of its own, the GPUs."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < LEAST_FILES:
+        raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
     if settings.address is not None:
         return
     known = psutil.net_if_addrs()

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn, Protocol
 
-import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
-from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump
+from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
@@ -23,6 +22,35 @@ from megarl.rewards.score import RewardUnavailable
 TRAINER = "trainer.json"
 # Keys of `data` that older supervised runs were saved with; at these values they did nothing.
 RETIRED = {"demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}
+
+
+class _Sampler(BaseModel, extra="allow"):
+    count: int
+
+
+class _Progress(BaseModel, extra="allow"):
+    step: int
+    sampler: _Sampler
+
+
+class _Run(BaseModel, extra="allow"):
+    step: int
+    learned: int
+    metrics_bytes: int
+    pass_rates: dict[str, dict[str, Any]]
+    results: dict[str, dict[str, Any]]
+    whole: dict[str, list[Any]]
+    warnings: dict[str, str]
+
+
+class _Trainer(BaseModel):
+    """TRAINER, as far as it says whether a run may go on from it."""
+
+    verb: str
+    progress: _Progress
+    run: _Run
+    where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
+    config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
 
 
 class State(Protocol):
@@ -76,12 +104,14 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
     if not config.save.resume or not root.is_dir():
         return None
     for step in verified(root, _name):
-        saved = json.loads(step.read(TRAINER))
-        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved["where"].items()}
+        saved = _trainer(step.read(TRAINER), step.path)
+        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved.where.items()}
         if any(found is None for found in steps.values()):
             continue
         _refuse_another(saved, step.path, config, verb, items)
-        return ResumePoint({role: found for role, found in steps.items() if found is not None}, saved["progress"], saved["run"])
+        return ResumePoint(
+            {role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run.model_dump()
+        )
     return None
 
 
@@ -104,18 +134,28 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
         if entry.verified is None:
             continue
         try:
-            saved = json.loads(entry.verified.read(TRAINER))
+            data = entry.verified.read(TRAINER)
         except ConfigError:  # damaged, and passed over when the run starts
             continue
-        _refuse_another(saved, entry.path, config, verb, items)
+        _refuse_another(_trainer(data, entry.path), entry.path, config, verb, items)
         return
 
 
-def _refuse_another(saved: Mapping[str, Any], path: Path, config: TrainingSettings, verb: str, items: int) -> None:
-    differing = compare(resolved(yaml.safe_load(saved["config"]), type(config)), config.model_dump(mode="json"))
-    before = saved["progress"]["sampler"]["count"]
-    if saved["verb"] != verb:
-        differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved['verb']}`, and this is `megarl {verb}`")
+def _trainer(data: bytes, path: Path) -> _Trainer:
+    """The TRAINER of the step directory `path`. ConfigError where it is none."""
+    try:
+        return _Trainer.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ": ".join(filter(None, [str(path / TRAINER), ".".join(map(str, fault["loc"])), fault["msg"]]))
+        raise ConfigError(f"save.resume: {place}") from None
+
+
+def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
+    differing = compare(resolved(saved.config, type(config)), config.model_dump(mode="json"))
+    before = saved.progress.sampler.count
+    if saved.verb != verb:
+        differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
     if before != items:
         differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
     if differing:

@@ -16,7 +16,7 @@ from megarl.batch import Sample
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
-from megarl.data.tokenizer import encode, load_tokenizer
+from megarl.data.tokenizer import check_size, check_template, encode, load_tokenizer
 from megarl.rewards.http import token_of
 from megarl.rewards.server import Server
 from megarl.stages.checks import check_model, check_trained_head
@@ -56,6 +56,8 @@ class Service:
             )
         limit, key = settings.max_tokens, "serve.max_tokens"
         prompts = tokenised(iter(rows), self._tokenizer, data.chat, data.template, limit, "data.samples", key)
+        for row in rows:
+            check_size(self._tokenizer, row.answer, limit, f"{row.place}: the response", key)
         responses = encode(self._tokenizer, [row.answer for row in rows], special=False) if rows else []
         read = []
         for prompt, response in zip(prompts, responses, strict=True):
@@ -75,6 +77,8 @@ def check_serve(config: ServeConfig) -> None:
     tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
     if config.data.chat and not tokenizer.chat_template:
         raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
+    if config.data.chat:
+        check_template(tokenizer, "data.chat")
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     if limit > int(hf["max_position_embeddings"]):

@@ -1,0 +1,109 @@
+"""YAML as a configuration has it: the core schema of YAML 1.2, whose values are JSON's, each key once, within bounds.
+
+PyYAML reads YAML 1.1, which takes `010` for 8, `1:30` for 90, `no` for false and `1e-6` for a text. Here a number or a boolean is what JSON
+takes for one (and .inf, .nan, True); the rest is text, which a key that holds a number refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+from megarl.errors import ConfigError
+
+MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # of a file or an override; aliases count as what they stand for
+_CORE = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    "float": (
+        r"[-+]?((0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)\.?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+
+
+class _Reader(yaml.SafeLoader):
+    """Refuses what is no tree of JSON's values: a key that is given twice or is no text, tags, an anchor inside itself."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values, self._level = 0, 0
+        self._sizes: dict[int, int] = {}  # values in a node, by its id
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """Counts levels and values while they are read, before anything is made of them."""
+        before, event, alias = self._values, self.peek_event(), self.check_event(yaml.AliasEvent)
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise _fault(f"more than {MOST_LEVELS} levels", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise _fault(f"the tag {event.tag!r}, and there are none here", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if alias and id(node) not in self._sizes:
+            raise _fault("an alias inside its own anchor", event.start_mark)
+        self._values += self._sizes[id(node)] if alias else 1
+        if self._values > MOST_VALUES:
+            raise _fault(f"more than {MOST_VALUES:,} values", event.start_mark)
+        if not alias:
+            self._sizes[id(node)] = self._values - before
+        return node
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise _fault("a key is no text", key.start_mark)
+            if key.value in seen:
+                raise _fault(f"the key {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def text(self, node: ScalarNode) -> str:
+        """A text that can be a file's name, an argument, JSON."""
+        if re.search("[\0\ud800-\udfff]", node.value):
+            raise _fault("a NUL or half a surrogate pair in a text", node.start_mark)
+        return str(node.value)
+
+    def integer(self, node: ScalarNode) -> int:
+        """Without YAML 1.1's octals, sexagesimals and underscores."""
+        return int(node.value)
+
+
+class _Writer(yaml.SafeDumper):
+    """Quotes each text that either version of YAML would take for something else."""
+
+
+_Reader.add_constructor("tag:yaml.org,2002:str", _Reader.text)
+_Reader.add_constructor("tag:yaml.org,2002:int", _Reader.integer)
+for _name, (_pattern, _first) in _CORE.items():
+    for _class in (_Reader, _Writer):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), [*_first, *([""] * (_name == "null"))])
+
+
+def read(text: str) -> Any:
+    """The value of a YAML text. Raises ConfigError, as one line that says what is wrong and where, without a key."""
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{len(text):,} characters, more than {MOST_BYTES:,}")
+    try:
+        return _Reader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        place = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+        raise ConfigError(f"{error.problem}{place}") from None
+    except (yaml.YAMLError, ValueError) as error:  # int() refuses numbers of more than 4,300 digits
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
+def _fault(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def write(tree: Any) -> str:
+    """The YAML text of a tree of JSON's values."""
+    return yaml.dump(tree, Dumper=_Writer, sort_keys=False)

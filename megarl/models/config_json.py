@@ -1,0 +1,71 @@
+"""What config.json and generation_config.json may say: the kinds of their values. Which of them a family needs, its own file says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from megarl.errors import ConfigError
+
+TokenIds = Annotated[
+    list[NonNegativeInt], BeforeValidator(lambda given: given if isinstance(given, list) else [] if given is None else [given])
+]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _Rope(_Section):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveFloat | None = None
+    partial_rotary_factor: Share | None = None
+    factor: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+    attention_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class _Config(_Section):
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    max_position_embeddings: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = None
+    partial_rotary_factor: Share | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    tie_word_embeddings: bool | None = None
+    layer_types: list[str] | None = None
+    num_experts_per_tok: PositiveInt | None = None
+    n_group: NonNegativeInt | None = None
+    topk_group: NonNegativeInt | None = None
+    routed_scaling_factor: PositiveFloat | None = None
+    num_nextn_predict_layers: NonNegativeInt | None = None
+    num_mtp_layers: NonNegativeInt | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: TokenIds = []
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+def check_kinds(config: dict[str, Any], name: str) -> None:
+    """ConfigError, with the file's `name`, for the first value that is none of its kind: a text for a number, a true, a NaN."""
+    try:
+        _Config.model_validate(config)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        first = fault["loc"][0]
+        key = ".".join(map(str, fault["loc"])) if isinstance(config[str(first)], dict | list) else first
+        raise ConfigError(f"model.path: {name}'s {key}={fault['input']!r:.200}: {fault['msg']}") from None
