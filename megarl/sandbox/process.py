@@ -138,7 +138,7 @@ def _show(prints: IO[bytes]) -> None:
 
 def _importable() -> Iterator[str]:
     """Python's path, and where megarl lies, which an editable installation may not have on it."""
-    yield from (path for path in sys.path if path)
+    yield from (os.path.abspath(path) for path in sys.path if path)
     yield str(PACKAGE.parent)
 
 
