@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ import ray
 from megarl import cli
 from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.session import ray_session
-from megarl.config import Layout, PairsConfig, RunSettings, TrainConfig, load
+from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
+from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
@@ -71,6 +73,11 @@ class Lab:
             assert command(job) == 0
         return job
 
+    def evaluate(self, *arguments: object) -> int:
+        """The exit status of `megarl eval` in this process."""
+        with self.stage():
+            return called("eval", *arguments)
+
     @contextmanager
     def stage(self) -> Iterator[None]:
         """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model."""
@@ -83,7 +90,7 @@ class Lab:
             build_ranks([group], config)
             return group
 
-        def engines_of(config: PairsConfig) -> Engines:
+        def engines_of(config: EvalConfig | PairsConfig) -> Engines:
             assert shape(config.model.path) == shape(self._model), "the engine is of another model"
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (models, engines):
@@ -93,7 +100,8 @@ class Lab:
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, ranks: [None] * ranks)
             patch.setattr(learner, "start_ranks", play)
-            patch.setattr(pairs, "start_engines", engines_of)
+            for stage in (pairs, eval_stage):
+                patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
                 yield
 
@@ -163,9 +171,14 @@ for _name in {name for kind in (ModelWorker, learner.Learner) for name in dir(ki
 
 def command(job: Job) -> int:
     """The exit status of the job's command line in this process."""
+    return called(job.verb, job.write(), *job.overrides)
+
+
+def called(*arguments: object) -> int:
+    """The exit status of a command line in this process."""
     before = {number: signal.getsignal(number) for number in SIGNALS}  # which it takes over
     try:
-        return cli.main([job.verb, str(job.write()), *job.overrides])
+        return cli.main([*map(str, arguments)])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -180,13 +193,15 @@ def in_this_session() -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning, "ray_session", session)
-        patch.setattr(pairs, "ray_session", session)
+        for stage in (learning, pairs, eval_stage):
+            patch.setattr(stage, "ray_session", session)
         yield
 
 
-def shape(model: Path) -> str:
-    return (model / "config.json").read_text()
+def shape(model: Path) -> dict[str, Any]:
+    """What an engine is built for; the weights come in its own dtype."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
 
 
 def _begin(group: ActorGroup, kind: type[MegatronWorker], config: RunSettings, layout: Layout, *arguments: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,12 +22,6 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     """Three steps on one rank."""
     return Job(tmp_path_factory.mktemp("straight"), tiny_model, ("log.tensorboard=true",)).run()
-
-
-def megarl(*arguments: object) -> int:
-    """The exit status of one command."""
-    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=900).returncode
 
 
 def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> None:
@@ -69,7 +61,7 @@ def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: 
     measured = [(row["step"], row["eval/heldout/sft/loss"]) for row in rows if "eval/heldout/sft/accuracy" in row]
     assert [step for step, _ in measured] == [0, 3] and measured[1][1] < measured[0][1]
     trained = f"model.path={tmp_path / 'sft' / 'model'}"
-    assert megarl("eval", examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16") == 0
+    assert lab.evaluate(examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16") == 0
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert result["prompts"] == 16 and set(result) == {"model", "prompts", "sampled", "greedy"}
 
