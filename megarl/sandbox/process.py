@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -17,10 +18,9 @@ from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import Confinement
-from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable
+from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable, shut_in
 from megarl.text import printable
 
-SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 ANSWER_BYTES = 1 << 16  # most of one message from inside
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
 END_S, PRINTS_S = 10.0, 1.0
@@ -61,6 +61,7 @@ class SandboxedProcess:
             home = str(inner)
         if not any(here.is_relative_to(place) for place in places):
             here = Path(home)
+        program = bubblewrap() or ()
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
@@ -69,7 +70,7 @@ class SandboxedProcess:
         }
         try:
             self._child = subprocess.Popen(
-                [*_shut_in(places, settings.network, here), *command] if self._scratch is None else command,
+                [*shut_in(program, places, settings.network, here), *command] if self._scratch is None else command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -92,7 +93,8 @@ class SandboxedProcess:
             scratch=home,
             network=settings.network,
         )
-        self.channel.send(pickle.dumps(confinement))
+        with suppress(ConnectionError, TimeoutError):  # it has ended already, as `ended` will say
+            self.channel.send(pickle.dumps(confinement), END_S)
 
     @property
     def pid(self) -> int:
@@ -140,19 +142,3 @@ def _importable() -> Iterator[str]:
     """Python's path, and where megarl lies, which an editable installation may not have on it."""
     yield from (os.path.abspath(path) for path in sys.path if path)
     yield str(PACKAGE.parent)
-
-
-def _shut_in(places: Sequence[Path], network: bool, here: Path) -> list[str]:
-    """bubblewrap's command line: everything private, no privileges, the places to read, a scratch directory to write, where it starts."""
-    command = bubblewrap()
-    assert command is not None
-    program, *proc = command
-    resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
-    share = ["--share-net", *resolver] if network else []
-    size = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
-    binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
-    return [
-        *(program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-        *(*proc, "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", *binds, *share),
-        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(here), "--"),
-    ]
