@@ -42,21 +42,21 @@ class Fault:
         return f"{self.victim}-{self.number.name}"
 
 
-STILL = r"StandsStill: \w+: {}.*has been stopped by a signal for \d+ s"
+STILL = r"StandsStill: [\w ]+: {}.*has been stopped by a signal for \d+ s"
 FAULTS = (
     Fault("driver", signal.SIGKILL, -9, ""),
     Fault("driver", signal.SIGTERM, 143, r"stopped by SIGTERM: saved at step \d+; started again, the run goes on"),
     Fault("driver", signal.SIGHUP, 129, r"stopped by SIGHUP: saved at step \d+; started again, the run goes on"),
     Fault("driver", signal.SIGINT, 130, r"interrupted"),
-    Fault("rank", signal.SIGKILL, 1, r"WorkerDied: \w+: rank \d died"),
+    Fault("rank", signal.SIGKILL, 1, r"WorkerDied: [\w ]+: rank \d died"),
     Fault("rank", signal.SIGSTOP, 1, STILL.format(r"(rank \d: )?ray::ModelWorker")),
     Fault("actor", signal.SIGKILL, 1, r"(WorkerDied|EngineDead): .*engine 0"),
     Fault("actor", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
     Fault("core", signal.SIGKILL, 1, r"EngineDead: .*engine 0"),
     Fault("core", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
-    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's gcs_server has ended"),
+    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's gcs_server has ended"),
     Fault("gcs_server", signal.SIGSTOP, 1, STILL.format(r".*gcs_server")),
-    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: \w+: Ray's raylet has ended|WorkerDied: "),
+    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's raylet has ended|WorkerDied: "),
     Fault("raylet", signal.SIGSTOP, 1, STILL.format(r".*raylet")),
 )
 
