@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Place, Section
 
 
@@ -107,6 +108,7 @@ class CriticSettings(Section):
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
+    aggregation: Averaging = "token-mean"
     epochs: PositiveInt = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None

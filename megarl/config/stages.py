@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
+from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
@@ -162,6 +163,12 @@ class LearnConfig(TrainingSettings):
         return self
 
 
+class SftSettings(LearnSettings):
+    """The steps of supervised training."""
+
+    aggregation: Averaging = "token-mean"
+
+
 class SftConfig(LearnConfig):
     """`megarl sft`: supervised training on response tokens."""
 
@@ -170,7 +177,7 @@ class SftConfig(LearnConfig):
     """Optimizer of the model."""
     data: SftData
     """Demonstrations."""
-    sft: LearnSettings
+    sft: SftSettings
     """The stage's steps."""
 
     @model_validator(mode="after")
@@ -178,6 +185,13 @@ class SftConfig(LearnConfig):
         if self.sft.patience and self.data.eval is None:
             raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
         return self
+
+
+class RmSettings(LearnSettings):
+    """The steps of a reward model."""
+
+    centre: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of (score of the better response + score of the other)^2, which centres the scores around 0 (arXiv:2312.09244: 0.01)."""
 
 
 class RmConfig(LearnConfig):
@@ -188,7 +202,7 @@ class RmConfig(LearnConfig):
     """Optimizer of the model."""
     data: PreferenceData
     """Pairs."""
-    rm: LearnSettings
+    rm: RmSettings
     """The stage's steps."""
 
 

@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
-from megarl.algorithms.ops import sequence_kl
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch, concat
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, merge
-from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
+from megarl.workers.assemble import (
+    Columns,
+    assemble,
+    columns,
+    corrections,
+    known,
+    mismatch,
+    mismatch_of_sequences,
+    spread,
+    weight_metrics,
+    with_columns,
+)
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan, StepPlan
@@ -86,6 +96,7 @@ class ModelWorker(MegatronWorker):
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         mini_batches = [[assemble(plan, members) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
+        self._split = plan.split
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], list[dict[str, Metric]]()
         if "policy" in self._models:
             flat = self._score_policy(flat, metrics)
@@ -106,8 +117,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
-        speaks = self._grid.tp_rank == 0 and self._grid.cp_rank == 0
-        return columns(batches, self._members, names) if speaks else []
+        return columns(batches, self._members, names) if self._speaks else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
         """Adds columns of another group to the scored plan, each number on the rank that computed that token's own."""
@@ -121,11 +131,11 @@ class ModelWorker(MegatronWorker):
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:
-        """sum_t (old_t - ref_t) of each response of the last plan, over the loss tokens that this rank computed and reports."""
+        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports."""
         found: dict[int, float] = {}
         if self._spec.algorithm.needs_reference and self._reports:
-            for members, batch in zip(self._members, self._flat(), strict=True):
-                found |= dict(zip(members, sequence_kl(known(batch)).tolist(), strict=True))
+            for members, batch in zip(self._members, map(known, self._flat()), strict=True):
+                found |= dict(zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True))
         return found
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
@@ -137,7 +147,8 @@ class ModelWorker(MegatronWorker):
             monte_carlo: the critic's targets are what came of each token, whatever its lambda.
 
         Returns:
-            How well the critic's values explain the returns, on the ranks that report; {} elsewhere and without a critic.
+            On the ranks that report: how well the critic's values explain the returns, how far the engine's log-probs of whole responses
+            are from the trainer's, and what the correction does about it.
         """
         algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
@@ -149,11 +160,18 @@ class ModelWorker(MegatronWorker):
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
+        metrics = [mismatch_of_sequences(whole)] if self._speaks else []
+        if algorithm.correction is not None:
+            members = [n for chosen in self._members for n in chosen]
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._sum_over_replicas)
+            metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
         self._keep(filled, self._mini_batches)
-        return merge([critic_metrics(batch) for batch in filled]) if algorithm.needs_critic and self._reports else {}
+        if algorithm.needs_critic and self._reports:
+            metrics += [critic_metrics(batch) for batch in filled]
+        return merge(metrics)
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
@@ -233,6 +251,11 @@ class ModelWorker(MegatronWorker):
         if self._reports:
             metrics += [mismatch(batch) for batch in filled]
         return filled
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the one rank of each data-parallel replica that reports what is known of whole sequences."""
+        return self._reports and self._grid.cp_rank == 0
 
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]

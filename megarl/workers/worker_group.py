@@ -52,7 +52,7 @@ class WorkerGroup:
         self.group.call("take", given, names, timeout_s=self.timeout_s)
 
     def sequence_kl(self, responses: int) -> np.ndarray:
-        """sum_t (old_t - ref_t) of each response of the scored plan, float64 [N]; 0 without a reference."""
+        """Each response's KL to the reference in the scored plan (`old_kl`), float64 [N]; 0 without a reference."""
         kl_N = np.zeros(responses)
         for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
             for n, value in part.items():
@@ -68,7 +68,7 @@ class WorkerGroup:
             monte_carlo: the critic is to learn what came of each token, whatever its lambda.
 
         Returns:
-            What a critic explained of the returns; {} without one.
+            What a critic explained of the returns, and how far engine and trainer are apart on whole responses.
         """
         return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
 
