@@ -39,12 +39,13 @@ def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, lay
     Returns:
         int16 [T, L, K], L as `layers`, -1 at the entries of responses of which the engine did not report any; None where it did of none.
     """
-    stages = [number for number, stage in enumerate(plan.stages) if not set(stage).isdisjoint(layers)]
-    held = [layer for number in stages for layer in plan.stages[number]]
-    order, ends = [held.index(layer) for layer in layers], length_N.cumsum(0).tolist()
+    ends = length_N.cumsum(0).tolist()
     reported = [(end, parts) for end, parts in zip(ends, (plan.experts_N[n] for n in members), strict=True) if parts is not None]
     if not layers or not reported:
         return None
+    stages = [number for number, stage in enumerate(plan.stages) if not set(stage).isdisjoint(layers)]
+    held = [layer for number in stages for layer in plan.stages[number]]
+    order = [held.index(layer) for layer in layers]
     fetched = ray.get([parts[number] for _, parts in reported for number in stages])
     experts_TLK = np.full((ends[-1], len(layers), fetched[0].shape[2]), -1, dtype=np.int16)
     for index, (end, _) in enumerate(reported):
