@@ -89,7 +89,7 @@ class Answers:
     def __init__(self, reward: dict[int, list[float]]) -> None:
         self.reward, self.asked = reward, list[tuple[int, ...]]()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: None) -> list[Response]:
         self.asked.append(tuple(prompt.id for prompt in prompts))
         return [
             replace(response(number, index), text=f"{prompt.id}/{index}")
@@ -113,7 +113,7 @@ def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
 def sampled(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[RolloutBatch, Answers]:
     """A step's rollouts over prompts 0, 1, 2, ..."""
     table, numbers = Answers(reward), iter(range(1000))
-    ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table))
+    ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
     buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
     while not buffer.full:
         prompts = [Prompt(next(numbers), "", [1], "", {}) for _ in range(buffer.wanted)]

@@ -12,6 +12,7 @@ from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
 from megarl.config.section import EnvironmentVariable, Section
 
@@ -60,6 +61,8 @@ class TrainConfig(TrainingSettings):
     """Engines and sampling."""
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
+    routing: RoutingSettings = RoutingSettings()
+    """Experts of a mixture of experts: replay and metrics."""
     train: StepSettings
     """One step, and how often what happens."""
 
@@ -81,6 +84,7 @@ class TrainConfig(TrainingSettings):
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         self._check_placement(sequences // self.train.mini_batches)
+        self._check_routing()
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
@@ -114,6 +118,15 @@ class TrainConfig(TrainingSettings):
                 raise ValueError(
                     f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
                 )
+
+    def _check_routing(self) -> None:
+        """ValueError where experts are to be replayed in a model that the run has not, or that nobody reports."""
+        if self.routing.reference and self.routing.replay != "r3":
+            raise ValueError(f"routing.reference=true with routing.replay={self.routing.replay}: only r3 has experts for the reference")
+        if self.routing.reference and not self.algorithm.needs_reference:
+            raise ValueError(f"routing.reference=true: algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference")
+        if self.routing.critic and self.critic is None:
+            raise ValueError(f"routing.critic=true: algorithm.type={self.algorithm.type} has no critic")
 
     def _check_critic_tokens(self, longest: int) -> None:
         """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""

@@ -78,7 +78,9 @@ class Engine(Protocol):
             ConfigError: in one line.
         """
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+    async def start(
+        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+    ) -> list[int]:
         """Loads a model and returns when the engine can answer.
 
         Args:
@@ -87,6 +89,7 @@ class Engine(Protocol):
             settings: of the engine.
             seed: of what no request's own seed decides.
             gpu: whether the engine has GPUs.
+            report_experts: its samples are to have `routed_experts` where the model has experts.
 
         Returns:
             The ids of its processes.

@@ -153,6 +153,26 @@ def _scored_by_gym(reward: RewardSettings) -> bool:
     return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
 
 
+def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
+    """ConfigError where experts are to be replayed in a model that has none, or whose routers cannot be followed."""
+    if config.routing.replay == "off" and not config.routing.critic:
+        return
+    critic, megatron = config.critic if config.routing.critic else None, config.model.megatron
+    replayed = [] if config.routing.replay == "off" else [(f"routing.replay={config.routing.replay}", "model.path", config.model.path, hf)]
+    if critic is not None:
+        own = ("model.path", config.model.path) if critic.path is None else ("critic.path", critic.path)
+        replayed.append(("routing.critic=true", *own, directory.read_config(own[1])))
+    for key, place, path, its in replayed:
+        if not family_of(its).fields(its).get("num_moe_experts"):
+            raise ConfigError(f"{key}: {place}={path} is a {its['model_type']}, which has no experts")
+    key = replayed[0][0]
+    for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
+        if megatron.get(name):
+            raise ConfigError(f"{key}: model.megatron.{name}={megatron[name]!r}: experts are chosen, or dropped, where no replay reaches")
+    if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", "")):
+        raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
+
+
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     """ConfigError where prompt and response together exceed what the model was built for."""
     longest, limit = rollout.max_prompt_tokens + rollout.max_response_tokens, int(hf["max_position_embeddings"])
@@ -201,11 +221,12 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         if base["architectures"] != hf["architectures"]:
             raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
+    check_routing(hf, config)
     if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
         fitting = ", ".join(name for name, gpus in SAME_HOST_OR_CPU.items() if gpus == config.cluster.gpus)
         gpus = str(config.cluster.gpus).lower()
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={gpus} (these do: {fitting})")
-    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
@@ -239,12 +260,13 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
             f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
-    check_engine(hf, config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
 
 
 def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:
     """RuntimeError where engines and trainer disagree about the log-probs of the first step's responses: they do not run one model."""
-    limit = config.sync.logprob_gap or {"float32": 1e-4, "bfloat16": 5e-2}[config.model.dtype]
+    exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
+    limit = config.sync.logprob_gap or (1e-4 if exact else 5e-2)
     gap = scalars(metrics).get("training/logprob_gap_mean")
     if gap is not None and not gap <= limit:  # None: no response of the step is trained on
         raise RuntimeError(f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}, more than sync.logprob_gap={limit:g}")

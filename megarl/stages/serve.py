@@ -38,8 +38,8 @@ class Service:
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
-        places, lengths = [(0, n) for n in range(len(read))], [len(one.tokens) for one in read]
-        plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
+        payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
+        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
         found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 

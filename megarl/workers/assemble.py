@@ -26,25 +26,50 @@ Columns = list[tuple[list[int], Any]]
 """What one group of ranks computed for another: for each micro-batch its responses, and a reference to a dictionary of columns for each."""
 
 
-def fetch(payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], members: Sequence[int]) -> list[Sample]:
-    """Fetches some of the responses; each payload that they lie in is fetched once.
+def fetch(payload_N: Sequence[Any], members: Sequence[int]) -> list[Sample]:
+    """The samples of some of the responses, indices into the N axis, in that order."""
+    return ray.get([payload_N[n] for n in members])
+
+
+def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, layers: Sequence[int]) -> Tensor | None:
+    """The experts that the engine chose for the tokens of some responses. Only what holds `layers` is fetched.
 
     Args:
-        payloads: references to lists of Sample.
-        place_N: (payload, index in it) of each response.
-        members: the responses that are wanted, as indices into the N axis.
+        plan: of the step.
+        members: the responses, as indices into the N axis.
+        length_N: int64, the entries of each.
+        layers: of the model, those that are wanted.
 
     Returns:
-        The samples in the order of `members`.
+        int16 [T, L, K], L as `layers`, -1 at the entries of responses of which the engine did not report any; None where it did of none.
     """
-    needed = sorted({place_N[n][0] for n in members})
-    samples = dict(zip(needed, ray.get([payloads[payload] for payload in needed]), strict=True))
-    return [samples[place_N[n][0]][place_N[n][1]] for n in members]
+    ends = length_N.cumsum(0).tolist()
+    reported = [(end, parts) for end, parts in zip(ends, (plan.experts_N[n] for n in members), strict=True) if parts is not None]
+    if not layers or not reported:
+        return None
+    stages = [number for number, stage in enumerate(plan.stages) if not set(stage).isdisjoint(layers)]
+    held = [layer for number in stages for layer in plan.stages[number]]
+    order = [held.index(layer) for layer in layers]
+    fetched = ray.get([parts[number] for _, parts in reported for number in stages])
+    experts_TLK = np.full((ends[-1], len(layers), fetched[0].shape[2]), -1, dtype=np.int16)
+    for index, (end, _) in enumerate(reported):
+        whole = np.concatenate(fetched[index * len(stages) : (index + 1) * len(stages)], axis=1)
+        experts_TLK[end - len(whole) : end] = whole[:, order]
+    return torch.from_numpy(experts_TLK)
 
 
-def assemble(plan: StepPlan, members: Sequence[int]) -> Batch:
-    """The given responses of the plan as one batch with their rewards and weights; those that are not kept have no loss token."""
-    batch = pack(fetch(plan.payloads, plan.place_N, members))
+def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ()) -> Batch:
+    """The given responses of the plan as one batch with their rewards and weights; those that are not kept have no loss token.
+
+    Args:
+        plan: of the step.
+        members: the responses, as indices into the N axis.
+        layers: those of whose routers `extra_T["routed_experts"]` is to say what the engine chose, as far as it is known.
+    """
+    batch = pack(fetch(plan.payload_N, members))
+    experts_TLK = routed_experts(plan, members, batch.length_N, layers)
+    if experts_TLK is not None:
+        batch = batch.with_extra(routed_experts=experts_TLK)
     keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
     batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
     batch = spread(batch, members, reward=plan.reward_N)

@@ -14,7 +14,7 @@ from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings,
 from megarl.data.prompts import Prompt
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
-from megarl.workers.rollout_worker import Response, RolloutWorker
+from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
 from megarl.workers.worker_group import reserve_workers
 
 
@@ -43,14 +43,16 @@ class Engines:
 
     def open(self, model: Path, config: RunSettings) -> list[Any]:
         """Starts every engine with the weights of `model`; returns at once, with what to wait for."""
-        return self.group.start("open", model, config.model.dtype, self.settings, config.seed, config.cluster.gpus)
+        report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
+        dtype = self.settings.dtype or config.model.dtype
+        return self.group.start("open", model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
         """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
         numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
         replicas = len(self.group.actors)
         busy = [(actor, numbered[index::replicas]) for index, actor in enumerate(self.group.actors) if index < len(numbered)]
-        references = [actor.respond.remote(share, sampling) for actor, share in busy]
+        references = [actor.respond.remote(share, sampling, experts) for actor, share in busy]
         answers = self.group.wait(references, "generate", self.settings.timeout_s)
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
 

@@ -21,7 +21,7 @@ from megarl.observe.metrics import Last, Metric
 from megarl.workers.engines import Engines
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
-from megarl.workers.rollout_worker import Response
+from megarl.workers.rollout_worker import ExpertsWanted, Response
 from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
 
 
@@ -31,6 +31,7 @@ class ModelGroups:
 
     config: TrainConfig
     groups: tuple[WorkerGroup, ...]
+    experts: ExpertsWanted | None  # what the ranks want to know of the experts that the engine chose
 
     def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""
@@ -53,7 +54,8 @@ class ModelGroups:
         Returns the plan, and what the log-probs say about the engine's.
         """
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles)) for group in readers]
+        stages = () if self.experts is None else self.experts.stages
+        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), stages) for group in readers]
         running = [group.forward(plan) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
@@ -75,7 +77,7 @@ class ModelGroups:
         Returns:
             The KL of each response to the reference, float64 [N] (0 without a reference), and what a critic explained of the returns.
         """
-        kl_N = self.policy.sequence_kl(len(plan.place_N))
+        kl_N = self.policy.sequence_kl(len(plan.payload_N))
         metrics = self.policy.advantages(response_advantages(self.config, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
         critic = self.of("critic")
         if critic is not None and critic is not self.policy:
@@ -100,7 +102,7 @@ class ModelGroups:
 
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
         """Brings the policy's weights into every engine."""
-        return self.policy.sync(engines.group, engines.settings.tp, version, self.config.sync)
+        return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
 
     @property
     def folders(self) -> dict[str, str]:
@@ -201,7 +203,8 @@ def build_groups(config: TrainConfig, created: Sequence[ActorGroup]) -> ModelGro
     """The models on processes that are there: a group for each of `assign_roles`."""
     build_ranks(created, config)
     timeout_s, roles = config.cluster.phase_timeout_s, assign_roles(config)
-    return ModelGroups(config, tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True)))
+    groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
+    return ModelGroups(config, groups, groups[0].experts_wanted(config.routing.reported))
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:
@@ -225,4 +228,5 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         critic_together=max(1, (wished or 0) // capacity(config, roles)),
         reward=source.path if isinstance(source, ModelReward) else None,
         offload=config.placement.offload,
+        routing=config.routing,
     )

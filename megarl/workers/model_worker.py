@@ -6,7 +6,8 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N re
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ppo import ActorCritic
-from megarl.batch import Batch, concat
-from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
+from megarl.batch import EXPERTS, Batch, concat
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, merge
 from megarl.workers.assemble import (
     Columns,
@@ -39,11 +40,13 @@ from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
+    from megarl.parallel.routing import Record, RoutingPass
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import WeightPublisher
 
 Role = Literal["policy", "reference", "critic", "reward"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
+RECORD: dict[str, Record] = {"off": "known", "r2": "all", "r3": "none"}  # experts that the pass of the old log-probs keeps for the updates
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
 
 
@@ -60,6 +63,7 @@ class RLSpec:
     critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
+    routing: RoutingSettings = RoutingSettings()
 
 
 class ModelWorker(MegatronWorker):
@@ -94,19 +98,25 @@ class ModelWorker(MegatronWorker):
         Keeps the mini-batches for `update`. Returns what the policy's log-probs say about the engine's.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
-        mini_batches = [[assemble(plan, members) for members in micro_batches] for micro_batches in split]
+        layers = self._engine_layers
+        mini_batches = [[assemble(plan, members, layers) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
         self._split = plan.split
-        flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], list[dict[str, Metric]]()
-        if "policy" in self._models:
-            flat = self._score_policy(flat, metrics)
-        flat = [batch.without("routed_experts") for batch in flat]
+        flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
-            flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp)
+            with self._follow("reference", replay=self._spec.routing.reference) as routing:
+                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+        if "policy" in self._models:
+            flat, metrics = self._score_policy(flat)
         if "critic" in self._models:
-            flat = Critic(self._use("critic"), self._grid, self._spec.critic_together).forward_tokens(flat)
+            flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
-        return merge(metrics) if self._reports else {}
+        return metrics
+
+    def moe(self) -> tuple[int, list[int], int, int]:
+        """Of the policy: the pipeline stage of this rank and its MoE layers; all layers of the model, and the experts a token."""
+        policy = self._models["policy"]
+        return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's scores that this rank reports."""
@@ -155,7 +165,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return {}
         batches = [spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
-        whole = concat([self._completed(batch) for batch in batches])
+        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches])
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
@@ -175,8 +185,11 @@ class ModelWorker(MegatronWorker):
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
-        results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit)
-        metrics = merge(results) if self._reports else {}
+        with self._follow("policy", replay=self._spec.routing.replay != "off") as routing:
+            results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit, routing)
+            metrics = merge(results) if self._reports else {}
+            if routing is not None:
+                metrics |= routing.metrics("policy")
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -184,15 +197,17 @@ class ModelWorker(MegatronWorker):
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step of the critic on a mini-batch of the last plan."""
         assert isinstance(self._spec.algorithm, ActorCritic)
-        critic = Critic(self._use("critic"), self._grid, self._spec.critic_together)
-        return critic.step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
+        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
-    def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+    def sync(
+        self, engines: Sequence[Any], workers_per_engine: int, dtype: str | None, version: int, settings: SyncSettings
+    ) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
 
         Args:
             engines: the actors; those of the first call stay connected for all that follow.
             workers_per_engine: processes of each that hold weights.
+            dtype: of the engines' weights; None: the model's.
             version: of the weights, which samples then carry.
             settings: transport, bucket size, time limit, and whether to verify; read in the first call alone.
 
@@ -204,7 +219,7 @@ class ModelWorker(MegatronWorker):
         """
         from megarl.workers.weight_publisher import WeightPublisher
 
-        stream = self._use("policy").stream()
+        stream = self._use("policy").stream(dtype)
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
@@ -234,23 +249,42 @@ class ModelWorker(MegatronWorker):
             self._models[role].wake()
         return self._models[role]
 
-    def _score_policy(self, flat: list[Batch], metrics: list[dict[str, Metric]]) -> list[Batch]:
-        """The batches with "old_logp"; adds what it says about the engine's log-probs and its experts to the metrics."""
-        from megarl.parallel.routing import RouterWatch
+    def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
+        """The batches with "old_logp", and with the experts that updates replay or compare with in "routed_experts"; and what log-probs and
+        experts say about the engine's."""
+        replay, metrics = self._spec.routing.replay, dict[str, Metric]()
+        with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
+            filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
+            if self._reports:
+                metrics = merge(mismatch(batch) for batch in filled)
+            if routing is not None:
+                metrics |= routing.metrics("rollout")
+                if replay != "r3":
+                    filled = [batch.without("routed_experts") for batch in filled]
+                    for index, experts_TLK in routing.recorded.items():
+                        filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
+        return filled, metrics
 
-        policy = self._use("policy")
-        watch = RouterWatch(policy.chunks, self._grid)
+    @contextmanager
+    def _follow(self, role: Role, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass | None]:
+        """Follows the routers of a model of the policy's size, with the experts of "routed_experts"; None where nothing is to be seen."""
+        model = self._models[role]
+        if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):
+            with model.routing.follow("routed_experts", replay=replay, record=record) as routing:
+                yield routing
+        else:
+            yield None
 
-        def watched(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-            if "routed_experts" in batch.extra_T:
-                metrics.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routed_experts"]))})
-            return self._logp(logits_RV, row_T, batch)
+    @property
+    def _engine_layers(self) -> list[int]:
+        """The layers in which this rank's models read the experts that the engine chose."""
+        if "policy" in self._models:
+            return self._models["policy"].routing.layers
+        return self._models["reference"].routing.layers if self._spec.routing.reference and "reference" in self._models else []
 
-        filled = policy.forward_tokens(flat, "old_logp", watched)
-        watch.close()
-        if self._reports:
-            metrics += [mismatch(batch) for batch in filled]
-        return filled
+    def _critic(self) -> Critic:
+        """The critic, on the device."""
+        return Critic(self._use("critic"), self._grid, self._spec.critic_together, replay=self._spec.routing.critic)
 
     @property
     def _speaks(self) -> bool:

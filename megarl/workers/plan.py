@@ -41,8 +41,9 @@ class RolloutBatch:
 class StepPlan:
     """One step as the ranks see it. Payloads stay in the object store until the rank that needs them fetches them."""
 
-    payloads: Sequence[Any]  # one reference per prompt, to a list of Sample
-    place_N: Sequence[tuple[int, int]]  # (payload, index in it) of each response
+    payload_N: Sequence[Any]  # references to Samples
+    experts_N: Sequence[Sequence[Any] | None]  # references to the experts of each response's tokens, one for each of `stages`
+    stages: Sequence[Sequence[int]]  # the MoE layers of each pipeline stage of the policy
     split: Split
     reward_N: np.ndarray  # float32
     group_N: np.ndarray  # int64: which prompt a response answers
@@ -61,8 +62,7 @@ class StepPlan:
 class ScoringPlan:
     """Responses to be read by a reward model."""
 
-    payloads: Sequence[Any]
-    place_N: Sequence[tuple[int, int]]
+    payload_N: Sequence[Any]  # references to Samples
     split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
 
 
@@ -71,7 +71,7 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
-def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) -> StepPlan:
+def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
     """Which responses are trained on, the split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are.
@@ -81,6 +81,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
         batch: the scored responses.
         dp: data-parallel ranks.
         capacity: most tokens of a micro-batch.
+        stages: the MoE layers of each pipeline stage of the policy.
 
     Raises:
         ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
@@ -104,10 +105,10 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
                 positive_N[chosen] = positive
             if value_N is not None and config.critic is not None:
                 value_N[chosen] = value_weights(count_N[chosen], config.critic.aggregation)
-    payloads, place_N = _places(responses)
     return StepPlan(
-        payloads=payloads,
-        place_N=place_N,
+        payload_N=[response.payload for response in responses],
+        experts_N=[response.experts for response in responses],
+        stages=stages,
         split=split,
         reward_N=reward_N.float().numpy(),
         group_N=group_N.numpy(),
@@ -144,18 +145,15 @@ def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> Scori
     Raises:
         ValueError: a response does not fit.
     """
-    payloads, place_N = _places(responses)
-    return deal_scoring(payloads, place_N, [response.prompt_length + response.length for response in responses], dp, capacity)
+    length_N = [response.prompt_length + response.length for response in responses]
+    return deal_scoring([response.payload for response in responses], length_N, dp, capacity)
 
 
-def deal_scoring(
-    payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], length_N: Sequence[int], dp: int, capacity: int
-) -> ScoringPlan:
+def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, capacity: int) -> ScoringPlan:
     """Deals samples to the ranks of a reward model.
 
     Args:
-        payloads: references to lists of Sample.
-        place_N: (payload, index in it) of each sample; at least one.
+        payload_N: references to Samples, at least one.
         length_N: tokens of each sample.
         dp: data-parallel ranks. Where these are more than the samples, the last sample is read several times.
         capacity: most tokens of a micro-batch.
@@ -163,16 +161,9 @@ def deal_scoring(
     Raises:
         ValueError: a sample does not fit.
     """
-    more = dp - len(place_N)  # no rank may be without one: the last is then read several times
+    more = dp - len(payload_N)  # no rank may be without one: the last is then read several times
     [split] = split_step([*length_N, *[length_N[-1]] * more], 1, dp, capacity)
-    return ScoringPlan(payloads, [*place_N, *[place_N[-1]] * more], split)
-
-
-def _places(responses: Sequence[Response]) -> tuple[list[Any], list[tuple[int, int]]]:
-    """The payloads, each once, and where each response lies in them."""
-    payloads = list(dict.fromkeys(response.payload for response in responses))
-    number = {payload: index for index, payload in enumerate(payloads)}
-    return payloads, [(number[response.payload], response.index) for response in responses]
+    return ScoringPlan([*payload_N, *[payload_N[-1]] * more], split)
 
 
 def response_advantages(

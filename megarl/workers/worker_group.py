@@ -18,6 +18,7 @@ from megarl.workers.assemble import Columns
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
+from megarl.workers.rollout_worker import ExpertsWanted
 
 Running = list[Any]
 """Calls that have been started, to be waited for."""
@@ -31,6 +32,15 @@ class WorkerGroup:
     roles: tuple[Role, ...]
     layout: Layout
     timeout_s: float
+
+    def experts_wanted(self, share: float) -> ExpertsWanted | None:
+        """What the policy's ranks want to know of a share of the responses; None where that is nothing, as for a dense model."""
+        told = self.group.call("moe", timeout_s=self.timeout_s) if share else []
+        stages = {stage: layers for stage, layers, _, _ in told}
+        if not any(stages.values()):
+            return None
+        _, _, layers, topk = told[0]
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
 
     def forward(self, plan: StepPlan) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens."""
@@ -85,19 +95,20 @@ class WorkerGroup:
         metrics, calls = merge(self.group.wait(running, doing, self.timeout_s)), len(running) / len(self.group.actors)
         return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
 
-    def sync(self, engines: ActorGroup, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+    def sync(self, engines: ActorGroup, rollout: RolloutSettings, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`.
 
         Args:
             engines: their actors.
-            workers_per_engine: processes of each that hold weights.
+            rollout: says how many processes of each hold weights, and in which dtype.
             version: of the weights, which samples then carry.
             settings: how they are sent, and the time limit of the whole.
 
         Raises:
             FingerprintMismatch: an engine holds other bits than were sent.
         """
-        return merge(self.group.call("sync", engines.actors, workers_per_engine, version, settings, timeout_s=settings.timeout_s))
+        told = (engines.actors, rollout.tp, rollout.dtype, version, settings)
+        return merge(self.group.call("sync", *told, timeout_s=settings.timeout_s))
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes a model as a Hugging Face directory."""

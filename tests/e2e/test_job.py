@@ -34,7 +34,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(straight: Job) -> N
     before, after = load_file(straight.model / "model.safetensors"), load_file(directory / "model" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)
-    assert all(row["routing/changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in straight.steps())
+    assert all(row["routing/rollout_changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in straight.steps())
     assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
     assert straight.gone()
 

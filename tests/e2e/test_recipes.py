@@ -55,7 +55,7 @@ def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
         player.part._spec = replace(player.part._spec, algorithm=config.algorithm)
 
     ray.get([actor.__ray_call__.remote(swap) for actor in models.policy.group.actors])
-    return ModelGroups(config, models.groups)
+    return ModelGroups(config, models.groups, models.experts)
 
 
 def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_the_job_runs_on_other_families(lab: Lab, tmp_path: Path, family: str) -
     steps, out = job.steps(), tmp_path / "job" / "model"
     assert len(steps) == 2 and all(row["actor/grad_norm"] > 0 for row in steps)
     assert all(row["training/logprob_gap_mean"] <= 1e-5 and row["training/logprob_gap_max"] <= 1e-4 for row in steps)
-    assert [row.get("routing/changed_frac") for row in steps] == ([None, None] if family == "qwen3" else [0, 0])
+    assert [row.get("routing/rollout_changed_frac") for row in steps] == ([None, None] if family == "qwen3" else [0, 0])
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
     assert after.keys() == {name for name in before if not name.startswith(PREDICTOR)}
     assert json.loads((out / "config.json").read_text()).get("num_nextn_predict_layers", 0) == 0

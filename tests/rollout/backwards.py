@@ -37,7 +37,9 @@ class BackwardsEngine(Engine):
         if settings.tp > 1:
             raise ConfigError(f"rollout.tp={settings.tp}: the engine has one worker")
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+    async def start(
+        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+    ) -> list[int]:
         return [os.getpid()]
 
     def check_health(self) -> None:

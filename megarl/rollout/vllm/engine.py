@@ -59,7 +59,9 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- life
 
-    async def start(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> list[int]:
+    async def start(
+        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+    ) -> list[int]:
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
         assert self._llm is None, "start comes once"
         hf = read_config(model)
@@ -72,7 +74,8 @@ class VllmEngine(Engine):
             os.environ.setdefault(name, value)
         directory = Path(tempfile.mkdtemp(prefix="megarl-"))  # mode 0700: sockets and rendezvous files
         os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
-        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu) | {"worker_extension_cls": self.extension}
+        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts)
+        arguments["worker_extension_cls"] = self.extension
         try:
             self._llm = launch(self.label, arguments, hf, gpu=gpu)
             self._watch()

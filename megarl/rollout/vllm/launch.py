@@ -46,7 +46,9 @@ def environment(gpu: bool) -> dict[str, str]:
     }
 
 
-def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool
+) -> dict[str, Any]:
     """The settings that vLLM is started with.
 
     Args:
@@ -56,6 +58,7 @@ def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: R
         settings: of the engine.
         seed: vLLM's own; a request that is sampled brings one, too.
         gpu: whether the engine has GPUs.
+        report_experts: its outputs say which experts each token was sent to, where the model has experts.
 
     Returns:
         Arguments of vLLM's AsyncEngineArgs.
@@ -68,7 +71,7 @@ def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: R
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
-        "enable_return_routed_experts": settings.return_routes and _has_experts(hf),
+        "enable_return_routed_experts": report_experts and _has_experts(hf),
         "trust_remote_code": False,
         "disable_log_stats": True,
     }
