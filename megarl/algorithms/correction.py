@@ -79,7 +79,7 @@ class Rejection(_Settings):
 
 
 class _Correction(_Settings):
-    reject: tuple[Rejection, ...] = ()
+    reject: list[Rejection] = []
     """Tokens or sequences that are dropped."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A sequence with any token's ratio below this floor is dropped."""
@@ -99,8 +99,8 @@ class _Correction(_Settings):
         """
         gap_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["rollout_logp"], batch)
         weight_T = torch.where(batch.mask_T, self.of_gap(gap_T, batch, sum_over), 0.0)
-        veto = () if self.veto is None else (Rejection(over="max", lo=self.veto),)
-        for rejection in (*self.reject, *veto):
+        veto = [] if self.veto is None else [Rejection(over="max", lo=self.veto)]
+        for rejection in self.reject + veto:
             weight_T.masked_fill_(~rejection.keeps(gap_T, batch), 0.0)
         return weight_T
 

@@ -28,6 +28,10 @@ class StepSettings(Section):
     """Parts of a rollout, with an optimizer step on each."""
     epochs: PositiveInt = 1
     """Passes of the policy over them."""
+    old_logp: Literal["auto", "forward", "rollout"] = "auto"
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
+    the first step where a single update follows, whose own log-probs they then are, and nothing else asks for them (a reference, a
+    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip act on engine and trainer at once."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: PositiveInt | None = None
@@ -85,6 +89,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
+        self._check_old_logp()
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
@@ -127,6 +132,24 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"routing.reference=true: algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference")
         if self.routing.critic and self.critic is None:
             raise ValueError(f"routing.critic=true: algorithm.type={self.algorithm.type} has no critic")
+
+    def _check_old_logp(self) -> None:
+        """ValueError where the engine's log-probs as old ones contradict another setting."""
+        if self.train.old_logp == "rollout" and self.algorithm.correction is not None:
+            raise ValueError(
+                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weighs old by rollout log-probs, and "
+                "they are then the same; leave one of them out"
+            )
+        if self.train.old_logp == "rollout" and self.routing.replay == "r2":
+            raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this leaves out; r3 goes with it")
+
+    @property
+    def old_logp(self) -> Literal["forward", "update", "rollout"]:
+        """Where the old log-probs of a step come from: a pass of their own, the update's own pass, or the engine."""
+        alone = self.algorithm.correction is None and not self.algorithm.needs_reference and self.routing.replay != "r2"
+        if self.train.old_logp == "auto":
+            return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
+        return self.train.old_logp
 
     def _check_critic_tokens(self, longest: int) -> None:
         """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""

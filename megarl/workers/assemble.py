@@ -183,26 +183,27 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
     }
 
 
-def mismatch_of_sequences(batch: Batch) -> dict[str, Metric]:
+def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict[str, Metric]:
     """The same for whole responses: how surprised trainer and engine are by what the engine sampled.
 
     ppl of either: mean over responses of exp(-mean_t lp); log_ppl_diff: mean of mean_t(rollout - old), log_ppl_abs_diff of its absolute
     value; ppl_ratio: mean of exp(mean_t(rollout - old)), the trainer's perplexity over the engine's.
 
     Args:
-        batch: whole sequences with "old_logp" at every entry.
+        batch: with "old_logp" at every entry.
+        sum_over: joins the ranks that share the sequences; None: they are whole.
     """
     here_N = batch.count_N > 0
     if not here_N.any():
         return {}
 
-    def log_ppl(name: str) -> Tensor:
-        return -batch.sequence_sum(batch.extra_T[name].double())[here_N] / batch.count_N[here_N]
+    sums_2N = torch.stack([batch.sequence_sum(batch.extra_T[name].double()) for name in ("old_logp", "rollout_logp")])
+    sums_2N = sums_2N if sum_over is None else sum_over(sums_2N)
+    trainer, engine = (-sums_2N[:, here_N] / batch.count_N[here_N]).unbind()
 
     def mean(value_N: Tensor) -> Metric:
         return Mean(float(value_N.sum()), float(len(value_N)))
 
-    trainer, engine = log_ppl("old_logp"), log_ppl("rollout_logp")
     return {
         "rollout_corr/training_ppl": mean(trainer.exp()),
         "rollout_corr/rollout_ppl": mean(engine.exp()),

@@ -48,15 +48,20 @@ class ModelGroups:
         score_N = group.rewards(plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens))
         return [score_N[n] for n in range(len(responses))]
 
-    def forward(self, batch: RolloutBatch) -> tuple[StepPlan, dict[str, Metric]]:
+    def forward(self, batch: RolloutBatch, *, score: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
         """Plans the step and runs every model over its tokens: old log-probs, reference log-probs, values; all groups at the same time.
 
-        Returns the plan, and what the log-probs say about the engine's.
+        Args:
+            batch: the step's responses.
+            score: the policy reads them now, even where its log-probs are not needed before the update.
+
+        Returns:
+            The plan, and what the log-probs say about the engine's, where the policy has read them.
         """
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         stages = () if self.experts is None else self.experts.stages
         plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), stages) for group in readers]
-        running = [group.forward(plan) for group, plan in zip(readers, plans, strict=True)]
+        running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
             names = [COLUMN[role] for role in group.roles if role in COLUMN]
@@ -227,6 +232,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         critic_updates=critic_updates,
         critic_together=max(1, (wished or 0) // capacity(config, roles)),
         reward=source.path if isinstance(source, ModelReward) else None,
+        old_logp=config.old_logp,
         offload=config.placement.offload,
         routing=config.routing,
     )

@@ -64,6 +64,7 @@ class RLSpec:
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
     routing: RoutingSettings = RoutingSettings()
+    old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
 
 class ModelWorker(MegatronWorker):
@@ -92,10 +93,17 @@ class ModelWorker(MegatronWorker):
         self._publisher: WeightPublisher | None = None
         self._kl_coef = 0.0
 
-    def forward(self, plan: StepPlan) -> dict[str, Metric]:
+    def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes what its models say of them: log-probs before the step, values.
 
-        Keeps the mini-batches for `update`. Returns what the policy's log-probs say about the engine's.
+        Keeps the mini-batches for `update`.
+
+        Args:
+            plan: of the step.
+            score: the policy reads the responses even where its old log-probs come from elsewhere.
+
+        Returns:
+            What the policy's log-probs say about the engine's, where it has read them.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
@@ -106,8 +114,12 @@ class ModelWorker(MegatronWorker):
         if "reference" in self._models:
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
                 flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+        self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
-            flat, metrics = self._score_policy(flat)
+            if self._scored:
+                flat, metrics = self._score_policy(flat)
+            if self._spec.old_logp != "forward":
+                flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
         if "critic" in self._models:
             flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
@@ -170,7 +182,7 @@ class ModelWorker(MegatronWorker):
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
-        metrics = [mismatch_of_sequences(whole)] if self._speaks else []
+        metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
         if algorithm.correction is not None:
             members = [n for chosen in self._members for n in chosen]
             extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._sum_over_replicas)
@@ -189,7 +201,8 @@ class ModelWorker(MegatronWorker):
             results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit, routing)
             metrics = merge(results) if self._reports else {}
             if routing is not None:
-                metrics |= routing.metrics("policy")
+                metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
+        self._fresh = False
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -306,6 +319,18 @@ class ModelWorker(MegatronWorker):
         names = [name for name in COLUMN.values() if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
+    def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
+        """The values of the entries whose output this rank computes; NaN for entries of other ranks."""
+        from megarl.parallel.packing import pack_micro
+
+        if not self._grid.is_last_stage:
+            return torch.full_like(value_T, torch.nan)
+        if self._grid.cp_size == 1 or not len(batch):
+            return value_T
+        place = {"cp_rank": self._grid.cp_rank, "cp_size": self._grid.cp_size, "tp": self._grid.layout.tp}
+        entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
+        return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
+
     def _logp(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
         return self._logprobs(logits_RV, row_T, batch)[0]
 
@@ -318,8 +343,15 @@ class ModelWorker(MegatronWorker):
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
-        loss = self._spec.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
+        seen = batch.with_extra(old_logp=logp_T.detach())
+        loss = self._spec.algorithm.loss(
+            logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
+        )
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted is not None:
             total = total + loss.weighted
-        return total, loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        metrics = loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        if self._fresh and self._spec.old_logp != "forward":  # the weights are those that the step began with
+            of_sequences = mismatch_of_sequences(seen, self._sum_over)
+            metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
+        return total, metrics

@@ -42,9 +42,9 @@ class WorkerGroup:
         _, _, layers, topk = told[0]
         return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
 
-    def forward(self, plan: StepPlan) -> Running:
-        """Hands the step to the ranks; they compute what their models say of its tokens."""
-        return self.group.start("forward", plan)
+    def forward(self, plan: StepPlan, score: bool) -> Running:
+        """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
+        return self.group.start("forward", plan, score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
