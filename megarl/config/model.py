@@ -19,7 +19,9 @@ class ModelSettings(Section):
     base: Place | None = None
     """`megarl train` also evaluates these weights (of the same shape), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights and activations; the optimizer keeps float32 main weights."""
+    """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
+    fp32_head: bool = False
+    """The logits of a bfloat16 model are computed in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     trust_remote_code: Literal[False] = False

@@ -26,6 +26,8 @@ class RolloutSettings(Section):
     """Tensor parallel size inside one engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the engine's weights and activations; null: model.dtype."""
+    fp32_head: bool = False
+    """The engine computes the logits in float32, as model.fp32_head makes the trainer do."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -72,6 +72,7 @@ def engine_arguments(
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
         "enable_return_routed_experts": report_experts and _has_experts(hf),
+        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
         "disable_log_stats": True,
     }
