@@ -15,8 +15,8 @@ from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
 from megarl.parallel.grid import Grid
-from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
-from tests.harness import Pool
+from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool
 
 
 def logits(grid: Grid, job: Job) -> Tensor:
