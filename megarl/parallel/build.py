@@ -15,6 +15,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
+from megarl.text import one_line
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
@@ -52,7 +53,7 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
     try:
         return kind(**{**free, **model.megatron, **fixed})
     except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"model.megatron: refused by Megatron: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise ConfigError(f"model.megatron: refused by Megatron: {one_line(str(error)) or type(error).__name__}") from error
 
 
 def build_chunks(

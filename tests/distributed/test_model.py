@@ -18,8 +18,8 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf
-from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
-from tests.harness import Pool
+from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool
 
 
 def logits(grid: Grid, job: Job) -> Tensor:

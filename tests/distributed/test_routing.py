@@ -26,9 +26,9 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import local_parameters
-from tests.distributed.families import Make
-from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
-from tests.harness import Pool
+from tests.distributed.tiny_families import Make
+from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 LAYOUTS = {
@@ -290,7 +290,7 @@ def counts(grid: Grid, job: Job, replay: bool) -> Counts:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_stacks_that_are_partly_dense_with_sigmoid_routers_in_groups_and_biases(pool: Pool, make: Make, family: str) -> None:
-    """Replay is the same on other layouts; biases follow what the routers choose themselves, in the first layer what they choose without."""
+    """Replay is the same on other layouts; biases follow what routers choose themselves, in the first layer what they choose without it."""
     job = Job(make(family), megatron={"moe_router_bias_update_rate": 0.01})
     [one], [left] = pool.run(counts, Layout(), job, True), pool.run(counts, Layout(), job, False)
     assert one.layers == [1, 2, 3] and one.bias.keys() == set(one.layers)

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.faults import PHASES, Phase, Processes, done, title
 from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
 from tests.e2e.lab import Lab
 from tests.e2e.test_resume import assert_same
 
