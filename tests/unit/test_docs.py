@@ -14,6 +14,7 @@ from megarl import cli
 from megarl.config import load
 from megarl.describe import keys
 from tests.unit.examples.test_configurations import root_of
+from tools import list_attacks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not {".venv", ".pytest_cache", "runs"} & set(page.relative_to(ROOT).parts))
@@ -112,6 +113,11 @@ def test_the_verbs_of_the_readme_are_all_there_are() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_the_lists_of_attacks_are_what_the_tests_try() -> None:
+    text = list_attacks.PAGE.read_text()
+    assert list_attacks.page(text) == text, "python -m tools.list_attacks"
 
 
 def test_yaml_of_a_page_is_yaml() -> None:

@@ -160,11 +160,31 @@ TABLE = [
         given("data.eval.exclude={dataset: spell_backward, seed: 1, items: 1000000000}"),
         r"^data\.eval\.exclude\.items: ",
     ),
+    *(
+        Case(f"2^62 {key}", verb, given(f"{key}={1 << 62}", *more), rf"^{key.replace('.', '[.]')}: .*less than or equal to {most} ")
+        for verb, key, most, more in (
+            ("train", "train.epochs", 1000, ()),
+            ("train", "train.steps", 10**9, ()),
+            ("train", "train.dynamic_sampling_rounds", 1000, ()),
+            ("train", "rollout.max_num_seqs", 1 << 16, ()),
+            ("train", "critic.epochs", 1000, ("algorithm={type: vapo}",)),
+            ("value", "critic.pretrain_steps", 10**9, ("algorithm={type: vapo}",)),
+            ("train", "optimizer.warmup_steps", 10**9, ()),
+            ("sft", "sft.steps", 10**9, ()),
+            ("sft", "sft.batch_size", 1 << 16, ()),
+        )
+    ),
     Case("a billion ranks", "train", given("layout.ranks=1000000000"), r"^layout\.ranks: .*1048576"),
     Case("a billion engines", "train", given("rollout.replicas=1000000000"), r"^rollout\.replicas: .*65536"),
     Case("a billion scorers", "train", given("reward.workers=1000000000"), r"^reward\.workers: .*4096"),
     Case("a billion responses", "train", given("rollout.samples_per_prompt=1000000000"), r"^rollout\.samples_per_prompt: .*65536"),
     Case("2^63 megabytes", "train", given("rollout.kv_cache_mb=9223372036854775807"), r"^rollout\.kv_cache_mb: .*1073741824"),
+    Case(
+        "a service without a token",
+        "serve",
+        given("cluster.interface=eth0"),
+        r"^serve\.token_env: required with cluster\.interface=eth0, where other machines reach the port$",
+    ),
     Case(
         "a host with a long name",
         "train",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from tests.unit.bad_input.cases import (
     Case,
+    Make,
     Room,
     given,
     prompts,
@@ -22,13 +27,28 @@ def pipe_of_rows(room: Room) -> list[str]:
     return [str(room.config()), f"data.train={{type: file, path: {room.here}/rows.jsonl}}"]
 
 
-def parquet(room: Room) -> list[str]:
-    """Answers are bytes."""
-    import pyarrow
-    from pyarrow import parquet
+def parquet(columns: Callable[[], dict[str, Any]]) -> Make:
+    """A Parquet file of these columns."""
 
-    parquet.write_table(pyarrow.table({"prompt": ["1"], "reward_model": [{"ground_truth": b"2"}]}), room.here / "rows.parquet")
-    return [str(room.config()), f"data.train={{type: file, path: {room.here}/rows.parquet}}"]
+    def make(room: Room) -> list[str]:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(columns()), room.here / "rows.parquet", compression="zstd")
+        return [str(room.config()), f"data.train={{type: file, path: {room.here}/rows.parquet}}"]
+
+    return make
+
+
+def repeated(text: str, rows: int) -> Callable[[], dict[str, Any]]:
+    """A column of one text."""
+
+    def columns() -> dict[str, Any]:
+        import pyarrow
+
+        return {"prompt": pyarrow.DictionaryArray.from_arrays(np.zeros(rows, np.int8), [text])}
+
+    return columns
 
 
 def answer(value: str) -> str:
@@ -49,7 +69,10 @@ TABLE = [
         )
     ),
     Case(
-        "an answer of bytes", "train", parquet, r"^data\.train\.path: .*rows\.parquet:1: reward_model\.ground_truth must be .*, not b'2'$"
+        "an answer of bytes",
+        "train",
+        parquet(lambda: {"prompt": ["1"], "reward_model": [{"ground_truth": b"2"}]}),
+        r"^data\.train\.path: .*rows\.parquet:1: reward_model\.ground_truth must be .*, not b'2'$",
     ),
     Case(
         "a row with a key twice", "train", prompts('{"prompt": "1", "prompt": "2"}'), r"rows\.jsonl:1: not JSON: 'prompt' is there twice$"
@@ -101,12 +124,41 @@ TABLE = [
         r"rows\.jsonl:1: not JSON: 'chosen' is there twice$",
     ),
     Case("a line of 65 MB", "train", rows(b" " * (65 << 20), more=", type: file"), r"rows\.jsonl:1: a line of more than 67,108,864 bytes$"),
+    Case(
+        "10 million rows in 30 kB",
+        "train",
+        parquet(repeated("x", 10_000_000)),
+        r"^data\.train\.path: .*rows\.parquet says that it has 10,000,000 rows in [\d,]+ bytes$",
+    ),
+    Case(
+        "4 GB of rows in 2 kB",
+        "train",
+        parquet(repeated("x" * (1 << 20), 4096)),
+        r"^data\.train\.path: .*rows\.parquet is not readable as Parquet after row 0: .*(MemoryError|alloc)",
+    ),
     Case("a pipe of prompts", "train", pipe_of_rows, r"^data\.train\.path: no such file: "),
     Case(
         "a parameter of reasoning-gym that is no file",
         "train",
         given("data.train.params={data_file: nowhere}"),
         r"^data\.train\.params: spell_backward .*FileNotFoundError|No such file",
+    ),
+    *(
+        Case(
+            f"reasoning-gym's {name}",
+            "train",
+            given(f"data.train={{type: reasoning_gym, seed: 1, items: 64, {rest}}}"),
+            rf"^data\.train\.params: {dataset} .*: {error}",
+        )
+        for name, rest, dataset, error in (
+            (
+                "endless equation",
+                "dataset: simple_equations, params: {min_terms: 1000000000, max_terms: 1000000000}",
+                "simple_equations",
+                "TimeoutError: not done within 8 s of CPU time$",
+            ),
+            ("primes", "dataset: count_primes, params: {min_n: 1000000000, max_n: 1000000000}", "count_primes", "MemoryError$"),
+        )
     ),
     Case(
         "a data set with a long name",

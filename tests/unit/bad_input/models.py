@@ -27,6 +27,7 @@ def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
 
 
+COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TABLE = [
     # --- config.json
     Case(
@@ -224,6 +225,42 @@ TABLE = [
         "train",
         template("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"),
         r"^data\.chat: .*leaves the prompt out",
+    ),
+    Case(
+        "a template that counts",
+        "train",
+        template(COUNTS),
+        r"^data\.chat: the model's chat template: not done within 2\.005 s of CPU time$",
+    ),
+    Case(
+        "a template that counts for some prompts",
+        "train",
+        template("{{ messages[0].content }}{% if 'f7' not in messages[0].content %}" + COUNTS + "{% endif %}"),
+        r"^data\.train: item 0: the model's chat template refuses one of 64 prompts from here on: not done within",
+    ),
+    Case(
+        "a template that swells",
+        "train",
+        template("{{ 'x' * 100000000000 }}"),
+        r"^data\.chat: the model's chat template: MemoryError",
+    ),
+    Case(
+        "a template that doubles",
+        "sft",
+        template("{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"),
+        r"^data\.chat: the model's chat template: MemoryError",
+    ),
+    Case(
+        "a template that squares",
+        "train",
+        template("{% set ns = namespace(x=3) %}{% for a in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}"),
+        r"^data\.chat: the model's chat template: not done within",
+    ),
+    Case(
+        "a template of a power",
+        "train",
+        template("{{ 10 ** 10 ** 9 }}"),
+        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take for ever$",
     ),
     Case(
         "a template of roles", "sft", template("{% for m in messages %}{{ m.role }}{% endfor %}"), r"^data\.chat: .*leaves the prompt out"
