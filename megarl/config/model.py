@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from megarl.algorithms.ops import Averaging
-from megarl.config.section import Beta, Fraction, Place, Section
+from megarl.config.section import Beta, Fraction, Passes, Place, Section, Steps
 
 
 class ModelSettings(Section):
@@ -20,7 +20,9 @@ class ModelSettings(Section):
     base: Place | None = None
     """`megarl train` also evaluates these weights (of the same shape), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights and activations; the optimizer keeps float32 main weights."""
+    """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
+    fp32_head: bool = False
+    """The logits of a bfloat16 model are computed in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     trust_remote_code: Literal[False] = False
@@ -79,7 +81,7 @@ class OptimizerSettings(Section):
     """Decoupled weight decay."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Steps = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
     decay: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
@@ -109,7 +111,7 @@ class CriticSettings(Section):
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
     aggregation: Averaging = "token-mean"
-    epochs: PositiveInt = 1
+    epochs: Passes = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens of one of its micro-batches; null: `train.micro_batch_tokens`.
@@ -117,7 +119,7 @@ class CriticSettings(Section):
     It may be larger than the policy's, since a critic produces no logits. Where both share ranks, the critic takes several of the
     policy's micro-batches as one.
     """
-    pretrain_steps: NonNegativeInt = 0
+    pretrain_steps: Steps = 0
     """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
     """Value pretraining ends early when 10 steps have lowered the value loss by less than this share."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.config.section import Megabytes, Seconds, Section
+from megarl.config.section import BatchSize, Megabytes, Seconds, Section
 
 
 class VllmSettings(Section):
@@ -26,6 +26,8 @@ class RolloutSettings(Section):
     """Tensor parallel size inside one engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the engine's weights and activations; null: model.dtype."""
+    fp32_head: bool = False
+    """The engine computes the logits in float32, as model.fp32_head makes the trainer do."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -34,7 +36,7 @@ class RolloutSettings(Section):
     """Longest prompt; a longer one is refused."""
     max_response_tokens: PositiveInt = 1024
     """Longest response, its end token included."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: BatchSize = 256
     """Sequences that an engine decodes together."""
     kv_cache_mb: Megabytes | None = None
     """Size of the KV cache: CPU engines need it, GPU engines use gpu_memory_fraction."""

@@ -20,6 +20,9 @@ Place = Annotated[Path, AfterValidator(nameable)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Megabytes = Annotated[int, Field(gt=0, le=1 << 30)]
+Steps = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Passes = Annotated[int, Field(gt=0, le=1000)]  # within a step: only at its end is anything saved
+BatchSize = Annotated[int, Field(gt=0, le=1 << 16)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year at most: the clock's own functions refuse 1e300
 EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]

@@ -14,19 +14,19 @@ from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import EnvironmentVariable, Section
+from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps
 
 
 class StepSettings(Section):
     """One RL step, and how often what happens."""
 
-    steps: PositiveInt
+    steps: Annotated[Steps, Field(gt=0)]
     """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: PositiveInt
     """Prompts of one rollout."""
     mini_batches: PositiveInt = 1
     """Parts of a rollout, with an optimizer step on each."""
-    epochs: PositiveInt = 1
+    epochs: Passes = 1
     """Passes of the policy over them."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
@@ -34,7 +34,7 @@ class StepSettings(Section):
     correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip act on engine and trainer at once."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
-    dynamic_sampling_rounds: PositiveInt | None = None
+    dynamic_sampling_rounds: Passes | None = None
     """Drop groups of equal rewards, and draw prompts at most so many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
     """Overlong filter: a response cut by the length limit gets no loss."""
@@ -168,9 +168,9 @@ class TrainConfig(TrainingSettings):
 class LearnSettings(Section):
     """The steps of a supervised stage, and how often it looks at its held-out source."""
 
-    steps: NonNegativeInt
+    steps: Steps
     """Steps of the stage; 0: the held-out numbers of model.path alone."""
-    batch_size: PositiveInt = 64
+    batch_size: BatchSize = 64
     """Responses of one step, or pairs of them."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
@@ -306,7 +306,7 @@ class ServeSettings(Section):
     path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
     """The path of the address."""
     token_env: EnvironmentVariable | None = None
-    """The environment variable that holds the token to ask for."""
+    """The environment variable that holds the token to ask for; required where other machines reach the port (cluster.interface)."""
     max_tokens: PositiveInt = 2048
     """Longest prompt + response."""
     micro_batch_tokens: PositiveInt = 16384
@@ -320,3 +320,10 @@ class ServeConfig(RunSettings):
     """How prompts are rendered."""
     serve: ServeSettings = ServeSettings()
     """Where it listens."""
+
+    @model_validator(mode="after")
+    def _asks_for_a_token(self) -> ServeConfig:
+        interface = self.cluster.interface
+        if interface not in (None, "lo") and self.serve.token_env is None:
+            raise ValueError(f"serve.token_env: required with cluster.interface={interface}, where other machines reach the port")
+        return self

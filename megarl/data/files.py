@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, FileSource
+from megarl.data.bounds import in_memory
+from megarl.data.tokenizer import first_line
 from megarl.strict_json import parse_json
 
 BATCH = 4096  # Parquet rows in memory at a time
 MOST_BYTES = 64 << 20  # of a line
+MOST_ROWS = 1_000_000  # Parquet rows of less than a byte each
+ROOM_MB, SWELLING = 384, 32  # for Parquet rows: memory of a batch, beside so many times the file's size
 
 
 def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
@@ -73,15 +77,25 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
-    number = 0
+    number, size = 0, path.stat().st_size
     try:
         with parquet.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=BATCH):
-                for row in batch.to_pylist():
+            if table.metadata.num_rows > max(MOST_ROWS, size):
+                raise ConfigError(f"{key}: {path} says that it has {table.metadata.num_rows:,} rows in {size:,} bytes")
+            batches = table.iter_batches(batch_size=BATCH)
+            while rows := _next_rows(batches, size):
+                for row in rows:
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {error}") from None
+    except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {first_line(error)}") from None
+
+
+def _next_rows(batches: Iterator[Any], size: int) -> list[dict[str, Any]]:
+    """The rows of the next batch; none at the end. MemoryError where they swell far beyond the `size` of their file."""
+    with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
+        batch = next(batches, None)
+        return [] if batch is None else batch.to_pylist()
 
 
 def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megarl.config import ConfigError, ReasoningGymSource
+from megarl.data.bounds import in_memory, in_time
+from megarl.data.tokenizer import first_line
 from megarl.errors import hint
 from megarl.imports import uncollected
+
+ITEM_S = 8.0  # of CPU time; the slowest data set takes 3 s
+ROOM_MB, ITEMS_PER_MB = 384, 32
 
 
 def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]], int]:
@@ -18,16 +24,23 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
     excluded = set()
     if source.exclude is not None:
         excluded = {entry["question"] for entry in read_gym(source.exclude, f"{key}.exclude")[0]}
-    dataset = _make(source, key)
+    make, entries = _maker(source, key), list[dict[str, Any]]()
     try:
-        entries = [dataset[index] for index in range(source.items)]
+        with in_memory(ROOM_MB + source.items / ITEMS_PER_MB), in_time(ITEM_S) as again:
+            dataset = make()
+            for index in range(source.items):
+                again()
+                entries.append(dataset[index])
+    except ConfigError:
+        raise
     except Exception as error:  # reasoning-gym looks at few of its parameters before it draws
         raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
     kept = [entry for entry in entries if entry["question"] not in excluded]
     return kept, len(entries) - len(kept)
 
 
-def _make(source: ReasoningGymSource, key: str) -> Any:
+def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
+    """Makes the data set of a source, whose name and parameters are known ones."""
     with uncollected():  # a second (sympy, matplotlib): only runs that ask for it pay
         from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -39,7 +52,11 @@ def _make(source: ReasoningGymSource, key: str) -> Any:
             raise ConfigError(f"{key}.params.{name}: set {key}.{'seed' if name == 'seed' else 'items'} instead")
         if name not in known:
             raise ConfigError(f"{key}.params.{name}: {source.dataset} has no such parameter ({', '.join(sorted(known))})")
-    try:
-        return create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
-    except Exception as error:
-        raise ConfigError(f"{key}.params: {source.dataset} refuses {source.params}: {error}") from None
+
+    def make() -> Any:
+        try:
+            return create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
+        except Exception as error:
+            raise ConfigError(f"{key}.params: {source.dataset} refuses {source.params}: {first_line(error)}") from None
+
+    return make

@@ -167,6 +167,8 @@ def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list
     try:
         return render_chats(tokenizer, chats)
     except Exception as error:  # a template may raise anything
-        if len(rows) > 1:  # find the row
+        late = isinstance(error, TimeoutError)
+        if len(rows) > 1 and not late:  # find the row
             return [text for row in rows for text in _chat_texts(tokenizer, [row])]
-        raise ConfigError(f"{rows[0].place}: the model's chat template refuses the prompt: {first_line(error)}") from None
+        prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
+        raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
+from megarl.data.bounds import in_memory, in_time
 from megarl.imports import uncollected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]  # of a chat: role and content
+TEMPLATE_S, CHAT_S, TEMPLATE_MB = 2.0, 0.005, 384  # for rendering: CPU time of a call, and of each chat; memory
 _PROBE = "f7Zq0-prompt"  # no template has it
 
 
@@ -85,8 +88,12 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]]) -> list[str]:
-    """Each chat as the text after which the assistant speaks. Raises whatever the model's template raises."""
-    return tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+    """Each chat as the text after which the assistant speaks.
+
+    Raises whatever the model's template raises, TimeoutError and MemoryError where it loops or swells (in the main thread).
+    """
+    with in_memory(TEMPLATE_MB), in_time(TEMPLATE_S + len(chats) * CHAT_S):
+        return tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
@@ -95,9 +102,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """ConfigError, starting with `key`, where the chat template leaves out what the user says. One that raises is left to the prompts."""
+    """ConfigError, starting with `key`, where the chat template leaves out what the user says, or could take for ever.
+
+    One that raises is left to the prompts.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    templates = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
+    with suppress(TemplateSyntaxError):
+        if any(token[1:] == ("operator", "**") for template in templates for token in Environment().lex(template)):
+            raise ConfigError(f"{key}: the model's chat template raises to a power (**), which can take for ever")
     try:
         [said] = render_chats(tokenizer, [[{"role": "user", "content": _PROBE}]])
+    except (TimeoutError, MemoryError) as error:
+        raise ConfigError(f"{key}: the model's chat template: {first_line(error)}") from None
     except Exception:  # a template may raise anything, and may want more than one message
         return
     if _PROBE not in said:

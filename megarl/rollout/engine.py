@@ -120,7 +120,7 @@ class Engine(Protocol):
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
         """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
 
-        Returns when all members of the group, the trainer too, are there.
+        Over gloo it returns when all members of the group, the trainer too, are there; NCCL's meet in their first broadcast.
         """
 
     async def start_update(self, timeout_s: float) -> None:

@@ -20,6 +20,7 @@ from megarl.data.tokenizer import check_size, check_template, encode, load_token
 from megarl.rewards.http import token_of
 from megarl.rewards.server import Server
 from megarl.stages.checks import check_model, check_trained_head
+from megarl.workers.demand import demand, processes
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
@@ -89,8 +90,8 @@ def serve(config: ServeConfig) -> None:
     """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
     check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
-    with ray_session(config.cluster, config.layout.ranks):
-        places = reserve_workers(config, ranks=config.layout.ranks)
+    with ray_session(config.cluster, processes(config)):
+        [places] = reserve_workers(config, demand(config))
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config, load_tokenizer(config.model.path), ranks)

@@ -14,6 +14,7 @@ from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings,
 from megarl.data.prompts import Prompt
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
+from megarl.workers.demand import engine_kind
 from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
 from megarl.workers.worker_group import reserve_workers
 
@@ -59,7 +60,8 @@ class Engines:
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig) -> Engines:
     """Engines alone, ready."""
-    engines = Engines.create(config, config.rollout, reserve_workers(config, engines=config.rollout))
+    [places] = reserve_workers(config, [engine_kind(config.rollout, config.cluster.gpus)])
+    engines = Engines.create(config, config.rollout, places)
     engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
     return engines
 

@@ -61,7 +61,9 @@ class Model:
         self._path, self._grid, self._parking = path, grid, Parking(backend)
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)
-        self._modules: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
+        self._modules: list[Any] = build_chunks(
+            self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
+        )
         load_hf(self._modules, path, self.hf, grid)
         if settings.weights is not None and path == settings.path and head == "lm":
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import numpy as np
 
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup
-from megarl.config import CheckpointSettings, Layout, ModelReward, TrainConfig
+from megarl.config import CheckpointSettings, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
+from megarl.workers.demand import assign_roles, demand
 from megarl.workers.engines import Engines
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
@@ -163,43 +163,21 @@ class ModelGroups:
         group.save(role, directory)
 
 
-def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
-    """The groups of ranks that a run needs: their roles, and how they share their models. The policy's comes first."""
-    needed: dict[Role, tuple[bool, Layout | None]] = {
-        "reference": (config.algorithm.needs_reference, config.placement.reference),
-        "critic": (config.critic is not None, config.placement.critic),
-        "reward": (isinstance(config.reward.source, ModelReward), config.placement.reward),
-    }
-    shared: list[Role] = [role for role, (wanted, layout) in needed.items() if wanted and layout is None]
-    apart: list[tuple[tuple[Role, ...], Layout]] = [
-        ((role,), layout) for role, (wanted, layout) in needed.items() if wanted and layout is not None
-    ]
-    return [(("policy", *shared), config.layout), *apart]
-
-
-def processes(config: TrainConfig) -> int:
-    """How many model ranks and engines a run has."""
-    return sum(layout.ranks for _, layout in assign_roles(config)) + config.rollout.replicas
-
-
 def start(config: TrainConfig) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time. The engines begin with `model.base` where there is one."""
-    ranks = sum(layout.ranks for _, layout in assign_roles(config))
-    places = reserve_workers(config, ranks=ranks, engines=config.rollout)
-    engines = Engines.create(config, config.rollout, places[ranks:])
+    *places, engine_places = reserve_workers(config, demand(config))
+    engines = Engines.create(config, config.rollout, engine_places)
     opening = engines.open(config.model.base or config.model.path, config)
-    models = start_groups(config, places[:ranks])
+    models = start_groups(config, places)
     engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
 
 
-def start_groups(config: TrainConfig, places: Sequence[Any]) -> ModelGroups:
+def start_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> ModelGroups:
     """The groups of ranks, ready, one rank at each place."""
-    groups = assign_roles(config)
-    ends = list(accumulate(layout.ranks for _, layout in groups))
     created = [
-        create_ranks(ModelWorker, config, layout, places[end - layout.ranks : end], rl_spec(config, roles), roles)
-        for (roles, layout), end in zip(groups, ends, strict=True)
+        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
+        for (roles, layout), own in zip(assign_roles(config), places, strict=True)
     ]
     return build_groups(config, created)
 

@@ -11,8 +11,9 @@ import numpy as np
 import ray
 
 from megarl.cluster.actor_group import ActorGroup
-from megarl.cluster.placement import reserve
-from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
+from megarl.cluster.placement import Kind
+from megarl.cluster.reserve import reserve
+from megarl.config import Layout, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
 from megarl.workers.megatron_worker import MegatronWorker
@@ -151,23 +152,17 @@ def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layou
     return group
 
 
-def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
+def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any]]:
     """Reserves a place for each process.
 
     Args:
-        config: says whether GPUs are used, and how long to wait.
-        ranks: model ranks, with `cluster.gpus` each with a GPU.
-        engines: settings of the run's engines, likewise each with `tp` GPUs; None: it has none.
+        config: says how long to wait.
+        kinds: of `demand`.
 
     Returns:
-        Scheduling strategies: the ranks', then the engines'.
+        For each kind the scheduling strategies of its processes.
 
     Raises:
         WorkerLate: the cluster has no room in time.
     """
-
-    def bundle(gpus: int) -> dict[str, float]:
-        return {"CPU": 1.0, "GPU": float(gpus)} if config.cluster.gpus else {"CPU": 1.0}
-
-    bundles = [bundle(1)] * ranks + ([bundle(engines.tp)] * engines.replicas if engines is not None else [])
-    return reserve(bundles, config.cluster.start_timeout_s)
+    return reserve(kinds, config.cluster.start_timeout_s)

@@ -15,8 +15,8 @@ from megarl.config import Layout
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid, destroy_grid, init_grid
 from megarl.parallel.offload import Parking
-from tests.distributed.work import Job, build, learn, make_checkpoint
-from tests.harness import Pool
+from tests.distributed.tiny_training import Job, build, learn, make_checkpoint
+from tests.rank_pool import Pool
 
 LIVES = 4
 LAYOUTS = {

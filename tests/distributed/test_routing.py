@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.config import Layout
+from megarl.models.hf import read_config
 from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
@@ -23,8 +26,9 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import local_parameters
-from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
-from tests.harness import Pool
+from tests.distributed.tiny_families import Make
+from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 LAYOUTS = {
@@ -249,3 +253,61 @@ def forgets(grid: Grid, job: Job) -> None:
     batches[0].extra_T["routed_experts"][3] = -1
     with Routing(policy.chunks, grid).follow("routed_experts", replay=True) as followed:
         forward(grid, policy, batches, followed)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank saw of the routers' own choices, in a step whose tokens were replayed or not."""
+
+    logp: dict[tuple[int, int], float]
+    shown: dict[str, Metric]
+    layers: list[int]
+    bias: dict[int, Tensor]  # by layer, what the step has added to the experts' biases: +-0.01 as their tokens are few or many
+    load: dict[int, float]  # by layer, the load-balancing loss
+
+
+def counts(grid: Grid, job: Job, replay: bool) -> Counts:
+    """A step over tokens whose experts were drawn."""
+    hf, policy = read_config(job.path), build(grid, job)
+    routing, batch = Routing(policy.chunks, grid), global_batch(job.sequences)
+    experts, topk = int(hf.get("n_routed_experts") or hf["num_experts"]), int(hf["num_experts_per_tok"])
+    whole = batch.with_extra(routed_experts=drawn(batch, int(hf["num_hidden_layers"]), experts, topk))
+    routers = [part for chunk in policy.chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
+    before = [None if router.expert_bias is None else router.expert_bias.clone() for router in routers]
+    tracker = get_moe_layer_wise_logging_tracker()
+    tracker.clear()
+    policy.zero_grad()
+    with routing.follow("routed_experts", replay=replay) as followed:
+        parts = here(shares(whole, job.micro_batches)[grid.dp_rank :: grid.dp_size], routing)
+        logp = forward(grid, policy, parts, followed, learn=True)
+        shown = followed.metrics("policy")
+    policy.step()
+    pairs = zip(routers, before, strict=True)
+    bias = {router.layer_number - 1: router.expert_bias - old for router, old in pairs if old is not None}
+    values = tracker["load_balancing_loss"]["values"].tolist() if tracker else []
+    return Counts(logp, shown, routing.layers, bias, {layer: values[layer] for layer in routing.layers if values})
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_stacks_that_are_partly_dense_with_sigmoid_routers_in_groups_and_biases(pool: Pool, make: Make, family: str) -> None:
+    """Replay is the same on other layouts; biases follow what routers choose themselves, in the first layer what they choose without it."""
+    job = Job(make(family), megatron={"moe_router_bias_update_rate": 0.01})
+    [one], [left] = pool.run(counts, Layout(), job, True), pool.run(counts, Layout(), job, False)
+    assert one.layers == [1, 2, 3] and one.bias.keys() == set(one.layers)
+    batch = global_batch(Job.sequences)
+    hf = read_config(job.path)
+    load_E = drawn(batch, 4, 8, int(hf["num_experts_per_tok"]))[:, 1].long().flatten().bincount(minlength=8).double()
+    replayed_E = 0.01 * (load_E.mean() - load_E).sign().float()
+    assert torch.equal(one.bias[1], left.bias[1]) and one.bias[1].abs().sum() > 0
+    assert not torch.allclose(one.bias[1], replayed_E, atol=1e-3), "had the router counted what was replayed"
+    for layout in (Layout(ranks=2, pp=2), Layout(ranks=2, tp=2, ep=2)):
+        ranks = pool.run(counts, layout, job, True)
+        logp = {key: value for rank in ranks for key, value in rank.logp.items()}
+        assert close(logp, one.logp) and scalars(merge(rank.shown for rank in ranks))["routing/replay_hit_rate"] == 1.0
+        assert {layer for rank in ranks for layer in rank.layers} == {1, 2, 3}
+        assert all(torch.equal(rank.bias[1], one.bias[1]) for rank in ranks if 1 in rank.bias)
+
+
+def test_load_balancing_sees_what_the_routers_choose_themselves(pool: Pool, path: Path) -> None:
+    [one], [left] = (pool.run(counts, Layout(), Job(path, megatron={"moe_aux_loss_coeff": 0.01}), replay) for replay in (True, False))
+    assert one.load[0] == left.load[0] > 0 and one.load[3] != left.load[3]

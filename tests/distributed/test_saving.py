@@ -22,7 +22,7 @@ from megarl.checkpoints.files import FileRecord, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
 from megarl.config import Layout
 from megarl.parallel.checkpoint.staging import StagedWriter
-from tests.distributed.saving import (
+from tests.distributed.checkpoint_work import (
     die_in_a_save,
     fail_then_recover,
     load_alone,
@@ -34,8 +34,8 @@ from tests.distributed.saving import (
     verified,
     wait_for_a_rank_that_never_writes,
 )
-from tests.distributed.work import make_checkpoint
-from tests.harness import Pool, RankError
+from tests.distributed.tiny_training import make_checkpoint
+from tests.rank_pool import Pool, RankError
 
 ONE, TWO = Layout(), Layout(ranks=2, tp=2)
 

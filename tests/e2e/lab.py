@@ -16,6 +16,7 @@ import ray
 
 from megarl import cli
 from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.placement import Kind
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
@@ -29,9 +30,10 @@ from megarl.stages.saving import resume_point
 from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
+from megarl.workers.demand import assign_roles
 from megarl.workers.engines import Engines, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
-from megarl.workers.model_groups import ModelGroups, assign_roles, build_groups, rl_spec
+from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
@@ -98,7 +100,7 @@ class Lab:
             return Engines(engines.group, config.rollout)
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(learner, "reserve_workers", lambda config, ranks: [None] * ranks)
+            patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
@@ -124,7 +126,7 @@ class Lab:
     def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
         missing = max(0, count - len(self._ranks))
-        places = reserve_workers(self._config, ranks=missing) if missing else []
+        [places] = reserve_workers(self._config, [Kind("ranks", missing)]) if missing else [[]]
         new = [ray.remote(Player).options(num_cpus=1, scheduling_strategy=place).remote() for place in places]
         waiting = [*self._ranks, *new]
         self._ranks = waiting[count:]

@@ -16,7 +16,7 @@ from megarl.stages.checks import check_train
 from megarl.workers.engines import start_engines
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
-from tests.rollout.backwards import PLACE, BackwardsSettings
+from tests.rollout.backwards_engine import PLACE, BackwardsSettings
 
 
 def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

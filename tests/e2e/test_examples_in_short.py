@@ -23,7 +23,7 @@ from megarl.stages.pairs import pairs
 from megarl.stages.rm import rm
 from megarl.stages.sft import sft
 from tests.e2e.lab import Lab
-from tests.test_examples import EXAMPLES
+from tests.unit.examples.test_configurations import EXAMPLES
 
 WORDS = tuple(f"data.{part}.params={{min_word_len: 3, max_word_len: 4}}" for part in ("train", "train.exclude", "eval"))
 SHORT_WORDS = {"min_word_len": 3, "max_word_len": 4}

@@ -11,14 +11,16 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.faults import PHASES, Phase, Processes, done, title
 from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
 from tests.e2e.lab import Lab
 from tests.e2e.test_resume import assert_same
 
@@ -72,12 +74,12 @@ def chosen() -> list[tuple[str, Fault, Phase]]:
 
 
 @pytest.fixture(scope="module")
-def straight(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Job]:
-    """The runs that nothing happens to."""
+def straight(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str], Job]:
+    """The run of a layout that nothing happens to."""
     if not long:
         pytest.skip("a command of its own: --long")
     runs = tmp_path_factory.mktemp("straight")
-    return {name: lab.run(Job(runs / name, tiny_model, (*EVERYTHING, *layout))) for name, layout in LAYOUTS.items()}
+    return cache(lambda name: lab.run(Job(runs / name, tiny_model, (*EVERYTHING, *LAYOUTS[name]))))
 
 
 def pid_of(job: Job, victim: str, processes: Processes) -> int:
@@ -92,7 +94,7 @@ def pid_of(job: Job, victim: str, processes: Processes) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fault", "phase"), chosen(), ids=lambda part: getattr(part, "name", part))
 def test_a_signal_to_any_process(
-    layout: str, fault: Fault, phase: Phase, lab: Lab, straight: dict[str, Job], tmp_path: Path, tiny_model: Path
+    layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
     job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")).start()
@@ -114,4 +116,4 @@ def test_a_signal_to_any_process(
     assert re.search(fault.line, "".join(last)), job.text()[-3000:]
     print(f"{layout}: {fault.name} in {phase}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
     lab.run(job)
-    assert_same(job, straight[layout], "model", "critic")
+    assert_same(job, straight(layout), "model", "critic")

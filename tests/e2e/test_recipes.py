@@ -21,7 +21,7 @@ from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.plan import StepPlan
 from tests.e2e.lab import Lab
-from tests.test_recipes import CRITICS, RECIPES, names, train_config
+from tests.unit.examples.test_recipes import CRITICS, RECIPES, names, train_config
 
 # RLOO comes first: its KL makes the rank keep a reference. Random weights earn this reward in every degree.
 RUNNABLE = ["rloo", *sorted(names(RECIPES) - CRITICS - {"rloo"})]

@@ -29,11 +29,11 @@ from megarl.config import SftConfig, load
 from megarl.errors import SaveError
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
-from tests.e2e.faults import PHASES, VICTIMS, Aim, Phase, Victim, done
 from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
+from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Victim, done
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
-from tests.test_http_reward import reply, serving
+from tests.unit.rewards.test_http import reply, serving
 
 SEED = 20
 

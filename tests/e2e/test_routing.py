@@ -24,6 +24,9 @@ JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sampl
 def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
     more = (
+        "train.steps=2",
+        "train.eval_at_start=false",
+        "layout={ranks: 2, pp: 2, vpp: 2}",
         "algorithm={type: ppo, kl_coef: 0.05}",
         "critic={optimizer: {lr: 0.001}}",
         "placement.reference={ranks: 2, cp: 2}",
@@ -31,7 +34,7 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, t
         "model.recompute=full",
     )
     routing = "routing={replay: r3, reference: true, critic: true}"
-    job = lab.run(Job(tmp_path, tiny_model, ("train.steps=2", "train.eval_at_start=false", *more, "layout={ranks: 2, pp: 2}", routing)))
+    job = lab.run(Job(tmp_path, tiny_model, (*more, routing)))
     for row in job.steps():
         assert row["routing/replay_hit_rate"] == 1.0
         assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0
@@ -42,7 +45,7 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, t
 
 
 def test_nothing_is_asked_for_where_nothing_is_wanted(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = []
+    wanted = list[Any]()
     monkeypatch.setattr(Engines, "generate", spied(wanted))
     job = lab.run(Job(tmp_path, tiny_model, (*SHORT, "train.steps=1", "routing.sample=0.0")))
     assert set(wanted) == {None}

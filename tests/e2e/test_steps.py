@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.critics import biased_by_position
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.lab import Lab
+from tests.e2e.value_models import biased_by_position
 from tools.make_tiny_model import build
 
 

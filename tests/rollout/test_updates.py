@@ -16,15 +16,15 @@ from megarl.rollout.generate import Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync.fingerprint import compare
 from megarl.sync.receive import Inventory, WeightError
-from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, generate, greedy, logp, other_weights
+from tests.rollout.engine_host import Host
+from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, generate, greedy, logp, other_weights
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
 class Corruptible(VllmEngine):
-    extension = "tests.rollout.corrupting.CorruptingExtension"
+    extension = "tests.rollout.corrupting_extension.CorruptingExtension"
 
 
 async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:

@@ -29,6 +29,7 @@ from megarl.parallel.checkpoint.rng import random_states
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
+from megarl.text import one_line
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Saver:
             files = {**written.files, name: write_file(writer.path / name, random)}
             barrier.report(json.dumps({"files": {name: astuple(record) for name, record in files.items()}, "locations": written.locations}))
         except Exception as error:
-            barrier.report(json.dumps({"fault": _one_line(error)}))
+            barrier.report(json.dumps({"fault": _fault(error)}))
         if self._grid.rank != 0:
             return
         try:
@@ -152,7 +153,7 @@ class Saver:
             barrier.conclude("")
         except Exception as error:
             writer.discard()
-            barrier.conclude(_one_line(error))
+            barrier.conclude(_fault(error))
 
     def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}
@@ -182,7 +183,7 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
-def _one_line(error: Exception) -> str:
+def _fault(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}"
-    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {one_line(str(error))}"

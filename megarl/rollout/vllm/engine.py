@@ -30,6 +30,7 @@ from megarl.rollout.vllm import checks
 from megarl.rollout.vllm.launch import engine_arguments, environment, launch, message_queues, remove_files
 from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
 from megarl.sync.fingerprint import Piece, Print, join
+from megarl.text import one_line
 
 _SHUTDOWN_S = 3.0  # then SIGKILL: an engine has nothing to save
 
@@ -261,7 +262,7 @@ class VllmEngine(Engine):
 
     def _death(self, error: Exception) -> EngineDead:
         """vLLM's word that its process has failed, as ours."""
-        return EngineDead(f"{self.label}: its process has failed: {' '.join(str(error.__cause__ or error).split())}")
+        return EngineDead(f"{self.label}: its process has failed: {one_line(str(error.__cause__ or error))}")
 
 
 def _expected(config: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:

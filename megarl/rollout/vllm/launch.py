@@ -17,6 +17,7 @@ from typing import Any
 from megarl.config import ConfigError, RolloutSettings
 from megarl.imports import uncollected
 from megarl.rollout.engine import RolloutError
+from megarl.text import one_line
 
 VLLM_VERSION = "0.30.0"  # what the mends in this folder were checked against
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
@@ -72,6 +73,7 @@ def engine_arguments(
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
         "enable_return_routed_experts": report_experts and _has_experts(hf),
+        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
         "disable_log_stats": True,
     }
@@ -124,7 +126,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         with _fork_cheaply(enabled=not gpu):
             return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (ValueError, RuntimeError) as error:
-        raise RolloutError(f"{label}: vLLM does not start: {' '.join(str(error).split())}") from error
+        raise RolloutError(f"{label}: vLLM does not start: {one_line(str(error))}") from error
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:

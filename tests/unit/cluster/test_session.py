@@ -1,0 +1,92 @@
+"""A private Ray session depends on nothing that stands in the environment, and leaves nothing behind, however its driver ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import session
+from megarl.cluster.reaper import members
+from megarl.workers.megatron_worker import threads
+from tests.e2e.job import FOREIGN
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Prints what a process of a session sees of Ray's variables, and whether the driver's are there again when it is over.
+SEES = """
+    import os, ray
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    def seen():
+        return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+    before = seen()
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
+        print(*sorted(ray.get(ray.remote(seen).remote(), timeout=300).values()))
+    print(seen() == before)
+"""
+
+# Ends as a machine's memory killer may end it: with the process that was to clean up.
+KILLED = """
+    import os, signal, psutil
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
+        [reaper] = [child for child in psutil.Process().children() if any(word.endswith("reaper.py") for word in child.cmdline())]
+        reaper.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A temporary directory of a short name: Ray's sockets live below it."""
+    path = Path(tempfile.mkdtemp(prefix="ms-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def run(program: str, place: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT), **more}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what_a_killed_one_left(place: Path) -> None:
+    assert run(KILLED, place).returncode == -9
+    [left] = place.iterdir()
+    done = run(SEES, place, **FOREIGN)
+    assert done.returncode == 0, done.stderr
+    seen, restored = done.stdout.splitlines()
+    assert restored == "True" and not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
+    assert f"megarl: a run was killed: removed {left}, ended " in done.stderr
+    assert members(str(place)) == [] and list(place.iterdir()) == []
+
+
+def test_below_a_temporary_directory_of_a_long_name_there_is_no_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("n" * 50)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    scratch = session._scratch()
+    try:
+        assert scratch.path.parent == Path("/tmp") and list(long.iterdir()) == []
+    finally:
+        scratch.remove()
+
+
+@pytest.mark.parametrize(
+    ("wish", "most"), [("64", 64), ("1", 1), ("0", 1), ("4,2", 1), ("many", 1), ("", 1), ("9" * 5000, 1), ("\u0663", 3)]
+)
+def test_a_rank_has_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch, wish: str, most: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", wish)
+    assert threads() == min(most, len(os.sched_getaffinity(0)))

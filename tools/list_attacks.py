@@ -1,0 +1,81 @@
+"""Writes the tables of tests/README.md: which signals, bad inputs and hostile responses the tests try, and what each must come to.
+
+    python -m tools.list_attacks
+
+The lists are the tests' own data. A line is shown with … where any text may stand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tests.e2e.test_faults import FAULTS, chosen
+from tests.unit.bad_input.test_table import CPU_S, MEMORY_MB
+from tests.unit.bad_input.test_table import TABLE as INPUTS
+from tests.unit.sandbox.test_hostile import EXPECTED, NOTHING
+
+PAGE = Path(__file__).parents[1] / "tests" / "README.md"
+BEGIN, END = "<!-- attacks: written by tools/list_attacks.py -->", "<!-- end of the attacks -->"
+ANY_TEXT = re.compile(r"(?:\\[dwS]|\[\\w \]|\.)[*+]|\.\{\d+,\d+\}|\\d")
+
+
+def readable(pattern: str) -> str:
+    """A regular expression of a line, for people."""
+    text = ANY_TEXT.sub("…", re.sub(r"\(([^()|]*\.\*[^()|]*)\)\?", "…", pattern))
+    text = re.sub(r"(?<!\\)[$^]|(?<=x)\{\d+\}", "", text)
+    text = re.sub(r"(?<!\\)\(([^()]*?)(?<!\\)\)\??", r"\1", text)
+    return re.sub("…+", "…", re.sub(r"\\(.)|\[\.\]", lambda match: match[1] or ".", text.replace("|", " or "))).strip()
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Markdown."""
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in rows:
+        yield f"| {' | '.join(re.sub(r'[|<*`]', lambda match: f'&#{ord(match[0])};', cell) for cell in row)} |"
+
+
+def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield from ("<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", "")
+
+
+def score(value: float, error: str | None) -> str:
+    """What a hostile sample comes to."""
+    if (value, error) == NOTHING:
+        return "0: it got nothing"
+    return f"{value:g}" if error is None else f"0: {'worker died, or late' if not error else error.strip(' :')}"
+
+
+def attacks() -> str:
+    """The section of the page."""
+    signals = ((fault.victim, fault.number.name, str(fault.status), readable(fault.line)) for fault in FAULTS)
+    inputs = ((case.verb, case.name, readable(case.line)) for case in INPUTS)
+    responses = ((name.replace("_", " "), score(*come_to)) for name, come_to in EXPECTED.items())
+    return "\n".join(
+        [
+            *folded(
+                f"{len(chosen())} signals, of {len(FAULTS)} kinds, in every phase: how the run ends, and goes on afterwards",
+                table(("process", "signal", "exit status", "last line"), signals),
+            ),
+            *folded(
+                f"{len(INPUTS)} bad inputs: exit status 2 and one line within {CPU_S:g} s and {MEMORY_MB} MB",
+                table(("megarl", "what is wrong", "the line"), inputs),
+            ),
+            *folded(
+                f"{len(EXPECTED)} hostile responses: what the sample scores; its neighbours score as ever",
+                table(("what runs", "score"), responses),
+            ),
+        ]
+    ).rstrip("\n")
+
+
+def page(text: str) -> str:
+    """A page with the section as it is now."""
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n{attacks()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
