@@ -16,6 +16,10 @@ from tests.e2e.value_models import biased_by_position
 from tools.make_tiny_model import build
 
 
+# Engine and trainer agree, so all of it weighs every token with nearly 1.
+CORRECTION = "algorithm.correction={type: tis, normalise: true, reject: [{by: k3, over: mean, hi: 0.01}], denominator: kept}"
+
+
 @pytest.fixture(scope="module")
 def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     return lab.run(Job(tmp_path_factory.mktemp("one"), tiny_model, ("train.steps=1",)))
@@ -23,11 +27,14 @@ def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 
 @pytest.mark.parametrize(
     "overrides",
-    [("layout.ranks=2", "layout.pp=2"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01")],
-    ids=["pp2", "cp2-reference"],
+    [("layout.ranks=2", "layout.pp=2"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01", CORRECTION)],
+    ids=["pp2", "cp2-reference-correction"],
 )
 def test_a_step_is_the_same_on_any_layout(lab: Lab, one_rank: Job, tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]) -> None:
-    assert_same_step(lab.run(Job(tmp_path, tiny_model, ("train.steps=2", *overrides))), one_rank)
+    job = lab.run(Job(tmp_path, tiny_model, ("train.steps=2", *overrides)))
+    assert_same_step(job, one_rank)
+    if CORRECTION in overrides:
+        assert job.steps()[0]["rollout_corr/weight_ess"] == pytest.approx(1) and job.steps()[0]["rollout_corr/weight_zeroed"] == 0
 
 
 def test_a_critic_learns_beside_the_policy_and_is_saved(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
