@@ -21,7 +21,7 @@ from megarl.algorithms.ops import sequence_kl
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
-from megarl.observe.metrics import Mean, Metric, merge
+from megarl.observe.metrics import Max, Mean, Metric, merge
 from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.megatron_worker import MegatronWorker
@@ -245,6 +245,8 @@ class ModelWorker(MegatronWorker):
                     filled = [batch.without("routed_experts") for batch in filled]
                     for index, experts_TLK in routing.recorded.items():
                         filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
+                held = sum(batch.extra_T["routed_experts"].nbytes for batch in filled if "routed_experts" in batch.extra_T)
+                metrics["routing/held_mb"] = Max(held / 2**20)
         return filled, metrics
 
     @contextmanager
