@@ -20,7 +20,7 @@ from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
-from megarl.observe.metrics import Mean, Metric, merge
+from megarl.observe.metrics import Max, Mean, Metric, merge
 from megarl.workers.assemble import (
     Columns,
     assemble,
@@ -276,6 +276,8 @@ class ModelWorker(MegatronWorker):
                     filled = [batch.without("routed_experts") for batch in filled]
                     for index, experts_TLK in routing.recorded.items():
                         filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
+                held = sum(batch.extra_T["routed_experts"].nbytes for batch in filled if "routed_experts" in batch.extra_T)
+                metrics["routing/held_mb"] = Max(held / 2**20)
         return filled, metrics
 
     @contextmanager

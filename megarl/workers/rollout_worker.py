@@ -98,7 +98,7 @@ class RolloutWorker:
         """The experts of a sample's tokens in the object store, an array [T, L, K] for each pipeline stage."""
         found = sample.routed_experts
         if found is None:
-            raise RolloutError(f"{self._engine.label}: reports no routed experts (routing.replay, routing.sample)")
+            raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
         expected = (len(sample.tokens) - 1, wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")

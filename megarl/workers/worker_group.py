@@ -13,7 +13,7 @@ import ray
 from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
-from megarl.config import Layout, RunSettings, SyncSettings
+from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
 from megarl.workers.megatron_worker import MegatronWorker

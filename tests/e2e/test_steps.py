@@ -15,7 +15,6 @@ from tests.e2e.lab import Lab
 from tests.e2e.value_models import biased_by_position
 from tools.make_tiny_model import build
 
-
 # Engine and trainer agree, so all of it weighs every token with nearly 1.
 CORRECTION = "algorithm.correction={type: tis, normalise: true, reject: [{by: k3, over: mean, hi: 0.01}], denominator: kept}"
 

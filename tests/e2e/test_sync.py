@@ -64,7 +64,7 @@ def agreed_answers(saved: Path, prompts: list[Prompt], engines: Engines) -> list
     answers = []
     responses = engines.generate(prompts, Sampling(1, 0.0, 12, 0))
     for prompt, response in zip(prompts, responses, strict=True):
-        sample = ray.get(response.payload)[response.index]
+        sample = ray.get(response.payload)
         mine = sample.tokens[sample.prompt_length :].tolist()
         assert mine == greedy(model, prompt.tokens, 12, model.config.eos_token_id), saved.name
         answers.append(response.text)

@@ -16,6 +16,7 @@ from tests.unit.bad_input.cases import (
     wrote,
 )
 from tests.unit.bad_input.configurations import DEEP, LONG
+from tools.make_tiny_model import build
 
 
 def says(key: str, value: str, more: str = "") -> str:
@@ -23,12 +24,57 @@ def says(key: str, value: str, more: str = "") -> str:
     return rf"^model\.path: (.*: )?config\.json's {key}={value}.*{more}"
 
 
+def dense(copy: Path) -> None:
+    build(copy, layers=1, hidden=128, experts=2, expert_hidden=32, seed=1, family="qwen3")
+
+
 def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
 
 
 COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ROUTERS = "model.megatron.moe_"
 TABLE = [
+    # --- experts that cannot be replayed
+    Case(
+        "replay in a dense model",
+        "train",
+        model(dense, "routing.replay=r3"),
+        r"^routing\.replay=r3: model\.path=.* is a qwen3, which has no",
+    ),
+    Case(
+        "replay past fused routers",
+        "train",
+        given("routing.replay=r2", f"{ROUTERS}router_fusion=true"),
+        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are chosen, or dropped, where no replay reaches$",
+    ),
+    Case(
+        "replay and dropped tokens",
+        "train",
+        given("routing.replay=r2", f"{ROUTERS}expert_capacity_factor=1.0"),
+        r"^routing\.replay=r2: model\.megatron\.moe_expert_capacity_factor=1\.0: ",
+    ),
+    Case(
+        "replay of a choice for the batch",
+        "train",
+        given("routing.replay=r3", f"{ROUTERS}router_load_balancing_type=sinkhorn"),
+        r"^routing\.replay=r3: model\.megatron\.moe_router_load_balancing_type=sinkhorn ",
+    ),
+    Case(
+        "the engine's experts for a reference, without them",
+        "train",
+        given("routing={replay: r2, reference: true}", "algorithm.kl_coef=0.1"),
+        r"^.*routing\.reference=true with routing\.replay=r2: only r3 has experts for the reference$",
+    ),
+    Case(
+        "replay for no reference",
+        "train",
+        given("routing={replay: r3, reference: true}"),
+        r"^.*routing\.reference=true: .*kl_coef=0 keeps no",
+    ),
+    Case("replay for no critic", "train", given("routing={critic: true}"), r"^.*routing\.critic=true: algorithm\.type=\w+ has no critic$"),
+    Case("another replay", "train", given("routing.replay=r4"), r"^routing\.replay: .*'off', 'r2' or 'r3' \(got 'r4'\)$"),
+    Case("a share above all", "train", given("routing.sample=1.5"), r"^routing\.sample: .*less than or equal to 1 \(got 1\.5\)$"),
     # --- config.json
     Case(
         "a text for Megatron's number",

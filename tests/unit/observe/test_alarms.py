@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import pytest
 
-from megarl.observe.alarms import KL_STEPS, OUTSIDE_STEPS, Alarms
+from megarl.config import RoutingSettings
+from megarl.observe.alarms import KL_STEPS, OUTSIDE_STEPS, REROUTED_STEPS, Alarms
 
 Row = Mapping[str, float]
 
@@ -56,3 +58,13 @@ def test_kl_beyond_twice_its_target() -> None:
 def test_scores_that_the_reward_model_never_gave_in_training() -> None:
     far, near = ({"reward/outside/mean": share} for share in (0.3, 0.2))
     assert given([far] * (OUTSIDE_STEPS - 1) + [near] + [far] * OUTSIDE_STEPS) == [(2 * OUTSIDE_STEPS - 1, "reward_outside_range")]
+
+
+@pytest.mark.parametrize(("replay", "names"), [("off", ["rollout_routing", "policy_routing"]), ("r2", ["rollout_routing"]), ("r3", [])])
+def test_tokens_that_go_elsewhere_where_no_replay_keeps_them(replay: Literal["off", "r2", "r3"], names: list[str]) -> None:
+    row = {"routing/rollout_changed_frac": 0.06, "routing/policy_changed_frac": 0.07}
+    alarms = Alarms(RoutingSettings(replay=replay, alarm=0.05))
+    found = [(number, event) for number in range(REROUTED_STEPS + 2) for event in alarms.check(number, row)]
+    assert found == [(REROUTED_STEPS - 1, name) for name in names]
+    assert not [event for number in range(9) for event in Alarms(RoutingSettings(alarm=0.08)).check(number, row)]
+    assert given([row] * 9) == []
