@@ -48,7 +48,7 @@ reward: {{source: {{type: reasoning_gym}}, require_finished: false}}
 rollout: {{samples_per_prompt: 8, max_prompt_tokens: 32, max_response_tokens: 32, max_num_seqs: 256, kv_cache_mb: 64, dtype: bfloat16}}
 sync: {{transport: shm, logprob_gap: 1.0}}
 log: {{tensorboard: false}}
-train: {{steps: {steps}, prompts_per_step: 32, micro_batch_tokens: 4096, eval_at_start: false}}
+train: {{steps: {steps}, prompts_per_step: 32, micro_batch_tokens: 4096, eval_at_start: false, old_logp: forward}}
 """
 
 
