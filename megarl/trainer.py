@@ -85,7 +85,7 @@ def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) ->
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens
-        plan, said = models.forward(batch, score=state.step == 0)
+        plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
     if state.step == 0:
         check_gap(config, said)
     with run.phase("advantage"):

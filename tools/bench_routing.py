@@ -96,8 +96,8 @@ def measured(directory: Path) -> dict[str, Any]:
 
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     """In Markdown."""
-    names = ("seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs")
-    names += ("old log-probs and update, s", "memory of a rank, MB", "alarms")
+    names = ["seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs"]
+    names += ["old log-probs and update, s", "memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for (seed, replay), found in results.items():
         cells = [seed, replay, f"{found['choices']:.1%}", f"{found['tokens']:.0%}", f"{found['kl']:.2e}", f"{found['gap']:.4f}"]

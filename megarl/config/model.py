@@ -137,5 +137,7 @@ class Placement(Section):
     """Ranks of the reference model."""
     reward: Layout | None = None
     """Ranks of the reward model."""
+    engines: Literal["apart", "shared"] = "apart"
+    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks an engine): they sleep in between."""
     offload: bool = False
     """Models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)."""

@@ -89,6 +89,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
+        self._check_shared()
         self._check_old_logp()
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
@@ -123,6 +124,21 @@ class TrainConfig(TrainingSettings):
                 raise ValueError(
                     f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
                 )
+
+    def _check_shared(self) -> None:
+        """ValueError where engines cannot share the devices of the policy's ranks."""
+        engines, ranks = self.rollout.replicas * self.rollout.tp, self.layout.ranks
+        if self.placement.engines == "apart":
+            return
+        if engines > ranks:
+            raise ValueError(
+                f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
+                f"layout.ranks={ranks}"
+            )
+        if self.cluster.gpus and self.sync.transport != "cuda_ipc":
+            raise ValueError(
+                f"sync.transport={self.sync.transport} with placement.engines=shared: on one GPU only cuda_ipc reaches the other process"
+            )
 
     def _check_routing(self) -> None:
         """ValueError where experts are to be replayed in a model that the run has not, or that nobody reports."""

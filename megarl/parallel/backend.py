@@ -5,11 +5,11 @@ New hardware is one more class here and a line in `choose`. Code elsewhere asks 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import os
 import resource
-import tempfile
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.config import ConfigError
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
+from megarl.parking import file_buffer
 
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
 
@@ -163,14 +164,7 @@ class Cpu(Backend):
         return torch.empty(shape, dtype=dtype)
 
     def parking_buffer(self, size: int) -> Tensor:
-        # The CPU's memory is the device's memory here: what is parked lies in an unnamed file of TMPDIR, whose pages the kernel may drop.
-        handle, path = tempfile.mkstemp()
-        try:
-            os.truncate(handle, size)
-            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        finally:
-            os.close(handle)
-            os.unlink(path)
+        return file_buffer(size)  # the CPU's memory is the device's memory here
 
     def peak_memory_mb(self) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -185,7 +179,7 @@ class Cpu(Backend):
         """Nothing is queued."""
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what was freed in between
 
 
 @functools.cache

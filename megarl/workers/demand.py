@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,12 @@ def demand(config: RunSettings) -> list[Kind]:
     if isinstance(config, EvalConfig | PairsConfig):
         return [engine_kind(config.rollout, gpus)]
     if isinstance(config, TrainConfig):
-        return [*(rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)), engine_kind(config.rollout, gpus)]
+        shared = config.placement.engines == "shared" and gpus
+        groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
+        if not shared:
+            return [*groups, engine_kind(config.rollout, gpus)]
+        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine has the GPUs of ranks of one node
+        return [replace(groups[0], blocks=together), *groups[1:]]
     return [rank_kind("model", config.layout, gpus)]
 
 

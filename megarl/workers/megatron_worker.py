@@ -31,6 +31,10 @@ class MegatronWorker:
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads())
 
+    def devices(self) -> list[str]:
+        """The GPUs that Ray has given to this process."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     def listen(self) -> tuple[str, int]:
         """On rank 0: opens the rendezvous of the ranks. Returns its address."""
         from megarl.parallel.grid import listen_store

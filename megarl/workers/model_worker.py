@@ -248,6 +248,11 @@ class ModelWorker(MegatronWorker):
         """The policy and the critic, as far as they are here."""
         return {role: self._awake(role).state for role in self._roles if role in TRAINED}
 
+    def park(self) -> None:
+        """All models leave the device; each comes back when it is used."""
+        for model in self._models.values():
+            model.park()
+
     def _awake(self, role: Role) -> Model:
         """The model of a role on the device, whoever else is there."""
         self._models[role].wake()
@@ -259,8 +264,7 @@ class ModelWorker(MegatronWorker):
             for other, model in self._models.items():
                 if other != role:
                     model.park()
-            self._models[role].wake()
-        return self._models[role]
+        return self._awake(role)
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
         """The batches with "old_logp", and with the experts that updates replay or compare with in "routed_experts"; and what log-probs and

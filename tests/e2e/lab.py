@@ -35,6 +35,7 @@ from megarl.workers.engines import Engines, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
+from megarl.workers.turns import Turns
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
 
@@ -111,14 +112,19 @@ class Lab:
     def workers(self, config: TrainConfig) -> Iterator[tuple[ModelGroups, Engines]]:
         """The ranks and engines of a run."""
         own = shape(config.model.path) != shape(self._model)
-        engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
+        turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
+        engines = start_engines(config) if own else Engines(self.engines.group, config.rollout, turns)
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
                 groups = _dealt(ranks, [layout.ranks for _, layout in assign_roles(config)])
                 for group, (roles, layout) in zip(groups, assign_roles(config), strict=True):
                     _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
-                yield build_groups(config, groups), engines
+                if turns is not None:
+                    turns.to_ranks()
+                yield build_groups(config, groups, turns), engines
+                if turns is not None:
+                    turns.to_engines()  # for the next run
         finally:
             if own:
                 _kill(engines.group.actors)

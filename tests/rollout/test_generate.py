@@ -31,7 +31,7 @@ END = 1
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
     engine = VllmEngine("engine 0")
-    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True)
     return engine, pids
 
 

@@ -48,7 +48,7 @@ def environment(gpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(
-    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool
+    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool, sleeps: bool
 ) -> dict[str, Any]:
     """The settings that vLLM is started with.
 
@@ -59,6 +59,7 @@ def engine_arguments(
         settings: of the engine.
         seed: vLLM's own; a request that is sampled brings one, too.
         gpu: whether the engine has GPUs.
+        sleeps: it will leave the GPUs to others in between; on a CPU every engine can.
         report_experts: its outputs say which experts each token was sent to, where the model has experts.
 
     Returns:
@@ -78,7 +79,7 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if gpu:
-        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction}
+        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}
     return {
         **common,
         "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
