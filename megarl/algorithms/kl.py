@@ -37,7 +37,7 @@ class KlToReference(BaseModel):
     """A token's estimate counts as at most this, without gradient beyond (k1 in the reward is never cut).
 
     k3 and its slope grow as exp(ref - lp): without a limit one token 20 nats below the reference has a slope of 5e8, and the clipped
-    gradient of the whole step is that token. At 10, which verl and slime have too, the slope is 14 at most.
+    gradient of the whole step is that token. At 10, which verl and slime have too, the slope stays below 13.
     """
     kl_target: PositiveFloat | None = None
     """Nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef stays."""

@@ -54,7 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "k3_straight": {"type": "dapo", "kl_straight_through": True, **KL_AND_BONUS},
     "tis": {"type": "dapo", "correction": {"type": "tis", "cap": 1.05}},
     "tis_sequence": {"type": "gspo", "clip_low": 0.05, "correction": {"type": "tis", "cap": 1.1, "level": "sequence", "veto": 0.85}},
-    "mis": {"type": "grpo", "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}, **KL_AND_BONUS},
+    "mis": {"type": "gspo_token", "clip_low": 0.05, "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}, **KL_AND_BONUS},
     "mis_sequence": {"type": "rloo", "correction": {"type": "mis", "lo": 0.7, "hi": 1.5, "level": "sequence"}},
     "icepop": {"type": "cispo", "correction": {"type": "icepop", "lo": 0.95, "hi": 1.05, "veto": 0.85}},
     "aggregation": {"type": "gspo", "clip_low": 0.05, "clip_high": 0.04, "dual_clip": 1.06, "aggregation": "seq-mean-token-sum"},
