@@ -75,6 +75,10 @@ class Job:
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
+    @property
+    def saves(self) -> Path:
+        return self.runs / "job" / "checkpoints"
+
     def write(self) -> Path:
         """Its configuration."""
         self.runs.mkdir(parents=True, exist_ok=True)
@@ -151,13 +155,13 @@ class Job:
         """Of these, the steps of the policy."""
         return [row for row in self.updates() if "actor/grad_norm" in row]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = LIMIT_S, pause_s: float = 0.2) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, what: str, condition: Callable[[], bool], pause_s: float = 0.2) -> None:
+        deadline = time.monotonic() + LIMIT_S
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()[-4000:]}"
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}")
+                raise AssertionError(f"no {what} within {LIMIT_S} s:\n{self.text()[-4000:]}")
             time.sleep(pause_s)
 
 

@@ -7,16 +7,18 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from megarl import cli
-from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.session import ray_session
+from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
@@ -36,6 +38,7 @@ from megarl.workers.model_worker import ModelWorker
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
 
+IDLE_S = 10.0  # for ranks of a run that has failed to end their part: those that wait for others never do
 ACTORS = 64  # over all runs: places are not given back
 LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
 
@@ -48,21 +51,22 @@ class Lab:
         self.engines = start_engines(config)
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
         self.playing: list[int] = []  # process ids of those that were taken last
+        self.serving: int | None = None  # process id of the engine's actor, while a run has it
 
-    def run(self, job: Job) -> Job:
+    def run(self, job: Job, own_engine: bool = False) -> Job:
         """`megarl train` in this process, to the end."""
-        self.train(load(job.write(), list(job.overrides), TrainConfig))
+        self.train(load(job.write(), list(job.overrides), TrainConfig), own_engine)
         return job
 
-    def train(self, config: TrainConfig) -> None:
-        """The same from a configuration; a model of another shape has an engine of its own."""
+    def train(self, config: TrainConfig, own_engine: bool = False) -> None:
+        """The same from a configuration."""
         data = check_train(config)
         resume = resume_point(config, "train", len(data.train))
         with (
             pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward, run.note) as scorers,
-            self.workers(config) as (models, engines),
+            self.workers(config, own_engine) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
@@ -106,9 +110,9 @@ class Lab:
                 yield
 
     @contextmanager
-    def workers(self, config: TrainConfig) -> Iterator[tuple[ModelGroups, Engines]]:
-        """The ranks and engines of a run."""
-        own = shape(config.model.path) != shape(self._model)
+    def workers(self, config: TrainConfig, own_engine: bool = False) -> Iterator[tuple[ModelGroups, Engines]]:
+        """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
+        own = own_engine or shape(config.model.path) != shape(self._model)
         engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
@@ -116,8 +120,11 @@ class Lab:
                 groups = _dealt(ranks, [layout.ranks for _, layout in assign_roles(config)])
                 for group, (roles, layout) in zip(groups, assign_roles(config), strict=True):
                     _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
-                yield build_groups(config, groups), engines
+                models = build_groups(config, groups)
+                self.serving = ray.get(engines.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+                yield models, engines
         finally:
+            self.serving = None
             if own:
                 _kill(engines.group.actors)
 
@@ -133,13 +140,16 @@ class Lab:
 
     @contextmanager
     def _returned(self, ranks: Sequence[Any]) -> Iterator[None]:
-        """Ranks that were taken wait again after it; where it fails they are not used again."""
+        """Ranks that were taken wait again after it, unless it fails and leaves one of them dead or busy."""
         try:
             yield
-            ray.get([actor.end.remote() for actor in ranks])
-        except BaseException:
-            _kill(ranks)
+        except BaseException as error:
+            if isinstance(error, (WorkerDied, StandsStill)) or not _ended(ranks):
+                _kill(ranks)
+            else:
+                self._ranks += ranks
             raise
+        ray.get([actor.end.remote() for actor in ranks])
         self._ranks += ranks
 
 
@@ -211,6 +221,16 @@ def _begin(group: ActorGroup, kind: type[MegatronWorker], config: RunSettings, l
 def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[ActorGroup]:
     rest = iter(actors)
     return [ActorGroup("rank", [next(rest) for _ in range(size)]) for size in sizes]
+
+
+def _ended(ranks: Sequence[Any]) -> bool:
+    """Ends the parts of ranks that are alive and idle; whether all were."""
+    ends = [actor.end.remote() for actor in ranks]
+    ready, busy = ray.wait(ends, num_returns=len(ends), timeout=IDLE_S)
+    with suppress(RayError):
+        ray.get(ready)
+        return not busy
+    return False
 
 
 def _kill(actors: Sequence[Any]) -> None:

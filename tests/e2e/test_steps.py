@@ -16,11 +16,6 @@ from tests.e2e.value_models import biased_by_position
 from tools.make_tiny_model import build
 
 
-@pytest.fixture(scope="module")
-def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    return lab.run(Job(tmp_path_factory.mktemp("one"), tiny_model, ("train.steps=1",)))
-
-
 @pytest.mark.parametrize(
     "overrides",
     [("layout.ranks=2", "layout.pp=2"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01")],
