@@ -46,7 +46,7 @@ reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}
 rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
-train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 256}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512}}
 """
 
 

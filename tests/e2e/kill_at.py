@@ -34,8 +34,8 @@ def titled(job: Job, start: str) -> list[int]:
 
 
 def engine_processes(pids: Sequence[int]) -> tuple[int, int]:
-    """The actor of the one engine and its core, a fork that keeps the title of its parent."""
-    pids = [pid for pid in pids if title(pid).startswith("ray::RolloutWorker")]
+    """The actor of the one engine and its core, a fork that keeps the title of its parent, among processes of a run."""
+    pids = [pid for pid in pids if title(pid).startswith(("ray::RolloutWorker", "ray::EngineHost"))]
     [core] = [pid for pid in pids if any(f"\nPPid:\t{parent}\n".encode() in read(f"/proc/{pid}/status") for parent in pids)]
     [actor] = [pid for pid in pids if pid != core]
     return actor, core
@@ -64,7 +64,7 @@ class Processes:
     def phases(self) -> set[Phase]:
         """Where the job is now. A save goes on behind the next phases' back."""
         method, found = title(self.rank).partition(".")[2], set[Phase]()
-        if title(self.actor) == "ray::RolloutWorker.respond":
+        if title(self.actor).endswith(".respond"):
             found.add("rollout")
         if method.startswith("update"):
             found.add("update")

@@ -22,6 +22,7 @@ from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
+from megarl.rollout.registry import ENGINES
 from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
@@ -35,6 +36,7 @@ from megarl.workers.engines import Engines, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, assign_roles, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
+from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
 
@@ -49,6 +51,7 @@ class Lab:
     def __init__(self, model: Path, config: TrainConfig) -> None:
         self._model, self._config = model, config
         self.engines = start_engines(config)
+        self._host: Any = None  # the process of engines that one run has for itself: an actor of EngineHost
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
         self.playing: list[int] = []  # process ids of those that were taken last
         self.serving: int | None = None  # process id of the engine's actor, while a run has it
@@ -63,12 +66,10 @@ class Lab:
         data = check_train(config)
         resume = resume_point(config, "train", len(data.train))
         with (
-            pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward, run.note) as scorers,
             self.workers(config, own_engine) as (models, engines),
         ):
-            patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
 
     def learn(self, job: Job) -> Job:
@@ -113,7 +114,7 @@ class Lab:
     def workers(self, config: TrainConfig, own_engine: bool = False) -> Iterator[tuple[ModelGroups, Engines]]:
         """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
         own = own_engine or shape(config.model.path) != shape(self._model)
-        engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
+        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout)
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
@@ -126,7 +127,17 @@ class Lab:
         finally:
             self.serving = None
             if own:
-                _kill(engines.group.actors)
+                ray.get(self._host.close.remote())
+
+    def _start_engine(self, config: TrainConfig) -> Engines:
+        """An engine of the run's own, in a process that has vLLM imported from the second one on."""
+        if self._host is None:
+            [place] = reserve_workers(config, engines=config.rollout)
+            actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
+            self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout)
+        engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+        return engines
 
     def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
@@ -151,6 +162,19 @@ class Lab:
             raise
         ray.get([actor.end.remote() for actor in ranks])
         self._ranks += ranks
+
+
+class EngineHost(RolloutWorker):
+    """A process that has one engine after the other."""
+
+    def __init__(self, label: str, engine: str) -> None:
+        super().__init__(label, engine)
+        self._arguments = label, engine
+
+    async def close(self) -> None:
+        await self._engine.close()
+        super().__init__(*self._arguments)
+        gc.collect()
 
 
 class Player:
@@ -242,5 +266,6 @@ def _kill(actors: Sequence[Any]) -> None:
 def open_lab(runs: Path, model: Path) -> Iterator[Lab]:
     """Starts the session and the engine, and ends them."""
     config = load(Job(runs, model).write(), list(LENGTHS), TrainConfig)
-    with ray_session(config.cluster, ACTORS):
+    with ray_session(config.cluster, ACTORS), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
         yield Lab(model, config)

@@ -46,8 +46,8 @@ CRITIC = (
     "train.eval_at_start=false",
 )
 APART = {
-    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=600"),
-    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=600"),
+    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=1024"),
+    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=1024"),
     "offload": ("placement.offload=true",),
 }
 
