@@ -19,11 +19,6 @@ from tools.make_tiny_model import build
 CORRECTION = "algorithm.correction={type: tis, normalise: true, reject: [{by: k3, over: mean, hi: 0.01}], denominator: kept}"
 
 
-@pytest.fixture(scope="module")
-def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    return lab.run(Job(tmp_path_factory.mktemp("one"), tiny_model, ("train.steps=1",)))
-
-
 @pytest.mark.parametrize(
     "overrides",
     [("layout.ranks=2", "layout.pp=2"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01", CORRECTION)],
@@ -57,8 +52,8 @@ CRITIC = (
     "train.eval_at_start=false",
 )
 APART = {
-    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=600"),
-    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=600"),
+    "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=1024"),
+    "reference-apart-and-cp": ("placement.reference={ranks: 2, cp: 2}", "layout={ranks: 2, cp: 2}", "critic.micro_batch_tokens=1024"),
     "offload": ("placement.offload=true",),
     "engines-that-share": ("placement.engines=shared", "save.every=1"),
     "all-take-turns": ("placement.engines=shared", "placement.offload=true"),
