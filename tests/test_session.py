@@ -48,6 +48,21 @@ KILLED = """
 """
 
 
+# Where /dev/shm has room for the object store, until somebody fills it.
+FULL = """
+    import contextlib, subprocess, numpy as np, ray
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=240m", "small", "/dev/shm"], check=True)
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
+        with open("/dev/shm/hog", "wb", buffering=0) as hog, contextlib.suppress(OSError):
+            while True:
+                hog.write(bytes(1 << 20))
+        print(ray.get(ray.remote(lambda: np.ones(60 << 20, np.uint8)).remote(), timeout=300).sum() >> 20)
+"""
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A temporary directory of a short name: Ray's sockets live below it."""
@@ -56,9 +71,9 @@ def place() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def run(program: str, place: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, place: Path, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT), **more}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [*before, sys.executable, "-c", textwrap.dedent(program)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -71,6 +86,14 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     assert restored == "True" and not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
     assert f"megarl: a run was killed: removed {left}, ended " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []
+
+
+def test_a_full_dev_shm_does_not_end_the_object_store(place: Path) -> None:
+    own_mounts = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = run(FULL, place, *own_mounts)
+    assert done.returncode == 0 and done.stdout == "60\n", done.stderr
 
 
 def test_below_a_temporary_directory_of_a_long_name_there_is_no_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
