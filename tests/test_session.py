@@ -100,7 +100,8 @@ UNINVITED = """
         print(oct(os.stat(os.environ["TMPDIR"]).st_mode & 0o777), len(ports))
         for port, process in ports.items():
             web = process.cmdline()[0].startswith("ray::RuntimeEnvAgent")
-            print(*sorted({str(posted(port, token)) if web else asked(port, method, token) for method in METHODS for token in (None, "Bearer x")}))
+            tried = [(method, token) for method in METHODS for token in (None, "Bearer x")]
+            print(*sorted({str(posted(port, token)) if web else asked(port, method, token) for method, token in tried}))
         print(ray.get(actor.here.remote()))
         [server] = [port for port, process in ports.items() if process.name() == "gcs_server"]
         asked(server, "syncer.RaySyncer/StartSync", None)
