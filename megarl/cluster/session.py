@@ -70,6 +70,7 @@ def _ray_settings(private: bool) -> Iterator[None]:
         RAY_USAGE_STATS_ENABLED="0",
         RAY_AUTH_MODE="token",
         RAY_memory_monitor_refresh_ms="0",
+        RAY_preallocate_plasma_memory="1",  # where others fill /dev/shm later, the raylet would die of SIGBUS
         RAY_worker_niceness="0",  # Ray's 15 leaves its workers a thirtieth of a core that anything else wants too
         RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",

@@ -41,7 +41,7 @@ class ClusterSettings(Section):
     gpus: bool = True
     """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
-    """Size of Ray's object store; Ray needs 75 MB."""
+    """Size of Ray's object store, which is reserved at the start; Ray needs 75 MB."""
     start_timeout_s: Seconds = 300.0
     """Longest time for Ray, ranks and engines to start."""
     phase_timeout_s: Seconds = 3600.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
 
+SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
 
@@ -105,10 +107,12 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
 
 
 def check_cluster(settings: ClusterSettings) -> None:
-    """ConfigError where this machine has not the files, the network interface or, for a session of its own, the GPUs."""
+    """ConfigError where this machine has not the files, the shared memory, the network interface or, for a session of its own, the GPUs."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
         raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
+    if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
+        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
     known = psutil.net_if_addrs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.checkpoints.verify import main as verify
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
+from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab
 from tests.e2e.value_models import biased_by_position
 from tools.make_tiny_model import build
@@ -42,6 +45,22 @@ def test_a_critic_learns_beside_the_policy_and_is_saved(lab: Lab, tmp_path: Path
     assert rows[0]["training/logprob_gap_max"] <= 1e-3 and rows[2]["training/logprob_gap_max"] <= 1e-3
     saved = load_file(tmp_path / "job" / "critic" / "model.safetensors")
     assert saved["score.weight"].shape == (1, 128) and "lm_head.weight" not in saved
+
+
+def test_numbers_that_are_not_finite_end_a_run_by_name_and_what_is_saved_is_whole(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    ruined = Job(tmp_path / "rate", tiny_model, ("optimizer.lr=1e30", "train.mini_batches=1", "train.steps=9", "save.every=1"))
+    with pytest.raises(
+        FloatingPointError, match=r"grad_norm is (nan|inf)|gives a number that is not finite|^weights that are not finite: "
+    ):
+        lab.run(ruined)
+    assert done(ruined) >= 1 and verify([str(ruined.runs / "job")]) == 0
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights[name := "model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FloatingPointError, match=f"^weights that are not finite: {name}$"):
+        lab.run(Job(tmp_path / "weights", broken))
 
 
 CRITIC = (
