@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -200,12 +201,7 @@ class ModelWorker(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: self._awake(role).state for role in self._roles if role in TRAINED}
-
-    def _awake(self, role: Role) -> Model:
-        """The model of a role on the device, whoever else is there."""
-        self._models[role].wake()
-        return self._models[role]
+        return {role: replace(self._models[role].state, wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
     def _use(self, role: Role) -> Model:
         """The model of a role, on the device; where models take turns, the others leave it."""
