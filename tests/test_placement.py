@@ -12,7 +12,8 @@ from megarl.cluster.placement import Kind, Node, NoRoom, place
 from megarl.config import Layout, RolloutSettings
 from megarl.workers.demand import engine_kind, rank_kind
 
-SHAPES = {
+Shape = tuple[list[dict[str, int]], tuple[int, int], list[int]]
+SHAPES: dict[str, Shape] = {
     # name: (groups of ranks, (engines, tp of each), GPUs of each node)
     "one rank, one engine": ([{}], (1, 1), [2]),
     "one node": ([{"ranks": 4, "tp": 2}], (2, 2), [8]),
@@ -47,7 +48,7 @@ SHAPES = {
     "more nodes than needed": ([{"ranks": 2, "tp": 2}], (1, 2), [8, 8, 2, 2]),
     "an engine's GPUs come first": ([{"ranks": 2}], (2, 2), [2, 2, 2]),
 }
-REFUSED = {
+REFUSED: dict[str, tuple[list[dict[str, int]], tuple[int, int], list[int], str]] = {
     "one GPU for two processes": ([{}], (1, 1), [1], "2 GPUs are asked for, .* (model 1x1, engines 1x1); there are 1 (1)"),
     "no GPU": ([{}], (1, 1), [0, 0], "2 GPUs are asked for, .*; there are 0 (0, 0)"),
     "one too few": ([{"ranks": 8, "ep": 8}], (2, 4), [8, 7], "16 GPUs .* (model 1x8, engines 2x4); there are 15 (8, 7)"),
