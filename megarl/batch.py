@@ -17,6 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+EXPERTS = (
+    "routed_experts",
+    "critic_experts",
+)  # in `Batch.extra_T`, what routers alone read: the experts of the policy's and critic's tokens
+
 
 class VersionSpan(NamedTuple):
     """The response tokens from `start` on, up to the next span, were sampled from the weights of sync number `version`."""
@@ -89,9 +94,9 @@ class Batch:
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved, extra_T={name: value.to(device) for name, value in self.extra_T.items()})
 
-    def without(self, name: str) -> Batch:
-        """The same bag without one of its per-entry tensors."""
-        return replace(self, extra_T={other: value for other, value in self.extra_T.items() if other != name})
+    def without(self, *names: str) -> Batch:
+        """The same bag without some of its per-entry tensors, as far as it has them."""
+        return replace(self, extra_T={other: value for other, value in self.extra_T.items() if other not in names})
 
     def spread(self, value_N: Tensor) -> Tensor:
         """A per-sequence value at each of the sequence's entries: [N] -> [T]."""
@@ -106,8 +111,7 @@ class Batch:
 def pack(samples: Sequence[Sample]) -> Batch:
     """All entries of the samples, sequence after sequence; the loss tokens are those of `Sample.loss_mask`. No sample gives an empty bag.
 
-    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt; `extra_T["routed_experts"]`
-    [T, L, K] the experts that the engine chose, where the samples carry them.
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Without routed experts.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
@@ -116,9 +120,6 @@ def pack(samples: Sequence[Sample]) -> Batch:
     nothing = np.zeros(prompts.max(initial=0), dtype=np.float32)
     rollout_logp = [part for sample in samples for part in (nothing[: sample.prompt_length - 1], sample.rollout_logp)]
     extra = {"rollout_logp": torch.from_numpy(_join(rollout_logp, np.float32))}
-    routed_experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-    if routed_experts and len(routed_experts) == len(samples):
-        extra["routed_experts"] = torch.from_numpy(np.concatenate(routed_experts))
     mask = position >= np.repeat(prompts, lengths)
     if any(sample.loss_mask is not None for sample in samples):
         mask[mask] = _join([_loss_mask(sample) for sample in samples], np.bool_)
@@ -139,13 +140,13 @@ def pack(samples: Sequence[Sample]) -> Batch:
 def pack_scored(samples: Sequence[Sample]) -> Batch:
     """Like `pack`, for a scalar head that judges whole responses: the one loss token of a sequence is the entry that feeds its last token.
 
-    That entry needs something to predict, so each sequence gets one more token, which is never fed. Without routed experts.
+    That entry needs something to predict, so each sequence gets one more token, which is never fed.
     """
     nothing = np.zeros(1, dtype=np.float32)
 
     def judged(sample: Sample) -> Sample:
         tokens = np.append(sample.tokens, sample.tokens[-1])
-        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, routed_experts=None, loss_mask=None)
+        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, loss_mask=None)
 
     return pack([judged(sample) for sample in samples])
 

@@ -14,6 +14,7 @@ from typing import Any
 from megarl import termination
 from megarl.imports import find, uncollected
 from megarl.stdout import say
+from megarl.text import one_line
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 MOST_SHOWN = 1500  # characters of a line, which may quote what was given
@@ -127,7 +128,7 @@ def _guarded(call: Callable[[], int]) -> int:
     except Exception as error:
         if not isinstance(error, Stopped):
             traceback.print_exc()
-        print(f"megarl: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"megarl: failed: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
         return FAILURE
 
 

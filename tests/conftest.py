@@ -19,7 +19,7 @@ from megarl.imports import uncollected
 with uncollected():
     import torch
 
-    from tests.harness import Pool
+    from tests.rank_pool import Pool
     from tools.make_tiny_model import build
 
 # The suite runs on two processes. One takes all that shares the lab's session, engine and ranks; the other one file after the other, the

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.bad_input.test_table import CPU_S, MEMORY_MB
-from tests.bad_input.test_table import TABLE as INPUTS
 from tests.e2e.test_faults import FAULTS, chosen
-from tests.sandbox.test_hostile import EXPECTED, NOTHING
+from tests.unit.bad_input.test_table import CPU_S, MEMORY_MB
+from tests.unit.bad_input.test_table import TABLE as INPUTS
+from tests.unit.sandbox.test_hostile import EXPECTED, NOTHING
 
 PAGE = Path(__file__).parents[1] / "tests" / "README.md"
 BEGIN, END = "<!-- attacks: written by tools/list_attacks.py -->", "<!-- end of the attacks -->"

@@ -48,7 +48,8 @@ class StepWriter:
             keep_every: steps divisible by it stay too; 0: none.
 
         Raises:
-            OSError: nothing has changed.
+            OSError: other steps are untouched. This one is absent or whole; where it is whole, `latest` may not name it yet and steps that
+                are no longer kept may remain. An earlier directory of this step may be left under its name with `.replaced`.
         """
         write_file(self.path / MANIFEST, encode(manifest))
         for folder, _, _ in os.walk(self.path):

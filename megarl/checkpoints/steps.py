@@ -21,6 +21,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError
 from megarl.strict_json import read_json
+from megarl.text import one_line
 
 CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
@@ -222,7 +223,7 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{MANIFEST}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{MANIFEST}: damaged: {type(error).__name__}: {one_line(str(error))}") from None
 
 
 def _canonical(content: Any) -> str:

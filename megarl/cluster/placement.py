@@ -1,23 +1,91 @@
-"""Reserves resources for actors in a Ray cluster."""
+"""Which node each process of a run goes to: a function of what is asked for and what the nodes have. Knows nothing of Ray.
+
+Processes come in kinds (the ranks of one group, the engines), and consecutive processes of a kind in blocks that never leave a node: a
+tensor-parallel group, an expert-parallel group, an engine with all its GPUs. A kind fills whole nodes as far as it goes.
+"""
 
 from __future__ import annotations
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from megarl.cluster.actor_group import WorkerLate
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
-def reserve(bundles: list[dict[str, float]], timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
-    """Reserves the bundles, neighbours on one node where possible, so that consecutive ranks share a machine.
+@dataclass(frozen=True)
+class Node:
+    """What a machine has free."""
 
-    Raises WorkerLate with what was asked and what the cluster has.
+    name: str
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Processes that do the same work, numbered from 0.
+
+    Args:
+        name: in messages.
+        processes: how many; each takes a CPU.
+        gpus: of each process; 0 where none has any.
+        blocks: so many consecutive processes belong on one node. The first size counts that one of the nodes can hold, else the last, which
+            is then refused. Each divides `processes`.
     """
-    group: PlacementGroup = placement_group(bundles, strategy="PACK")
-    if not group.wait(timeout_s):
-        asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in sorted({key for bundle in bundles for key in bundle})}
-        raise WorkerLate(f"cluster: {asked} not free within {timeout_s:g} s; the cluster has {ray.cluster_resources()}")
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    order = sorted(range(len(bundles)), key=lambda index: (nodes[index], index))
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in order]
+
+    name: str
+    processes: int
+    gpus: int = 0
+    blocks: tuple[int, ...] = (1,)
+
+
+class NoRoom(ValueError):
+    """The nodes cannot hold what is asked for; the message has both numbers."""
+
+
+def place(kinds: Sequence[Kind], nodes: Sequence[Node]) -> list[list[str]]:
+    """The name of the node of each process, for each kind.
+
+    The kind with the largest blocks chooses first. Where the sizes of all blocks divide each other, as powers of two do, and CPUs are not
+    what is short, this finds places whenever there are any.
+
+    Raises NoRoom.
+    """
+    free = {node.name: node for node in nodes}
+    block = [_block(kind, nodes) for kind in kinds]
+    found: list[list[str]] = [[] for _ in kinds]
+    for index in sorted(range(len(kinds)), key=lambda index: -block[index] * max(1, kinds[index].gpus)):
+        kind, together = kinds[index], block[index]
+        missing = kind.processes // together
+        while missing:
+            room = {name: min(_room(node, kind, together), missing) for name, node in free.items()}
+            best = max(room, key=lambda name: (room[name], -_left(free[name], kind, together * room[name])), default=None)
+            if best is None or not room[best]:
+                raise NoRoom(_refusal(kinds, block, nodes))
+            taken = together * room[best]
+            free[best] = replace(free[best], cpus=free[best].cpus - taken, gpus=free[best].gpus - taken * kind.gpus)
+            found[index] += [best] * taken
+            missing -= room[best]
+    return found
+
+
+def _block(kind: Kind, nodes: Sequence[Node]) -> int:
+    return next((size for size in kind.blocks if any(_room(node, kind, size) for node in nodes)), kind.blocks[-1])
+
+
+def _room(node: Node, kind: Kind, together: int) -> int:
+    """How many blocks a node can hold."""
+    cpus = node.cpus // together
+    return min(cpus, node.gpus // (together * kind.gpus)) if kind.gpus else cpus
+
+
+def _left(node: Node, kind: Kind, processes: int) -> int:
+    return node.gpus - processes * kind.gpus if kind.gpus else node.cpus - processes
+
+
+def _refusal(kinds: Sequence[Kind], block: Sequence[int], nodes: Sequence[Node]) -> str:
+    """One line for whatever is short: GPUs in all, GPUs of one node, or CPUs."""
+    asked = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
+    gpus, cpus = sum(kind.processes * kind.gpus for kind in kinds), sum(kind.processes for kind in kinds)
+    unit, wanted, have = ("GPUs", gpus, [node.gpus for node in nodes]) if gpus else ("CPUs", cpus, [node.cpus for node in nodes])
+    short = "" if not gpus or sum(node.cpus for node in nodes) >= cpus else f"; and {cpus} CPUs, of {sum(node.cpus for node in nodes)}"
+    each = ", ".join(map(str, sorted(have, reverse=True)))
+    return f"{wanted} {unit} are asked for, in blocks on one node each ({asked}); there are {sum(have)} ({each}){short}"

@@ -16,6 +16,7 @@ from ray._private.node import Node
 from ray._raylet import persist_port
 
 from megarl.patching import expect
+from megarl.text import one_line
 
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 LOWEST_PORT = 10_000
@@ -99,7 +100,7 @@ def _last_words(node: Any, kind: str, process: Any) -> str:
             lines += Path(node.get_logs_dir_path(), f"{kind}.{end}").read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"\[[^]]* [EFC] ", line)]  # "[2026-11-22 02:33:00,123 C 77 77] (raylet) file.cc:9: ..."
     said = [line for line in errors or lines if line.strip()]
-    return f"exit code {process.returncode}; {' '.join(said[-1].split()) if said else 'its log is empty'}"
+    return f"exit code {process.returncode}; {one_line(said[-1]) if said else 'its log is empty'}"
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:

@@ -140,8 +140,7 @@ class Watch:
         """
         if self._fault is not None:
             raise StandsStill(f"{doing}: {self._fault}")
-        names = [f"{kind} {index}: " for index in range(len(actors))]
-        pids = {self._pid(actor): name for actor, name in zip(actors, names, strict=True)}
+        pids = {self._pid(actor): f"{kind} {index}: " for index, actor in enumerate(actors)}
         if self._still:
             named = [f"{next((pids[pid] for pid in still.pids if pid in pids), '')}{still}" for still in self._still]
             raise StandsStill(f"{doing}: {'; '.join(named)}")

@@ -18,6 +18,7 @@ from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
 from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
@@ -53,6 +54,7 @@ __all__ = [
     "RewardSettings",
     "RmConfig",
     "RolloutSettings",
+    "RoutingSettings",
     "RunSettings",
     "SandboxSettings",
     "Section",

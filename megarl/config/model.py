@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
 
 
@@ -19,7 +20,9 @@ class ModelSettings(Section):
     base: Place | None = None
     """`megarl train` also evaluates these weights (of the same shape), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights and activations; the optimizer keeps float32 main weights."""
+    """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
+    fp32_head: bool = False
+    """The logits of a bfloat16 model are computed in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     trust_remote_code: Literal[False] = False
@@ -107,6 +110,7 @@ class CriticSettings(Section):
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
+    aggregation: Averaging = "token-mean"
     epochs: Passes = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None
@@ -133,5 +137,7 @@ class Placement(Section):
     """Ranks of the reference model."""
     reward: Layout | None = None
     """Ranks of the reward model."""
+    engines: Literal["apart", "shared"] = "apart"
+    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks an engine): they sleep in between."""
     offload: bool = False
     """Models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)."""

@@ -24,6 +24,10 @@ class RolloutSettings(Section):
     """Engines; the prompts are dealt out to them."""
     tp: PositiveInt = 1
     """Tensor parallel size inside one engine."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the engine's weights and activations; null: model.dtype."""
+    fp32_head: bool = False
+    """The engine computes the logits in float32, as model.fp32_head makes the trainer do."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -38,8 +42,6 @@ class RolloutSettings(Section):
     """Size of the KV cache: CPU engines need it, GPU engines use gpu_memory_fraction."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
-    return_routes: bool = True
-    """Report the routed experts of every token, for replay and for the routing metrics."""
     timeout_s: Seconds = 1800.0
     """Longest time of one generate call."""
 
@@ -54,6 +56,6 @@ class SyncSettings(Section):
     verify: bool = True
     """Fingerprint every tensor that the engines hold after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 in float32, 5e-2 in bfloat16."""
+    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
     timeout_s: Seconds = 600.0
     """Longest time of one sync."""

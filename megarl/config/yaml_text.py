@@ -13,6 +13,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from megarl.errors import ConfigError
+from megarl.text import one_line
 
 MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # of a file or an override; aliases count as what they stand for
 _CORE = {
@@ -97,7 +98,7 @@ def read(text: str) -> Any:
         place = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
         raise ConfigError(f"{error.problem}{place}") from None
     except (yaml.YAMLError, ValueError) as error:  # int() refuses numbers of more than 4,300 digits
-        raise ConfigError(" ".join(str(error).split())) from None
+        raise ConfigError(one_line(str(error))) from None
 
 
 def _fault(problem: str, mark: Any) -> yaml.MarkedYAMLError:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
 
+from megarl.config import RoutingSettings
+
 # A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
 COLLAPSE = {
     "entropy_collapse": ("actor/entropy", 0.01),
@@ -19,12 +21,18 @@ KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its targe
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
 FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
 SMOOTHED = 3  # steps whose mean reward counts
+REROUTED_STEPS = 3  # a share of experts above routing.alarm, so many steps on end
 
 
 class Alarms:
-    """Watches the scalars of each step."""
+    """Watches the scalars of each step.
 
-    def __init__(self) -> None:
+    Args:
+        routing: of a run that may have a mixture of experts.
+    """
+
+    def __init__(self, routing: RoutingSettings | None = None) -> None:
+        self._routing = routing
         self._first: dict[str, float] = {}
         self._given: set[str] = set()
         self._lasted: dict[str, int] = {}  # for how many steps on end
@@ -34,7 +42,7 @@ class Alarms:
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
         found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
-        found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values)
+        found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values) | self._rerouted(values)
         new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
         self._given |= new.keys()
         return new
@@ -74,6 +82,25 @@ class Alarms:
                 found["critic_worse_than_mean"] = (
                     f"critic worse than mean: it trains the policy, and for {steps} steps its explained variance has been below "
                     f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
+                )
+        return found
+
+    def _rerouted(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Tokens that an update sends to other experts than those that gave their log-probs, where no replay keeps it from that."""
+        found = {}
+        settings = self._routing
+        for name, who, remedied, remedy in (
+            ("rollout", "the engine and the trainer", ("r3",), "r3"),
+            ("policy", "the old and the new policy", ("r2", "r3"), "r2 or r3"),
+        ):
+            share = values.get(f"routing/{name}_changed_frac")
+            if settings is None or share is None or settings.replay in remedied:
+                continue
+            steps = self._lasts(f"{name} rerouted", share > settings.alarm)
+            if steps >= REROUTED_STEPS:
+                found[f"{name}_routing"] = (
+                    f"{name} routing: for {steps} steps {who} have chosen other experts in more than routing.alarm={settings.alarm:.0%} of "
+                    f"the choices, now {share:.0%}; set routing.replay to {remedy}"
                 )
         return found
 

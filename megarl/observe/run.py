@@ -60,7 +60,7 @@ class Run:
         self.directory: Path = config.directory
         self._phases = Phases()
         self._memory = PeakMemory()
-        self._alarms = Alarms()
+        self._alarms = Alarms(config.routing if isinstance(config, TrainConfig) else None)
         self._pass_rates: dict[str, Mapping[str, float]] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}

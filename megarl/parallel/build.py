@@ -15,6 +15,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
+from megarl.text import one_line
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
@@ -52,11 +53,11 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
     try:
         return kind(**{**free, **model.megatron, **fixed})
     except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"model.megatron: refused by Megatron: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise ConfigError(f"model.megatron: refused by Megatron: {one_line(str(error)) or type(error).__name__}") from error
 
 
 def build_chunks(
-    config: TransformerConfig, hf: dict[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm"
+    config: TransformerConfig, hf: dict[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm", fp32_head: bool = False
 ) -> list[MegatronModule]:
     """Builds the model chunks of this rank on the device, their weights not yet loaded. Requires the grid.
 
@@ -67,6 +68,7 @@ def build_chunks(
         grad: False builds a frozen model (reference, reward model).
         head: "value" puts a scalar head in the place of the output layer (critic, reward model): the last stage then gives values
             [1, R, 1] in float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head has initial weights.
+        fp32_head: logits are computed in float32, whatever the model's dtype.
 
     Returns:
         One chunk, or one for each virtual stage.
@@ -74,6 +76,8 @@ def build_chunks(
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
     chunks = [_chunk(config, hf, backend, stage, head) for stage in stages]
     for chunk in chunks:
+        if fp32_head and head == "lm" and chunk.post_process:
+            chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(grad)
             # Upstream marks expert weights for the expert data-parallel group only if ep > 1 (layers.py:886,1209), although with etp != tp
@@ -112,6 +116,13 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream has no way not to make its own first
     return chunk.to(backend.device)
+
+
+def _in_float32(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the output layer, cast. Megatron gives a weight of its own where it is the embedding's."""
+    [hidden] = inputs
+    weight = layer.weight if named["weight"] is None else named["weight"]
+    return (hidden.float(),), {**named, "weight": weight.float()}
 
 
 def _recompute(recompute: str) -> dict[str, Any]:

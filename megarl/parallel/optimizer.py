@@ -75,11 +75,13 @@ class Trainable:
 
     @torch.no_grad()
     def step(self) -> StepInfo:
-        """One clipped AdamW step from the buffered gradients. Collective. A gradient that is not finite changes nothing."""
+        """One clipped AdamW step from the buffered gradients. Collective.
+
+        A gradient that is not finite changes nothing: no weight, no moment, not the count of steps.
+        """
         rate = learning_rate(self.steps, self._settings, self._total)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        self.steps += 1
         if not math.isfinite(norm):
             return StepInfo(norm, rate, skipped=True)
         for group in self.optimizer.param_groups:
@@ -90,6 +92,7 @@ class Trainable:
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
         self.optimizer.step_with_ready_grads()
+        self.steps += 1
         return StepInfo(norm, rate, skipped=False)
 
 

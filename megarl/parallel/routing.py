@@ -1,50 +1,259 @@
-"""What the routers of this rank chose in the forward that just ran, for comparison with the engine's choices.
+"""The routers of a model on this rank: the experts that they choose are compared, recorded and replayed, token by token.
 
-Axes: R local rows of the packed micro-batch, T its entries here, E experts, L layers of the whole model, K experts a token.
+Megatron's own replay (`moe_enable_routing_replay`) is one list for the whole process and remembers one micro-batch; here a pass over
+micro-batches belongs to one model, and the experts travel with the tokens, in `Batch.extra_T`.
+
+Axes: T entries of a micro-batch, R rows of it that this rank's routers see (of its sequence-parallel shard, padding included), L MoE
+layers of this rank, E experts, K experts a token. Experts are int16 [T, L, K], -1 for a token whose experts are not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megarl.batch import Batch
+from megarl.observe.metrics import Mean, Metric
+from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
+from megarl.parallel.packing import Packed
 from megarl.parallel.weights import unwrap
 
+Record = Literal["none", "known", "all"]
 
-class RouterWatch:
-    """Keeps the routing map of each router of the model's last chunk on this rank, from one forward to the next."""
 
-    def __init__(self, chunks: Iterable[Any], grid: Grid) -> None:
-        self._tp_rank = grid.tp_rank
-        self._map_LRE: dict[int, Tensor] = {}
-        routers = [module for module in unwrap(list(chunks)[-1]).modules() if isinstance(module, TopKRouter)]
-        self._handles = [router.register_forward_hook(self._keep) for router in routers]
+class RoutingError(RuntimeError):
+    """Experts were to be replayed and were not; the message names the layers."""
 
-    def _keep(self, router: TopKRouter, _: Any, output: tuple[Tensor, Tensor]) -> None:
-        self._map_LRE[router.layer_number - 1] = output[1]
 
-    def changed(self, row_T: Tensor, routes_TLK: Tensor) -> tuple[float, float]:
-        """(choices of the engine that the trainer's routers did not make, choices compared).
+class Routing:
+    """The routers of a model on this rank.
 
-        Covers the layers of this rank's last chunk and, under sequence parallelism, the rows of this rank's shard.
+    Args:
+        chunks: of the model.
+        grid: this rank's.
+    """
+
+    def __init__(self, chunks: Sequence[Any], grid: Grid) -> None:
+        self._grid = grid
+        self._routers = {chunk: [part for part in unwrap(chunk).modules() if isinstance(part, TopKRouter)] for chunk in chunks}
+        self.layers = sorted(router.layer_number - 1 for routers in self._routers.values() for router in routers)
+        """The MoE layers of this rank among all layers of the model, from 0."""
+
+    @contextmanager
+    def follow(self, column: str, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass]:
+        """Follows the routers through one run over micro-batches, forward alone or with its backward.
+
+        Args:
+            column: the name in `Batch.extra_T` of the experts that are compared with, and replayed; a batch may be without.
+            replay: tokens go to the experts of `column`, where these are known, and not to those that the router chooses.
+            record: of which tokens `RoutingPass.recorded` is wanted: all, or those whose experts are known in `column`.
         """
-        differing = compared = 0.0
-        for layer, map_RE in self._map_LRE.items():
-            row = row_T - self._tp_rank * len(map_RE)
-            here = (row >= 0) & (row < len(map_RE))
-            engine_TK = routes_TLK[here, layer].long()
-            same = torch.gather(map_RE[row[here]], 1, engine_TK)
-            differing += float((~same.bool()).sum())
-            compared += float(same.numel())
-        return differing, compared
+        routing = RoutingPass(self._routers, self._grid, column, replay=replay, record=record)
+        try:
+            yield routing
+        finally:
+            routing.close()
+
+
+class RoutingPass:
+    """One run over micro-batches; `Routing.follow` makes it, the schedule tells it what runs."""
+
+    def __init__(self, routers: Mapping[Any, Sequence[TopKRouter]], grid: Grid, column: str, *, replay: bool, record: Record) -> None:
+        self._grid, self._column, self._replay, self._record = grid, column, replay, record
+        self._layers = {chunk: [_Layer(router, replay=replay) for router in own] for chunk, own in routers.items()}
+        self._place = {layer: index for index, layer in enumerate(sorted(self._all, key=lambda layer: layer.number))}
+        self._seen: dict[int, Tensor] = {}  # bool [2, T] of each micro-batch: sent elsewhere in some layer; with experts to compare with
+        self.recorded: dict[int, Tensor] = {}
+        """By micro-batch the experts of its tokens in this pass, where this rank's routers saw them."""
+
+    @property
+    def _all(self) -> list[_Layer]:
+        return [layer for layers in self._layers.values() for layer in layers]
+
+    @contextmanager
+    def micro_batch(self, index: int, chunk: Any, batch: Batch, packed: Packed, *, backward: bool) -> Iterator[None]:
+        """Around the forward of one chunk on one micro-batch. What a backward computes again comes after it."""
+        layers = self._layers[chunk]
+        entry_T, row_T, rows = self._shard(packed)
+        seen_2T = self._seen.setdefault(index, torch.zeros(2, len(batch), dtype=torch.bool))
+        experts_TLK = batch.extra_T.get(self._column)
+        own = torch.tensor([self._place[layer] for layer in layers])
+        for layer in layers:
+            layer.target_RK = None
+        if layers and experts_TLK is not None:
+            target_RLK = torch.full((rows, len(layers), experts_TLK.shape[2]), -1, dtype=torch.int16)
+            target_RLK[row_T] = experts_TLK[entry_T[:, None], own]
+            target_RLK = target_RLK.to(choose().device)
+            for place, layer in enumerate(layers):
+                layer.target_RK = target_RLK[:, place].long()
+        for layer in layers:
+            layer.begin(len(entry_T), backward=backward)
+        yield
+        for layer in layers:
+            layer.end()
+        if layers and experts_TLK is not None:
+            moved_R = torch.stack([layer.moved_R for layer in layers]).any(0).cpu()
+            known_R = torch.stack([layer.known_R for layer in layers]).any(0).cpu()
+            seen_2T[:, entry_T] |= torch.stack([moved_R, known_R])[:, row_T]
+        if layers and (self._record == "all" or (self._record == "known" and experts_TLK is not None)):
+            chosen_RLK = torch.stack([layer.chosen_RK for layer in layers], 1).to(torch.int16).cpu()
+            if self._record == "known":
+                chosen_RLK[~known_R] = -1
+            nothing = torch.full((len(batch), len(self._place), chosen_RLK.shape[2]), -1, dtype=torch.int16)
+            self.recorded.setdefault(index, nothing)[entry_T[:, None], own] = chosen_RLK[row_T]
+
+    def metrics(self, name: str) -> dict[str, Metric]:
+        """What was found at the tokens whose experts were known, on this rank: all ranks' together are the whole. Collective.
+
+        routing/{name}_changed_frac is the share of their choices (of token and layer, K each) that the routers made otherwise,
+        routing_by_layer/{name}_changed_{layer} the same by layer, routing/{name}_changed_tokens the share of tokens with at least one.
+        routing/replay_hit_rate is the share of tokens and layers that were sent where they were to be sent.
+        """
+        sums = {layer.number: layer.sums for layer in self._all}
+        by_layer = {number: Mean(float(changed), float(compared)) for number, (changed, compared, _) in sums.items()}
+        found: dict[str, Metric] = {f"routing_by_layer/{name}_changed_{number}": changed for number, changed in by_layer.items()}
+        found[f"routing/{name}_changed_frac"] = functools.reduce(Mean.merge, by_layer.values(), Mean(0.0, 0.0))
+        seen_2T = torch.cat([self._seen[index] for index in sorted(self._seen)], dim=1).to(torch.uint8)
+        if self._grid.layout.pp > 1:
+            seen_2T = seen_2T.to(choose().device)
+            dist.all_reduce(seen_2T, op=dist.ReduceOp.MAX, group=self._grid.groups.pp)
+        if self._grid.is_last_stage:
+            moved, known = seen_2T.sum(1).tolist()
+            found[f"routing/{name}_changed_tokens"] = Mean(float(moved), float(known))
+        if self._replay:
+            sent = sum(sent for _, _, sent in sums.values())
+            found["routing/replay_hit_rate"] = Mean(float(sent), float(sum(layer.tokens for layer in self._all)))
+        return found
+
+    def check(self) -> None:
+        """Raises RoutingError where tokens were to be replayed and were not."""
+        faults = [fault for layer in self._all if (fault := layer.fault()) is not None]
+        if faults:
+            raise RoutingError(f"routing replay on rank {self._grid.rank}: {'; '.join(faults)}")
 
     def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._map_LRE.clear()
+        """Leaves the routers as they were."""
+        for layer in self._all:
+            layer.close()
+
+    def _shard(self, packed: Packed) -> tuple[Tensor, Tensor, int]:
+        """The entries of the micro-batch whose tokens this rank's routers see, their rows, and how many rows there are."""
+        rows, row_T = packed.input_ids.shape[1], packed.row_T.cpu()
+        if self._grid.layout.tp > 1:  # with sequence parallelism, always
+            rows //= self._grid.layout.tp
+            row_T = row_T - self._grid.tp_rank * rows
+        here_T = (row_T >= 0) & (row_T < rows)
+        return packed.entry_T[here_T], row_T[here_T], rows
+
+
+class _Layer:
+    """One router during a pass. It stands in the router's `router_replay`, where Megatron asks for the choice of experts."""
+
+    def __init__(self, router: TopKRouter, *, replay: bool) -> None:
+        self._router, self._replay = router, replay
+        self.number = router.layer_number - 1
+        self.target_RK: Tensor | None = None  # of the micro-batch in its forward
+        self.chosen_RK: Tensor  # where the micro-batch's tokens were sent
+        self.moved_R: Tensor  # whether the router itself would have sent a token elsewhere, of those in known_R
+        self.known_R: Tensor
+        self.tokens = 0  # that are no padding
+        self._sums = torch.zeros(3, dtype=torch.int64, device=choose().device)  # choices changed, choices compared, tokens replayed
+        self._natural_RK: Tensor | None = None  # the router's own choice
+        self._backward = False
+        self._inside = False  # a forward, as opposed to a part of it that the backward computes again
+        self._again: deque[Tensor | None] = deque()  # targets of the forwards that the backward will compute again, oldest first
+        assert router.router_replay is None
+        router.router_replay = self
+        self._handle = router.register_forward_hook(self._after)
+        if router.enable_expert_bias:
+            router._apply_expert_bias = self._count
+
+    def begin(self, tokens: int, *, backward: bool) -> None:
+        """A micro-batch's forward comes, with so many tokens that are no padding; and whether a backward follows."""
+        self._inside, self._backward, self._natural_RK = True, backward, None
+        self.tokens += tokens
+
+    def end(self) -> None:
+        """It has been."""
+        self._inside = False
+
+    def get_replay_topk(
+        self,
+        scores_RE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """What Megatron asks for (moe_utils.py:705): scores and indices of the experts, [R, K] each."""
+        values_RK, natural_RK = choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
+        self._natural_RK = natural_RK
+        target_RK = self._wanted()
+        if not self._replay or target_RK is None:
+            return values_RK, natural_RK
+        chosen_RK = torch.where(target_RK >= 0, target_RK, natural_RK)
+        return scores_RE.gather(1, chosen_RK), chosen_RK
+
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        """Choices that the router would have made otherwise, choices compared, tokens that went where they were to go."""
+        changed, compared, sent = self._sums.tolist()
+        return changed, compared, sent
+
+    def fault(self) -> str | None:
+        """What went wrong in this layer, in a few words; None: nothing."""
+        if self._again:
+            return f"layer {self.number}: {len(self._again)} micro-batches were not computed again"
+        sent = self.sums[2]
+        if self._replay and sent != self.tokens:
+            return f"layer {self.number}: {sent} of {self.tokens} tokens went to the experts that they were to go to"
+        return None
+
+    def close(self) -> None:
+        """Leaves the router as it was."""
+        self._handle.remove()
+        self._router.router_replay = None
+        vars(self._router).pop("_apply_expert_bias", None)
+
+    def _wanted(self) -> Tensor | None:
+        """The target of the micro-batch that is computed. Of each layer, the backward computes forwards again in the order they came in."""
+        if not self._replay:
+            return None
+        if not self._inside:
+            return self._again.popleft()
+        if self._backward and not torch.is_grad_enabled():  # inside a checkpoint
+            self._again.append(self.target_RK)
+        return self.target_RK
+
+    def _after(self, router: TopKRouter, _: Any, output: tuple[Tensor, Tensor]) -> None:
+        """What came of it, seen at the router's output, the map [R, E] of tokens to experts."""
+        if not self._inside:
+            return
+        natural_RK, target_RK, map_RE = self._natural_RK, self.target_RK, output[1]
+        if natural_RK is None:
+            raise RoutingError(f"layer {self.number}: the router does not ask which experts to take (moe_router_fusion?)")
+        self.chosen_RK = natural_RK
+        if target_RK is None:
+            return
+        self.known_R = known_R = target_RK[:, 0] >= 0
+        changed_RK = known_R[:, None] & ~(target_RK[:, :, None] == natural_RK[:, None, :]).any(2)
+        self.moved_R = changed_RK.any(1)
+        if self._replay:
+            self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
+        sent_R = known_R & map_RE.gather(1, target_RK.clamp(min=0)).all(1)
+        self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])
+
+    def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts the tokens of each expert for its bias by what the router chose itself, whatever was replayed."""
+        assert self._natural_RK is not None
+        natural_RE = torch.zeros_like(map_RE).scatter_(1, self._natural_RK, True)
+        type(self._router)._apply_expert_bias(self._router, natural_RE, padding_mask=padding_mask)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megarl.batch import Batch
+from megarl.batch import EXPERTS, Batch
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.packing import Packed, pack_micro
+from megarl.parallel.routing import RoutingPass
 
 # logits [R, V] of the local rows and vocabulary shard; row_T, where on the R axis the entries' logits are; the local entries.
 LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Any]]
@@ -31,6 +33,7 @@ def run(
     grid: Grid,
     *,
     forward_only: bool,
+    routing: RoutingPass | None = None,
 ) -> list[Any]:
     """Runs every micro-batch forward and, unless `forward_only`, backward. Collective.
 
@@ -46,6 +49,7 @@ def run(
             same).
         grid: this rank's.
         forward_only: no gradients.
+        routing: follows the routers; None: they are left alone.
 
     Returns:
         The results of `loss_fn` in the order of the micro-batches on the last stage, [] elsewhere.
@@ -54,7 +58,7 @@ def run(
         RuntimeError: ranks bring different numbers of micro-batches.
     """
     _agree(len(micro_batches), grid)
-    step = _Step(chunks, micro_batches, loss_fn, grid, forward_only)
+    step = _Step(chunks, micro_batches, loss_fn, grid, forward_only, routing)
     with torch.set_grad_enabled(not forward_only):
         step.run()
     _drop_graph(chunks)
@@ -65,9 +69,15 @@ class _Step:
     """One call of `run`."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Batch], loss_fn: LossFn, grid: Grid, forward_only: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        micro_batches: Sequence[Batch],
+        loss_fn: LossFn,
+        grid: Grid,
+        forward_only: bool,
+        routing: RoutingPass | None,
     ) -> None:
-        self.chunks, self.loss_fn, self.grid, self.forward_only = list(chunks), loss_fn, grid, forward_only
+        self.chunks, self.loss_fn, self.grid, self.forward_only, self.routing = list(chunks), loss_fn, grid, forward_only, routing
         self.config = get_model_config(self.chunks[0])
         self.results: list[Any] = []
         self.count = len(micro_batches)
@@ -82,7 +92,7 @@ class _Step:
     def run(self) -> None:
         for chunk in self.chunks:
             chunk.train(not self.forward_only)
-        work = [iter(list(zip(self.batches, self.packed, strict=True))) for _ in self.chunks]
+        work = [iter(list(zip(range(len(self.batches)), self.batches, self.packed, strict=True))) for _ in self.chunks]
         assert self.config.grad_scale_func is None
         self.config.grad_scale_func = self._filled
         try:
@@ -102,17 +112,19 @@ class _Step:
         # Megatron divides by the micro-batches it runs, fillers included; this function multiplies the main and the auxiliary losses alike.
         return loss * (len(self.batches) / self.count)
 
-    def _forward(self, work: Iterator[tuple[Batch, Packed]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch, packed = next(work)
+    def _forward(self, work: Iterator[tuple[int, Batch, Packed]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        index, batch, packed = next(work)
         filler = not len(batch)
         if filler:
             chunk.eval()  # padding alone has no auxiliary loss: Megatron's would be 0 / 0
-        output = chunk(
-            packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params, padding_mask=self._padding(packed, chunk)
-        )
+        routing, backward = self.routing, not self.forward_only
+        with nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward):
+            output = chunk(
+                packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params, padding_mask=self._padding(packed, chunk)
+            )
         if filler:
             chunk.train(not self.forward_only)
-        return output, functools.partial(self._loss, batch, packed)
+        return output, functools.partial(self._loss, batch.without(*EXPERTS), packed)
 
     def _padding(self, packed: Packed, chunk: torch.nn.Module) -> Tensor | None:
         """The router's padding mask. Upstream shards it over the sequence on the first stage only (gpt_model.py:314)."""

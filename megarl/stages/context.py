@@ -11,8 +11,9 @@ from megarl.config import TrainConfig
 from megarl.observe.run import Run
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
+from megarl.workers.demand import processes
 from megarl.workers.engines import Engines
-from megarl.workers.model_groups import ModelGroups, processes, start
+from megarl.workers.model_groups import ModelGroups, start
 
 
 @dataclass(frozen=True)

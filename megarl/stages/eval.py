@@ -18,6 +18,7 @@ from megarl.rollout.generate import Sampling
 from megarl.stages.checks import check_engines_alone, check_prompts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
+from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
@@ -68,7 +69,7 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
     prompts = check_eval(config)
-    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward, run.note) as scorers:
+    with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
         rates = evaluate("eval", prompts, engines, scorers.rewards()[1], run, config.seed)

@@ -26,6 +26,7 @@ from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.stages.checks import check_model
 from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
+from megarl.workers.demand import processes
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def learn(
     """
     settings = config.learn
     resume = resume_point(config, config.section, items) if settings.steps else None
-    with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, config.layout.ranks):
+    with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, processes(config)):
         with run.phase("start"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
         state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)

@@ -21,6 +21,7 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
 from megarl.stages.checks import Data, check_data, check_engines_alone
 from megarl.stages.reward import Reward, open_scorers
+from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
 from megarl.workers.rollout_worker import Response
 
@@ -31,7 +32,7 @@ Said = tuple[str, float]
 def pairs(config: PairsConfig) -> None:
     """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
-    with Run(config) as run, ray_session(config.cluster, config.rollout.replicas), open_scorers(config.reward, run.note) as scorers:
+    with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
             engines = start_engines(config)
         reward, _ = scorers.rewards()

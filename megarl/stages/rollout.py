@@ -53,7 +53,7 @@ def generate(ctx: RunContext, prompts: Sequence[Prompt], step: int, round_: int 
     seed = call_seed(ctx.config.seed, step, round_)
     sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
     with ctx.run.phase("rollout"):
-        responses = ctx.engines.generate(prompts, sampling)
+        responses = ctx.engines.generate(prompts, sampling, ctx.models.experts)
         needs_greedy = ctx.config.algorithm.needs_greedy
         greedy = ctx.engines.generate(prompts, replace(sampling, n=1, temperature=0.0)) if needs_greedy else []
     return Generated(prompts, responses, greedy)

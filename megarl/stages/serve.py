@@ -20,6 +20,7 @@ from megarl.data.tokenizer import check_size, check_template, encode, load_token
 from megarl.rewards.http import token_of
 from megarl.rewards.server import Server
 from megarl.stages.checks import check_model, check_trained_head
+from megarl.workers.demand import demand, processes
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
@@ -38,8 +39,8 @@ class Service:
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
-        places, lengths = [(0, n) for n in range(len(read))], [len(one.tokens) for one in read]
-        plan = deal_scoring([ray.put(list(read))], places, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
+        payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
+        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
         found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
@@ -89,8 +90,8 @@ def serve(config: ServeConfig) -> None:
     """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
     check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
-    with ray_session(config.cluster, config.layout.ranks):
-        places = reserve_workers(config, ranks=config.layout.ranks)
+    with ray_session(config.cluster, processes(config)):
+        [places] = reserve_workers(config, demand(config))
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config, load_tokenizer(config.model.path), ranks)

@@ -6,6 +6,7 @@ Axes: T predicted tokens, R rows of local values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum,
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
+    from megarl.parallel.routing import Record, RoutingPass
     from megarl.workers.model import Model
 
 
@@ -28,16 +30,21 @@ class Critic:
         model: with a scalar head.
         grid: this rank's.
         together: how many micro-batches it takes as one.
+        replay: steps send the tokens to the experts that gave their values.
     """
 
-    def __init__(self, model: Model, grid: Grid, together: int) -> None:
-        self._model, self._grid, self._together = model, grid, together
+    def __init__(self, model: Model, grid: Grid, together: int, *, replay: bool) -> None:
+        self._model, self._grid, self._together, self._replay = model, grid, together, replay and model.topk > 0
 
     def forward_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere."""
-        value_T = torch.cat([whole.extra_T["value"] for whole in self._model.forward_tokens(self._joined(batches), "value", values)])
-        parts = value_T.split([len(batch) for batch in batches])
-        return [batch.with_extra(value=part_T) for batch, part_T in zip(batches, parts, strict=True)]
+        """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`."""
+        joined, lengths = self._joined(batches), [len(batch) for batch in batches]
+        with self._follow(record="all") as routing:
+            found = {"value": torch.cat([one.extra_T["value"] for one in self._model.forward_tokens(joined, "value", values, routing)])}
+        if routing is not None and routing.recorded:
+            found["critic_experts"] = torch.cat([routing.recorded[index] for index in range(len(joined))])
+        parts = {name: value_T.split(lengths) for name, value_T in found.items()}
+        return [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
         """One optimizer step on the value loss. Collective.
@@ -59,14 +66,19 @@ class Critic:
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
             return total, loss_metrics(loss, "critic/loss", float(total.detach()))
 
-        results, info = self._model.step(self._joined(batches), loss_fn)
+        with self._follow(replay=True) as routing:
+            results, info = self._model.step(self._joined(batches), loss_fn, routing)
         metrics = merge(results) if report else {}
         if self._grid.rank == 0:
             metrics |= {"critic/grad_norm": Mean(info.grad_norm, 1.0), "critic/lr": Mean(info.lr, 1.0)}
         return metrics
 
     def _joined(self, batches: Sequence[Batch]) -> list[Batch]:
-        return [concat(batches[first : first + self._together]) for first in range(0, len(batches), self._together)]
+        own = [batch.without("routed_experts") for batch in batches]
+        return [concat(own[first : first + self._together]) for first in range(0, len(own), self._together)]
+
+    def _follow(self, *, replay: bool = False, record: Record = "none") -> AbstractContextManager[RoutingPass | None]:
+        return self._model.routing.follow("critic_experts", replay=replay, record=record) if self._replay else nullcontext()
 
 
 def critic_metrics(batch: Batch) -> dict[str, Metric]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -23,6 +23,7 @@ from megarl.cluster.actor_group import ActorGroup
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.critic import values
+from megarl.workers.demand import demand
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks
@@ -219,5 +220,5 @@ class Learners:
 
 def start_learners(config: RunSettings, spec: TrainSpec) -> Learners:
     """The ranks of `config.layout`, with the models built."""
-    places: list[Any] = reserve_workers(config, ranks=config.layout.ranks)
+    [places] = reserve_workers(config, demand(config))
     return Learners(start_ranks(Learner, config, config.layout, places, spec), config.cluster.phase_timeout_s)

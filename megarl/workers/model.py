@@ -14,6 +14,7 @@ from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.families import family_of
+from megarl.models.megatron_fields import DTYPES
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
 from megarl.parallel.build import build_chunks, transformer_config
@@ -21,9 +22,10 @@ from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
-from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
+from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf
+from megarl.parking import Parking
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
 Read = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -56,31 +58,38 @@ class Model:
             optimizer: None: the model is frozen.
             updates: optimizer steps of the whole run, for the learning rate.
         """
-        self._path, self._grid, self._parking = path, grid, Parking(backend)
+        self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)
-        self._modules: list[Any] = build_chunks(self._config, self.hf, backend, grad=optimizer is not None, head=head)
+        self._modules: list[Any] = build_chunks(
+            self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
+        )
         load_hf(self._modules, path, self.hf, grid)
         if settings.weights is not None and path == settings.path and head == "lm":
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
+        self.routing = Routing(self.chunks, grid)
+        self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts a token; 0: a dense model
+        self.layers = int(self._config.num_layers)  # of the whole model
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
         self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
-    def forward_tokens(self, batches: Sequence[Batch], name: str, read: Read) -> list[Batch]:
+    def forward_tokens(self, batches: Sequence[Batch], name: str, read: Read, routing: RoutingPass | None = None) -> list[Batch]:
         """Runs the model forward and reads one number a token from its output. Collective.
 
         Args:
             batches: micro-batches of whole sequences, the same list on all ranks of a data-parallel replica.
             name: of the numbers, in `extra_T`.
             read: makes the numbers [T] of the output.
+            routing: follows this model's routers.
 
         Returns:
             The batches with `extra_T[name]` [T]: the numbers of this rank's entries, NaN for entries of other ranks.
 
         Raises:
             FloatingPointError: a number is not finite at a loss token.
+            RoutingError: tokens were to be replayed and were not.
         """
 
         def loss_fn(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -90,7 +99,9 @@ class Model:
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
-        results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True))
+        results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True, routing=routing))
+        if routing is not None:
+            routing.check()
         filled = []
         for batch in batches:
             value_T = torch.full((len(batch),), torch.nan)
@@ -100,14 +111,17 @@ class Model:
             filled.append(batch.with_extra(**{name: value_T}))
         return filled
 
-    def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn) -> tuple[list[Any], StepInfo]:
+    def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn, routing: RoutingPass | None = None) -> tuple[list[Any], StepInfo]:
         """One optimizer step on the sum of `loss_fn`'s losses; what it returned on the last stage, and what the step did.
 
-        Raises FloatingPointError where the gradient is not finite; the weights are then as before.
+        `routing` follows this model's routers. Raises FloatingPointError where the gradient is not finite, RoutingError where tokens were
+        not replayed; the weights are then as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
         self._trainable.zero_grad()
-        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False)
+        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False, routing=routing)
+        if routing is not None:
+            routing.check()
         info = self._trainable.step()
         if info.skipped:
             raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
@@ -120,14 +134,16 @@ class Model:
             self._parking.park(self._trainable.state())
         for module in self._modules:
             self._parking.park([*module.parameters(), *module.buffers()])
+        self._backend.empty_cache()
 
     def wake(self) -> None:
         """Back on the device, where it was parked."""
         self._parking.wake()
+        self._backend.synchronize()
 
-    def stream(self) -> Any:
-        """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end."""
-        return export(self.chunks, self.hf, self._grid, self._config.params_dtype)
+    def stream(self, dtype: str | None) -> Any:
+        """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
+        return export(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     @property
     def state(self) -> ModelState:

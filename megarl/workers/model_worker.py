@@ -6,8 +6,10 @@ Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N re
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +18,22 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
-from megarl.algorithms.ops import sequence_kl
 from megarl.algorithms.ppo import ActorCritic
-from megarl.batch import Batch, concat
-from megarl.config import CriticSettings, Layout, OptimizerSettings, RunSettings, SyncSettings
-from megarl.observe.metrics import Mean, Metric, merge
-from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
+from megarl.batch import EXPERTS, Batch, concat
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
+from megarl.observe.metrics import Max, Mean, Metric, merge
+from megarl.workers.assemble import (
+    Columns,
+    assemble,
+    columns,
+    corrections,
+    known,
+    mismatch,
+    mismatch_of_sequences,
+    spread,
+    weight_metrics,
+    with_columns,
+)
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan, StepPlan
@@ -29,11 +41,13 @@ from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
+    from megarl.parallel.routing import Record, RoutingPass
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import WeightPublisher
 
 Role = Literal["policy", "reference", "critic", "reward"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
+RECORD: dict[str, Record] = {"off": "known", "r2": "all", "r3": "none"}  # experts that the pass of the old log-probs keeps for the updates
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
 
 
@@ -50,6 +64,8 @@ class RLSpec:
     critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
+    routing: RoutingSettings = RoutingSettings()
+    old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
 
 class ModelWorker(MegatronWorker):
@@ -78,24 +94,42 @@ class ModelWorker(MegatronWorker):
         self._publisher: WeightPublisher | None = None
         self._kl_coef = 0.0
 
-    def forward(self, plan: StepPlan) -> dict[str, Metric]:
+    def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes what its models say of them: log-probs before the step, values.
 
-        Keeps the mini-batches for `update`. Returns what the policy's log-probs say about the engine's.
+        Keeps the mini-batches for `update`.
+
+        Args:
+            plan: of the step.
+            score: the policy reads the responses even where its old log-probs come from elsewhere.
+
+        Returns:
+            What the policy's log-probs say about the engine's, where it has read them.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
-        mini_batches = [[assemble(plan, members) for members in micro_batches] for micro_batches in split]
+        layers = self._engine_layers
+        mini_batches = [[assemble(plan, members, layers) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
-        flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], list[dict[str, Metric]]()
-        if "policy" in self._models:
-            flat = self._score_policy(flat, metrics)
-        flat = [batch.without("routed_experts") for batch in flat]
+        self._split = plan.split
+        flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
-            flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp)
+            with self._follow("reference", replay=self._spec.routing.reference) as routing:
+                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+        self._scored, self._fresh = score or self._spec.old_logp == "forward", True
+        if "policy" in self._models:
+            if self._scored:
+                flat, metrics = self._score_policy(flat)
+            if self._spec.old_logp != "forward":
+                flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
         if "critic" in self._models:
-            flat = Critic(self._use("critic"), self._grid, self._spec.critic_together).forward_tokens(flat)
+            flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
-        return merge(metrics) if self._reports else {}
+        return metrics
+
+    def moe(self) -> tuple[int, list[int], int, int]:
+        """Of the policy: the pipeline stage of this rank and its MoE layers; all layers of the model, and the experts a token."""
+        policy = self._models["policy"]
+        return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's scores that this rank reports."""
@@ -106,8 +140,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
-        speaks = self._grid.tp_rank == 0 and self._grid.cp_rank == 0
-        return columns(batches, self._members, names) if speaks else []
+        return columns(batches, self._members, names) if self._speaks else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
         """Adds columns of another group to the scored plan, each number on the rank that computed that token's own."""
@@ -121,11 +154,11 @@ class ModelWorker(MegatronWorker):
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:
-        """sum_t (old_t - ref_t) of each response of the last plan, over the loss tokens that this rank computed and reports."""
+        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports."""
         found: dict[int, float] = {}
         if self._spec.algorithm.needs_reference and self._reports:
-            for members, batch in zip(self._members, self._flat(), strict=True):
-                found |= dict(zip(members, sequence_kl(known(batch)).tolist(), strict=True))
+            for members, batch in zip(self._members, map(known, self._flat()), strict=True):
+                found |= dict(zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True))
         return found
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
@@ -137,28 +170,40 @@ class ModelWorker(MegatronWorker):
             monte_carlo: the critic's targets are what came of each token, whatever its lambda.
 
         Returns:
-            How well the critic's values explain the returns, on the ranks that report; {} elsewhere and without a critic.
+            On the ranks that report: how well the critic's values explain the returns, how far the engine's log-probs of whole responses
+            are from the trainer's, and what the correction does about it.
         """
         algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
         if not self._grid.is_last_stage:
             return {}
         batches = [spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
-        whole = concat([self._completed(batch) for batch in batches])
+        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches])
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
+        metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
+        if algorithm.correction is not None:
+            members = [n for chosen in self._members for n in chosen]
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._sum_over_replicas)
+            metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
         self._keep(filled, self._mini_batches)
-        return merge([critic_metrics(batch) for batch in filled]) if algorithm.needs_critic and self._reports else {}
+        if algorithm.needs_critic and self._reports:
+            metrics += [critic_metrics(batch) for batch in filled]
+        return merge(metrics)
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
-        results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit)
-        metrics = merge(results) if self._reports else {}
+        with self._follow("policy", replay=self._spec.routing.replay != "off") as routing:
+            results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit, routing)
+            metrics = merge(results) if self._reports else {}
+            if routing is not None:
+                metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
+        self._fresh = False
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -166,15 +211,17 @@ class ModelWorker(MegatronWorker):
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step of the critic on a mini-batch of the last plan."""
         assert isinstance(self._spec.algorithm, ActorCritic)
-        critic = Critic(self._use("critic"), self._grid, self._spec.critic_together)
-        return critic.step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
+        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
-    def sync(self, engines: Sequence[Any], workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+    def sync(
+        self, engines: Sequence[Any], workers_per_engine: int, dtype: str | None, version: int, settings: SyncSettings
+    ) -> dict[str, Metric]:
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
 
         Args:
             engines: the actors; those of the first call stay connected for all that follow.
             workers_per_engine: processes of each that hold weights.
+            dtype: of the engines' weights; None: the model's.
             version: of the weights, which samples then carry.
             settings: transport, bucket size, time limit, and whether to verify; read in the first call alone.
 
@@ -186,7 +233,7 @@ class ModelWorker(MegatronWorker):
         """
         from megarl.workers.weight_publisher import WeightPublisher
 
-        stream = self._use("policy").stream()
+        stream = self._use("policy").stream(dtype)
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
@@ -200,12 +247,12 @@ class ModelWorker(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: self._awake(role).state for role in self._roles if role in TRAINED}
+        return {role: replace(self._models[role].state, wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
-    def _awake(self, role: Role) -> Model:
-        """The model of a role on the device, whoever else is there."""
-        self._models[role].wake()
-        return self._models[role]
+    def park(self) -> None:
+        """All models leave the device; each comes back when it is used."""
+        for model in self._models.values():
+            model.park()
 
     def _use(self, role: Role) -> Model:
         """The model of a role, on the device; where models take turns, the others leave it."""
@@ -213,26 +260,52 @@ class ModelWorker(MegatronWorker):
             for other, model in self._models.items():
                 if other != role:
                     model.park()
-            self._models[role].wake()
+        self._models[role].wake()
         return self._models[role]
 
-    def _score_policy(self, flat: list[Batch], metrics: list[dict[str, Metric]]) -> list[Batch]:
-        """The batches with "old_logp"; adds what it says about the engine's log-probs and its experts to the metrics."""
-        from megarl.parallel.routing import RouterWatch
+    def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
+        """The batches with "old_logp", and with the experts that updates replay or compare with in "routed_experts"; and what log-probs and
+        experts say about the engine's."""
+        replay, metrics = self._spec.routing.replay, dict[str, Metric]()
+        with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
+            filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
+            if self._reports:
+                metrics = merge(mismatch(batch) for batch in filled)
+            if routing is not None:
+                metrics |= routing.metrics("rollout")
+                if replay != "r3":
+                    filled = [batch.without("routed_experts") for batch in filled]
+                    for index, experts_TLK in routing.recorded.items():
+                        filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
+                held = sum(batch.extra_T["routed_experts"].nbytes for batch in filled if "routed_experts" in batch.extra_T)
+                metrics["routing/held_mb"] = Max(held / 2**20)
+        return filled, metrics
 
-        policy = self._use("policy")
-        watch = RouterWatch(policy.chunks, self._grid)
+    @contextmanager
+    def _follow(self, role: Role, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass | None]:
+        """Follows the routers of a model of the policy's size, with the experts of "routed_experts"; None where nothing is to be seen."""
+        model = self._models[role]
+        if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):
+            with model.routing.follow("routed_experts", replay=replay, record=record) as routing:
+                yield routing
+        else:
+            yield None
 
-        def watched(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-            if "routed_experts" in batch.extra_T:
-                metrics.append({"routing/changed_frac": Mean(*watch.changed(row_T, batch.extra_T["routed_experts"]))})
-            return self._logp(logits_RV, row_T, batch)
+    @property
+    def _engine_layers(self) -> list[int]:
+        """The layers in which this rank's models read the experts that the engine chose."""
+        if "policy" in self._models:
+            return self._models["policy"].routing.layers
+        return self._models["reference"].routing.layers if self._spec.routing.reference and "reference" in self._models else []
 
-        filled = policy.forward_tokens(flat, "old_logp", watched)
-        watch.close()
-        if self._reports:
-            metrics += [mismatch(batch) for batch in filled]
-        return filled
+    def _critic(self) -> Critic:
+        """The critic, on the device."""
+        return Critic(self._use("critic"), self._grid, self._spec.critic_together, replay=self._spec.routing.critic)
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the one rank of each data-parallel replica that reports what is known of whole sequences."""
+        return self._reports and self._grid.cp_rank == 0
 
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
@@ -249,6 +322,18 @@ class ModelWorker(MegatronWorker):
         names = [name for name in COLUMN.values() if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
+    def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
+        """The values of the entries whose output this rank computes; NaN for entries of other ranks."""
+        from megarl.parallel.packing import pack_micro
+
+        if not self._grid.is_last_stage:
+            return torch.full_like(value_T, torch.nan)
+        if self._grid.cp_size == 1 or not len(batch):
+            return value_T
+        place = {"cp_rank": self._grid.cp_rank, "cp_size": self._grid.cp_size, "tp": self._grid.layout.tp}
+        entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
+        return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
+
     def _logp(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
         return self._logprobs(logits_RV, row_T, batch)[0]
 
@@ -261,8 +346,15 @@ class ModelWorker(MegatronWorker):
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
-        loss = self._spec.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
+        seen = batch.with_extra(old_logp=logp_T.detach())
+        loss = self._spec.algorithm.loss(
+            logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
+        )
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted is not None:
             total = total + loss.weighted
-        return total, loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        metrics = loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        if self._fresh and self._spec.old_logp != "forward":  # the weights are those that the step began with
+            of_sequences = mismatch_of_sequences(seen, self._sum_over)
+            metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
+        return total, metrics

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
@@ -39,8 +41,9 @@ class RolloutBatch:
 class StepPlan:
     """One step as the ranks see it. Payloads stay in the object store until the rank that needs them fetches them."""
 
-    payloads: Sequence[Any]  # one reference per prompt, to a list of Sample
-    place_N: Sequence[tuple[int, int]]  # (payload, index in it) of each response
+    payload_N: Sequence[Any]  # references to Samples
+    experts_N: Sequence[Sequence[Any] | None]  # references to the experts of each response's tokens, one for each of `stages`
+    stages: Sequence[Sequence[int]]  # the MoE layers of each pipeline stage of the policy
     split: Split
     reward_N: np.ndarray  # float32
     group_N: np.ndarray  # int64: which prompt a response answers
@@ -59,8 +62,7 @@ class StepPlan:
 class ScoringPlan:
     """Responses to be read by a reward model."""
 
-    payloads: Sequence[Any]
-    place_N: Sequence[tuple[int, int]]
+    payload_N: Sequence[Any]  # references to Samples
     split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
 
 
@@ -69,7 +71,7 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
-def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) -> StepPlan:
+def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
     """Which responses are trained on, the split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are.
@@ -79,6 +81,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
         batch: the scored responses.
         dp: data-parallel ranks.
         capacity: most tokens of a micro-batch.
+        stages: the MoE layers of each pipeline stage of the policy.
 
     Raises:
         ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
@@ -92,21 +95,20 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
-    weight_N = torch.zeros(len(responses), dtype=torch.float64)
+    weight_N = loss_weights(algorithm, count_N, split)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
     for chosen in map(members, split):
         if count_N[chosen].any():
-            weight_N[chosen] = algorithm.weights(count_N[chosen])
             positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
             if positive_N is not None and positive is not None:
                 positive_N[chosen] = positive
-            if value_N is not None:
-                value_N[chosen] = value_weights(count_N[chosen])
-    payloads, place_N = _places(responses)
+            if value_N is not None and config.critic is not None:
+                value_N[chosen] = value_weights(count_N[chosen], config.critic.aggregation)
     return StepPlan(
-        payloads=payloads,
-        place_N=place_N,
+        payload_N=[response.payload for response in responses],
+        experts_N=[response.experts for response in responses],
+        stages=stages,
         split=split,
         reward_N=reward_N.float().numpy(),
         group_N=group_N.numpy(),
@@ -115,6 +117,21 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int) 
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
     )
+
+
+def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> Tensor:
+    """The weight of a loss token of each response in its mini-batch's policy loss, float64 [N]; 0 in a mini-batch without loss tokens.
+
+    Args:
+        algorithm: of the run.
+        count_N: loss tokens of each response of the step, int64.
+        split: of the step.
+    """
+    weight_N = torch.zeros(len(count_N), dtype=torch.float64)
+    for chosen in map(members, split):
+        if count_N[chosen].any():
+            weight_N[chosen] = algorithm.weights(count_N[chosen])
+    return weight_N
 
 
 def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:
@@ -128,18 +145,15 @@ def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> Scori
     Raises:
         ValueError: a response does not fit.
     """
-    payloads, place_N = _places(responses)
-    return deal_scoring(payloads, place_N, [response.prompt_length + response.length for response in responses], dp, capacity)
+    length_N = [response.prompt_length + response.length for response in responses]
+    return deal_scoring([response.payload for response in responses], length_N, dp, capacity)
 
 
-def deal_scoring(
-    payloads: Sequence[Any], place_N: Sequence[tuple[int, int]], length_N: Sequence[int], dp: int, capacity: int
-) -> ScoringPlan:
+def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, capacity: int) -> ScoringPlan:
     """Deals samples to the ranks of a reward model.
 
     Args:
-        payloads: references to lists of Sample.
-        place_N: (payload, index in it) of each sample; at least one.
+        payload_N: references to Samples, at least one.
         length_N: tokens of each sample.
         dp: data-parallel ranks. Where these are more than the samples, the last sample is read several times.
         capacity: most tokens of a micro-batch.
@@ -147,16 +161,9 @@ def deal_scoring(
     Raises:
         ValueError: a sample does not fit.
     """
-    more = dp - len(place_N)  # no rank may be without one: the last is then read several times
+    more = dp - len(payload_N)  # no rank may be without one: the last is then read several times
     [split] = split_step([*length_N, *[length_N[-1]] * more], 1, dp, capacity)
-    return ScoringPlan(payloads, [*place_N, *[place_N[-1]] * more], split)
-
-
-def _places(responses: Sequence[Response]) -> tuple[list[Any], list[tuple[int, int]]]:
-    """The payloads, each once, and where each response lies in them."""
-    payloads = list(dict.fromkeys(response.payload for response in responses))
-    number = {payload: index for index, payload in enumerate(payloads)}
-    return payloads, [(number[response.payload], response.index) for response in responses]
+    return ScoringPlan([*payload_N, *[payload_N[-1]] * more], split)
 
 
 def response_advantages(

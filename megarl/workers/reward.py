@@ -32,7 +32,7 @@ class RewardModel:
         FloatingPointError where one is not finite.
         """
         members = plan.split[self._grid.dp_rank]
-        batches = [pack_scored(fetch(plan.payloads, plan.place_N, chosen)) for chosen in members]
+        batches = [pack_scored(fetch(plan.payload_N, chosen)) for chosen in members]
         found: dict[int, float] = {}
         for chosen, batch in zip(members, self._model.forward_tokens(batches, "score", values), strict=True):
             here_T = batch.mask_T & ~batch.extra_T["score"].isnan()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
-from megarl.rollout.engine import Engine
+from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
 
@@ -27,8 +29,19 @@ class Response:
     length: int  # response tokens
     loss_tokens: int  # those of them that are learned from
     finished: bool  # ended by itself, not by the length limit
-    payload: Any  # reference to the list of Sample of the prompt
-    index: int  # place in that list
+    payload: Any  # reference to the Sample, without its experts
+    index: int  # which of the responses to the prompt
+    experts: Sequence[Any] | None = None  # references to the experts of its tokens, one for each of `ExpertsWanted.stages`
+
+
+@dataclass(frozen=True)
+class ExpertsWanted:
+    """Of which responses of a call the experts of their tokens are kept, and how."""
+
+    stages: Sequence[Sequence[int]]  # the model's MoE layers, as they are kept: each pipeline stage fetches its own
+    layers: int  # of the model, dense ones too
+    topk: int  # experts a token
+    every: int  # one response in so many, the first included
 
 
 class RolloutWorker:
@@ -42,7 +55,17 @@ class RolloutWorker:
     def __init__(self, label: str, engine: str) -> None:
         self._engine: Engine = find(engine)(label)
 
-    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool) -> None:
+    async def open(
+        self,
+        model: Path,
+        dtype: str,
+        settings: RolloutSettings,
+        seed: int,
+        gpu: bool,
+        report_experts: bool,
+        sleeps: bool,
+        devices: Sequence[str],
+    ) -> None:
         """Starts the engine, as `Engine.start` says, and loads the tokenizer.
 
         Args:
@@ -51,17 +74,24 @@ class RolloutWorker:
             settings: of the engine.
             seed: of the run.
             gpu: whether the engine has GPUs.
+            report_experts: whether its samples say which experts their tokens were sent to.
+            sleeps: whether it leaves its devices to ranks in between.
+            devices: the GPUs of those ranks; none: those that this process has.
         """
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
-        await self._engine.start(model, dtype, settings, seed, gpu=gpu)
+        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
-    async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
-        """The responses to each (number of the prompt, its tokens)."""
+    async def respond(
+        self, share: Sequence[tuple[int, list[int]]], sampling: Sampling, experts: ExpertsWanted | None = None
+    ) -> list[Response]:
+        """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported."""
         prompts = [TokenPrompt(number, tokens) for number, tokens in share]
         responses = []
         for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
-            payload = ray.put(generated.samples)
             for index, sample in enumerate(generated.samples):
+                wanted = experts is not None and (int(generated.prompt_id) * sampling.n + index) % experts.every == 0
                 responses.append(
                     Response(
                         prompt=int(generated.prompt_id),
@@ -72,11 +102,28 @@ class RolloutWorker:
                         length=sample.response_length,
                         loss_tokens=sample.loss_tokens,
                         finished=sample.finish_reason == "stop",
-                        payload=payload,
+                        payload=ray.put(replace(sample, routed_experts=None)),
                         index=index,
+                        experts=self._kept(sample, experts) if wanted and experts is not None else None,
                     )
                 )
         return responses
+
+    def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
+        """The experts of a sample's tokens in the object store, an array [T, L, K] for each pipeline stage."""
+        found = sample.routed_experts
+        if found is None:
+            raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
+        expected = (len(sample.tokens) - 1, wanted.layers, wanted.topk)
+        if found.shape != expected:
+            raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
+        return [ray.put(found[:, list(stage)]) for stage in wanted.stages]
+
+    async def sleep(self, keep_weights: bool, timeout_s: float) -> None:
+        await self._engine.sleep(timeout_s, keep_weights=keep_weights)
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        await self._engine.wake(part, timeout_s)
 
     # A weight update, as the WeightPublisher drives it: see Engine.
 

@@ -11,13 +11,15 @@ import numpy as np
 import ray
 
 from megarl.cluster.actor_group import ActorGroup
-from megarl.cluster.placement import reserve
+from megarl.cluster.placement import Kind
+from megarl.cluster.reserve import reserve
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
+from megarl.workers.rollout_worker import ExpertsWanted
 
 Running = list[Any]
 """Calls that have been started, to be waited for."""
@@ -32,9 +34,18 @@ class WorkerGroup:
     layout: Layout
     timeout_s: float
 
-    def forward(self, plan: StepPlan) -> Running:
-        """Hands the step to the ranks; they compute what their models say of its tokens."""
-        return self.group.start("forward", plan)
+    def experts_wanted(self, share: float) -> ExpertsWanted | None:
+        """What the policy's ranks want to know of a share of the responses; None where that is nothing, as for a dense model."""
+        told = self.group.call("moe", timeout_s=self.timeout_s) if share else []
+        stages = {stage: layers for stage, layers, _, _ in told}
+        if not any(stages.values()):
+            return None
+        _, _, layers, topk = told[0]
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
+
+    def forward(self, plan: StepPlan, score: bool) -> Running:
+        """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
+        return self.group.start("forward", plan, score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
@@ -52,7 +63,7 @@ class WorkerGroup:
         self.group.call("take", given, names, timeout_s=self.timeout_s)
 
     def sequence_kl(self, responses: int) -> np.ndarray:
-        """sum_t (old_t - ref_t) of each response of the scored plan, float64 [N]; 0 without a reference."""
+        """Each response's KL to the reference in the scored plan (`old_kl`), float64 [N]; 0 without a reference."""
         kl_N = np.zeros(responses)
         for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
             for n, value in part.items():
@@ -68,7 +79,7 @@ class WorkerGroup:
             monte_carlo: the critic is to learn what came of each token, whatever its lambda.
 
         Returns:
-            What a critic explained of the returns; {} without one.
+            What a critic explained of the returns, and how far engine and trainer are apart on whole responses.
         """
         return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
 
@@ -85,19 +96,20 @@ class WorkerGroup:
         metrics, calls = merge(self.group.wait(running, doing, self.timeout_s)), len(running) / len(self.group.actors)
         return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
 
-    def sync(self, engines: ActorGroup, workers_per_engine: int, version: int, settings: SyncSettings) -> dict[str, Metric]:
+    def sync(self, engines: ActorGroup, rollout: RolloutSettings, version: int, settings: SyncSettings) -> dict[str, Metric]:
         """Brings the policy's weights into every engine, verified tensor by tensor where `settings.verify`.
 
         Args:
             engines: their actors.
-            workers_per_engine: processes of each that hold weights.
+            rollout: says how many processes of each hold weights, and in which dtype.
             version: of the weights, which samples then carry.
             settings: how they are sent, and the time limit of the whole.
 
         Raises:
             FingerprintMismatch: an engine holds other bits than were sent.
         """
-        return merge(self.group.call("sync", engines.actors, workers_per_engine, version, settings, timeout_s=settings.timeout_s))
+        told = (engines.actors, rollout.tp, rollout.dtype, version, settings)
+        return merge(self.group.call("sync", *told, timeout_s=settings.timeout_s))
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes a model as a Hugging Face directory."""
@@ -140,23 +152,17 @@ def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layou
     return group
 
 
-def reserve_workers(config: RunSettings, ranks: int = 0, engines: RolloutSettings | None = None) -> list[Any]:
+def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any]]:
     """Reserves a place for each process.
 
     Args:
-        config: says whether GPUs are used, and how long to wait.
-        ranks: model ranks, with `cluster.gpus` each with a GPU.
-        engines: settings of the run's engines, likewise each with `tp` GPUs; None: it has none.
+        config: says how long to wait.
+        kinds: of `demand`.
 
     Returns:
-        Scheduling strategies: the ranks', then the engines'.
+        For each kind the scheduling strategies of its processes.
 
     Raises:
         WorkerLate: the cluster has no room in time.
     """
-
-    def bundle(gpus: int) -> dict[str, float]:
-        return {"CPU": 1.0, "GPU": float(gpus)} if config.cluster.gpus else {"CPU": 1.0}
-
-    bundles = [bundle(1)] * ranks + ([bundle(engines.tp)] * engines.replicas if engines is not None else [])
-    return reserve(bundles, config.cluster.start_timeout_s)
+    return reserve(kinds, config.cluster.start_timeout_s)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.families import VARIANTS, VOCABULARY, Make
+from tests.distributed.tiny_families import VARIANTS, VOCABULARY, Make
 from tools.make_tiny_model import build
 
 

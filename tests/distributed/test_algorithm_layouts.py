@@ -9,9 +9,9 @@ import pytest
 
 from megarl.config import Layout
 from megarl.observe.metrics import merge, scalars
-from tests.algorithms.ranks import Cut, Part, Step, losses, through_the_model
-from tests.distributed.work import Job, make_checkpoint
-from tests.harness import Pool
+from tests.distributed.algorithm_losses import Cut, Part, Step, losses, through_the_model
+from tests.distributed.tiny_training import Job, make_checkpoint
+from tests.rank_pool import Pool
 
 SPLITS: dict[str, tuple[Layout, Cut, int]] = {
     "micro_batches": (Layout(), "zigzag", 7),

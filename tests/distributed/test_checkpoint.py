@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
-from tests.distributed.saving import Resumed, plain_tensors, resume, train_and_save
+from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, train_and_save
 from tests.distributed.test_layouts import LAYOUTS
-from tests.distributed.work import Job, make_checkpoint
-from tests.harness import Pool
+from tests.distributed.tiny_training import Job, make_checkpoint
+from tests.rank_pool import Pool
 
-STEPS = 3  # before the save, and after it
+STEPS = 2  # before the save, and after it
 ONE = Layout()
 
 

@@ -20,8 +20,8 @@ from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
-from tests.distributed.saving import build_part, verified
-from tests.harness import Pool
+from tests.distributed.checkpoint_work import build_part, verified
+from tests.rank_pool import Pool
 from tools.make_tiny_model import FAMILIES, build, has_experts
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)

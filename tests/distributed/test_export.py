@@ -22,8 +22,8 @@ from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
 from megarl.sync import wire
 from megarl.sync.send import Sender
-from tests.distributed.work import global_batch, make_checkpoint
-from tests.harness import Pool
+from tests.distributed.tiny_training import global_batch, make_checkpoint
+from tests.rank_pool import Pool
 
 LAYOUTS = {
     "one": Layout(),

@@ -10,11 +10,11 @@ import torch
 from megarl.config import Layout, ModelSettings
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.hf import read_config
-from tests.distributed.families import Make, saved
-from tests.distributed.saving import plain_tensors, train_and_save
+from tests.distributed.checkpoint_work import plain_tensors, train_and_save
 from tests.distributed.test_checkpoint import STEPS, Saved, assert_continues
-from tests.distributed.work import Job
-from tests.harness import Pool
+from tests.distributed.tiny_families import Make, saved
+from tests.distributed.tiny_training import Job
+from tests.rank_pool import Pool
 from tools.check_logits import joined, megatron_part, sequences, transformers_logits
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

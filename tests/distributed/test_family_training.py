@@ -12,10 +12,10 @@ from megarl.config import Layout
 from megarl.models.hf import read_config
 from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
-from tests.distributed.families import Make
 from tests.distributed.test_export import stored
-from tests.distributed.work import Job, Report, build, learn, train
-from tests.harness import Pool
+from tests.distributed.tiny_families import Make
+from tests.distributed.tiny_training import Job, Report, build, learn, train
+from tests.rank_pool import Pool
 
 EVERY_EXPERT = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # no near-ties for a layout to break differently
 TP2_EP2, PP2, CP2 = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2), Layout(ranks=2, cp=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.work import (
+from tests.distributed.tiny_training import (
     Job,
     compiler_is_imported,
     disagree,
@@ -17,7 +17,7 @@ from tests.distributed.work import (
     not_finite,
     torch_is_untouched,
 )
-from tests.harness import Pool, RankError
+from tests.rank_pool import Pool, RankError
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 

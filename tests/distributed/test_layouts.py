@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.work import Job, Report, make_checkpoint, plain, train
-from tests.harness import Pool
+from tests.distributed.tiny_training import Job, Report, make_checkpoint, plain, train
+from tests.rank_pool import Pool
 
 LAYOUTS = {
     "tp2_ep2": Layout(ranks=4, tp=2, ep=2),

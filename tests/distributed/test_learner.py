@@ -22,8 +22,8 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
 from megarl.workers.learner import Learner, MiniBatch, TrainSpec, mini_batch
-from tests.distributed.work import TINY, make_checkpoint
-from tests.harness import Pool
+from tests.distributed.tiny_training import TINY, make_checkpoint
+from tests.rank_pool import Pool
 
 PAIRS = 7  # three ranks of data cannot share them evenly
 CAPACITY = 130  # tokens of a micro-batch: several are needed

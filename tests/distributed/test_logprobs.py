@@ -12,7 +12,7 @@ from megarl.config import Layout
 from megarl.parallel import logprobs
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
-from tests.harness import Pool
+from tests.rank_pool import Pool
 
 ROWS, WIDTH = 23, 64  # rows of logits and the whole padded vocabulary
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

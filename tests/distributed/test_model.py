@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config import ConfigError, Layout, ModelSettings
-from megarl.parallel import schedule
+from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
+from megarl.models.hf import read_config
+from megarl.parallel import backend, schedule
 from megarl.parallel.backend import choose
-from megarl.parallel.build import transformer_config
+from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
-from tests.distributed.work import TINY, Job, build, global_batch, make_checkpoint, shares
-from tests.harness import Pool
+from megarl.parallel.optimizer import make_trainable
+from megarl.parallel.weights import load_hf
+from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool
 
 
 def logits(grid: Grid, job: Job) -> Tensor:
@@ -76,6 +79,37 @@ def test_a_rope_that_depends_on_the_length_is_refused(pool: Pool, tmp_path: Path
 
 
 def test_another_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_chosen", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.0")
     with pytest.raises(ConfigError, match="megatron-core: megarl runs on 0.16.1, and 0.19.0 is installed"):
-        choose.__wrapped__()
+        choose()
+
+
+def heads(grid: Grid, job: Job, fp32_head: bool) -> tuple[Tensor, Tensor]:
+    """The output layer's logits of a bfloat16 model, and those of its own input and weight cast to float32; whole on one rank."""
+    hf, settings = read_config(job.path), ModelSettings(path=job.path, dtype=job.dtype, fp32_head=fp32_head)
+    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True, fp32_head=fp32_head)
+    load_hf(chunks, job.path, hf, grid)
+    policy = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=1)
+    layer, seen = chunks[-1].output_layer, list[Tensor]()
+    weight = chunks[-1].embedding.word_embeddings.weight if layer.weight is None else layer.weight  # as it is where it is tied
+    layer.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output[0])))
+
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Any) -> tuple[Tensor, None]:
+        return logits_RV[row_T].float().square().sum(), None
+
+    policy.zero_grad()
+    schedule.run(policy.chunks, [global_batch(3)], loss_fn, grid, forward_only=False)
+    hidden, logits = (tensor.detach() for tensor in seen)
+    assert weight.main_grad.abs().sum() > 0
+    assert hidden.dtype == logits.dtype == (torch.float32 if fp32_head else torch.bfloat16)
+    return logits, hidden.float() @ weight.detach().float().T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_float32(pool: Pool, tmp_path: Path, tied: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
+    [[logits, exact]] = pool.run(heads, Layout(), Job(path, dtype="bfloat16"), True)
+    torch.testing.assert_close(logits, exact, rtol=1e-6, atol=1e-6)
+    [[rounded, exact]] = pool.run(heads, Layout(), Job(path, dtype="bfloat16"), False)
+    assert (rounded.float() - exact).abs().max() > 1e-4

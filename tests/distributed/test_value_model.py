@@ -29,8 +29,8 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf, unwrap
 from tests.distributed.test_export import stored
-from tests.distributed.work import global_batch, make_checkpoint, shares
-from tests.harness import Pool, RankError
+from tests.distributed.tiny_training import global_batch, make_checkpoint, shares
+from tests.rank_pool import Pool, RankError
 
 SEQUENCES = 12
 PAD = 128  # the last token of the vocabulary, which no sequence holds and two ranks do not divide

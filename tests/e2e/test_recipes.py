@@ -21,7 +21,7 @@ from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.plan import StepPlan
 from tests.e2e.lab import Lab
-from tests.test_recipes import CRITICS, RECIPES, names, train_config
+from tests.unit.examples.test_recipes import CRITICS, RECIPES, names, train_config
 
 # RLOO comes first: its KL makes the rank keep a reference. Random weights earn this reward in every degree.
 RUNNABLE = ["rloo", *sorted(names(RECIPES) - CRITICS - {"rloo"})]
@@ -55,7 +55,7 @@ def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
         player.part._spec = replace(player.part._spec, algorithm=config.algorithm)
 
     ray.get([actor.__ray_call__.remote(swap) for actor in models.policy.group.actors])
-    return ModelGroups(config, models.groups)
+    return ModelGroups(config, models.groups, models.experts)
 
 
 def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from megarl.observe.run import Run
 from megarl.rewards.scale import ScoreRange, write_range
 from megarl.stages.pairs import check_pairs, write_pairs
 from megarl.stages.reward import open_scorers
-from tests.e2e.critics import of_random_taste
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
+from tests.e2e.value_models import of_random_taste
 
 SERVE = """
 name: job

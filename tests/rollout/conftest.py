@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.host import Host
+from tests.rollout.engine_host import Host
 from tools.make_tiny_model import build
 
 

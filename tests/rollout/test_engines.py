@@ -10,7 +10,7 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout import registry
 from megarl.rollout.engine import RolloutTimeout
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
-from tests.rollout.backwards import PLACE, STUCK, BackwardsEngine, BackwardsSettings
+from tests.rollout.backwards_engine import PLACE, STUCK, BackwardsEngine, BackwardsSettings
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
 

@@ -15,9 +15,9 @@ from megarl.models.hf import read_config
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import check_engine
 from megarl.sync.fingerprint import compare
-from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, generate
+from tests.rollout.engine_host import Host
 from tests.rollout.test_updates import SETTINGS, _check_update, _start
+from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
 from tools.make_tiny_model import build
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}

@@ -22,8 +22,8 @@ from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_se
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm.engine import VllmEngine
-from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, generate
+from tests.rollout.engine_host import Host
+from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, generate
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
@@ -31,7 +31,7 @@ END = 1
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
     engine = VllmEngine("engine 0")
-    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True)
     return engine, pids
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,19 @@ from torch import Tensor
 
 from megarl.config import RolloutSettings
 from megarl.rollout.engine import WeightSyncError
-from megarl.rollout.generate import Sampling
+from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync.fingerprint import compare
 from megarl.sync.receive import Inventory, WeightError
-from tests.rollout.host import Host
-from tests.rollout.reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, generate, greedy, logp, other_weights
+from tests.rollout.engine_host import Host
+from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, assert_greedy, checkpoint, generate, logp, other_weights
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
 
 
 class Corruptible(VllmEngine):
-    extension = "tests.rollout.corrupting.CorruptingExtension"
+    extension = "tests.rollout.corrupting_extension.CorruptingExtension"
 
 
 async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:
@@ -33,14 +34,20 @@ async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible
     return engine
 
 
+def assert_all_greedy(model: Any, generated: Sequence[Generated]) -> None:
+    for prompt, answer in zip(PROMPTS, generated, strict=True):
+        [sample] = answer.samples
+        assert sample.tokens[: sample.prompt_length].tolist() == prompt.tokens
+        assert_greedy(model, sample.tokens[sample.prompt_length :].tolist(), prompt.tokens, 24, END)
+
+
 async def _check_update(engine: VllmEngine, trainer: Trainer, model: Any, tensors: list[tuple[str, Tensor]] | None = None) -> None:
     """After an update with the weights of `model` (`tensors`: as a checkpoint names them) every fingerprint, every greedy token and every
     log-prob agrees."""
     digest = await trainer.update(tensors or checkpoint(model))
     assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
     generated = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
-    samples = [answer.samples[0] for answer in generated]
-    assert [sample.tokens[sample.prompt_length :].tolist() for sample in samples] == greedy(model, PROMPTS, 24, END)
+    assert_all_greedy(model, generated)
     sampled = await generate(engine, PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=1))
     gaps = [
         (torch.from_numpy(sample.rollout_logp) - logp(model, sample.tokens.tolist(), sample.prompt_length, 0.7)).abs()
@@ -85,8 +92,8 @@ async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
             assert compare(digest, held) == []
             assert len(held["model.embed_tokens.weight"]) == 2  # the table, and the packed output layer
             generated = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
-            tokens = [answer.samples[0].tokens[answer.samples[0].prompt_length :].tolist() for answer in generated]
-            assert dtype == "bfloat16" or tokens == greedy(model, PROMPTS, 24, END)
+            if dtype == "float32":
+                assert_all_greedy(model, generated)
     finally:
         await engine.close()
 

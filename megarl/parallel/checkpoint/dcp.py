@@ -35,6 +35,7 @@ from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import COMMON, Verified
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
+from megarl.text import one_line
 
 FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -164,7 +165,7 @@ def read_chunk(descriptor: int, location: Location, what: str) -> Tensor:
     except OSError:
         raise
     except Exception as error:  # torch raises anything over a broken file
-        raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"checkpoint: {what}: {type(error).__name__}: {one_line(str(error))}") from None
     if not isinstance(found, Tensor):
         raise ConfigError(f"checkpoint: {what} is a {type(found).__name__}, and no tensor")
     return found

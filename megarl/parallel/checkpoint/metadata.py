@@ -23,6 +23,7 @@ from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import Verified
 from megarl.config import ConfigError
 from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, Name, Record, read_plain
+from megarl.text import one_line
 
 METADATA = ".metadata"
 AXES = 64  # a tensor has no more
@@ -57,7 +58,7 @@ def read_metadata(step: Verified, model: str) -> Metadata:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"checkpoint: {step.path / name} {' '.join(str(error).split())[:LINE]}") from None
+        raise ConfigError(f"checkpoint: {step.path / name} {one_line(str(error), LINE)}") from None
 
 
 def _metadata(value: Any, files: dict[str, FileRecord]) -> Metadata:

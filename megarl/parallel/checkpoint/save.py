@@ -29,6 +29,7 @@ from megarl.parallel.checkpoint.rng import random_states
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
+from megarl.text import one_line
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Saver:
 
         Args:
             step: its number.
-            models: by the name of their folder.
+            models: by the name of their folder; one after the other is awake.
             extra: further files by plain name, rank 0's.
 
         Returns:
@@ -66,17 +67,20 @@ class Saver:
         """
         self.wait()
         begun = time.perf_counter()
-        planned = {name: self._plan(name, model) for name, model in models.items()}
+        planned, described = dict[str, list[Tensor]](), dict[str, Any]()
+        for name, model in models.items():
+            model.wake()
+            planned[name], described[name] = self._plan(name, model), _description(model)
         size = sum(tensor.nbytes for tensors in planned.values() for tensor in tensors)
         writer = StepWriter(self._root, step)
         files = {f"{name}/{HF}/{file}": data for name, model in models.items() for file, data in model.described.items()}
         self._begin(writer, [*models, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
         staged = StagedWriter(writer.path, self._grid.rank, self._settings.staging_mb << 20)
-        for name, tensors in planned.items():
-            for tensor in tensors:
+        for name in reversed(planned):  # the last one is awake
+            models[name].wake()
+            for tensor in planned[name]:
                 staged.put(name, tensor)
         staged.close()
-        described = {name: _description(model) for name, model in models.items()}
         barrier = SaveBarrier(self._grid, self._root, self._saves)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
@@ -140,7 +144,7 @@ class Saver:
             files = {**written.files, name: write_file(writer.path / name, random)}
             barrier.report(json.dumps({"files": {name: astuple(record) for name, record in files.items()}, "locations": written.locations}))
         except Exception as error:
-            barrier.report(json.dumps({"fault": _one_line(error)}))
+            barrier.report(json.dumps({"fault": _fault(error)}))
         if self._grid.rank != 0:
             return
         try:
@@ -152,7 +156,7 @@ class Saver:
             barrier.conclude("")
         except Exception as error:
             writer.discard()
-            barrier.conclude(_one_line(error))
+            barrier.conclude(_fault(error))
 
     def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}
@@ -182,7 +186,7 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
-def _one_line(error: Exception) -> str:
+def _fault(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}"
-    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {one_line(str(error))}"

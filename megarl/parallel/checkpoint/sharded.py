@@ -110,7 +110,7 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
 
 
 def adam_step(trainable: Trainable) -> int:
-    """How many steps Adam has taken: those of `trainable.steps` that were not skipped."""
+    """How many steps Adam has taken, by its own count."""
     steps: set[int] = set()
     for part in _optimizers(trainable):
         steps |= {int(entry["step"]) for entry in part.optimizer.state.values() if "step" in entry}

@@ -28,6 +28,7 @@ from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover,
 from megarl.parallel.checkpoint.metadata import read_metadata
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
+from megarl.text import one_line
 
 Result = TypeVar("Result")
 _READERS = 4  # threads of a rank that read files
@@ -105,7 +106,7 @@ def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
     except ConfigError as error:
         fault = str(error)
     except Exception as error:  # or the other ranks would wait for this one
-        fault = f"checkpoint: {type(error).__name__}: {' '.join(str(error).split())}"
+        fault = f"checkpoint: {type(error).__name__}: {one_line(str(error))}"
     faults: list[str | None] = [None] * grid.world
     dist.all_gather_object(faults, fault, group=grid.groups.control)
     for fault in faults:

@@ -17,6 +17,7 @@ from typing import Any
 from megarl.config import ConfigError, RolloutSettings
 from megarl.imports import uncollected
 from megarl.rollout.engine import RolloutError
+from megarl.text import one_line
 
 VLLM_VERSION = "0.30.0"  # what the mends in this folder were checked against
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
@@ -46,7 +47,9 @@ def environment(gpu: bool) -> dict[str, str]:
     }
 
 
-def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool, sleeps: bool
+) -> dict[str, Any]:
     """The settings that vLLM is started with.
 
     Args:
@@ -56,6 +59,8 @@ def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: R
         settings: of the engine.
         seed: vLLM's own; a request that is sampled brings one, too.
         gpu: whether the engine has GPUs.
+        sleeps: it will leave the GPUs to others in between; on a CPU every engine can.
+        report_experts: its outputs say which experts each token was sent to, where the model has experts.
 
     Returns:
         Arguments of vLLM's AsyncEngineArgs.
@@ -68,12 +73,13 @@ def engine_arguments(model: Path, hf: Mapping[str, Any], dtype: str, settings: R
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
-        "enable_return_routed_experts": settings.return_routes and _has_experts(hf),
+        "enable_return_routed_experts": report_experts and _has_experts(hf),
+        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
         "disable_log_stats": True,
     }
     if gpu:
-        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction}
+        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}
     return {
         **common,
         "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
@@ -121,7 +127,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         with _fork_cheaply(enabled=not gpu):
             return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (ValueError, RuntimeError) as error:
-        raise RolloutError(f"{label}: vLLM does not start: {' '.join(str(error).split())}") from error
+        raise RolloutError(f"{label}: vLLM does not start: {one_line(str(error))}") from error
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,56 @@
+"""Reserves places for actors in a Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+
+import ray
+from ray._private.state import state as ray_state
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.actor_group import WorkerLate
+from megarl.cluster.placement import Kind, Node, NoRoom, place
+
+POLL_S = 0.2
+NODE_LABEL = "ray.io/node-id"
+
+
+def reserve(kinds: Sequence[Kind], timeout_s: float) -> list[list[PlacementGroupSchedulingStrategy]]:
+    """Reserves a place for every process, on the nodes that `place` names; waits for nodes that are still to join, or not yet free.
+
+    Returns for each kind the scheduling strategies of its processes. Raises WorkerLate with what is asked for and what there is.
+    """
+    deadline = time.monotonic() + timeout_s
+    places = _wait_for_places(kinds, deadline, timeout_s)
+    bundles = [{"CPU": 1.0, "GPU": float(kind.gpus)} if kind.gpus else {"CPU": 1.0} for kind in kinds for _ in range(kind.processes)]
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{NODE_LABEL: name} for name in chain(*places)])
+    if not group.wait(max(POLL_S, deadline - time.monotonic())):
+        remove_placement_group(group)
+        raise WorkerLate(f"cluster: the places of {len(bundles)} processes were taken by others, and not free within {timeout_s:g} s")
+    numbered = iter(range(len(bundles)))
+    return [[PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=next(numbered)) for _ in names] for names in places]
+
+
+def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float) -> list[list[str]]:
+    told = False
+    while True:
+        try:
+            return place(kinds, free_nodes())
+        except NoRoom as error:
+            if time.monotonic() > deadline:
+                raise WorkerLate(f"cluster: {error}, after {timeout_s:g} s") from None
+            if not told:
+                print(f"megarl: waiting up to {timeout_s:g} s for places: {error}", file=sys.stderr)
+            told = True
+        time.sleep(POLL_S)
+
+
+def free_nodes() -> list[Node]:
+    """What the living nodes of the cluster have free now."""
+    free = ray_state.available_resources_per_node()
+    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return [Node(name, int(free[name].get("CPU", 0)), int(free[name].get("GPU", 0))) for name in living if name in free]

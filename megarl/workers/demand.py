@@ -1,0 +1,76 @@
+"""Which processes a run has, before any is started: its groups of model ranks and its engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.cluster.placement import Kind
+from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings
+
+if TYPE_CHECKING:
+    from megarl.workers.model_worker import Role
+
+ENGINES = "engines"  # their kind
+
+
+def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
+    """The groups of ranks that a run needs: their roles, and how they share their models. The policy's comes first."""
+    needed: dict[Role, tuple[bool, Layout | None]] = {
+        "reference": (config.algorithm.needs_reference, config.placement.reference),
+        "critic": (config.critic is not None, config.placement.critic),
+        "reward": (isinstance(config.reward.source, ModelReward), config.placement.reward),
+    }
+    shared: list[Role] = [role for role, (wanted, layout) in needed.items() if wanted and layout is None]
+    apart: list[tuple[tuple[Role, ...], Layout]] = [
+        ((role,), layout) for role, (wanted, layout) in needed.items() if wanted and layout is not None
+    ]
+    return [(("policy", *shared), config.layout), *apart]
+
+
+def demand(config: RunSettings) -> list[Kind]:
+    """Every process of a run: the groups of ranks in the order of `assign_roles`, then the engines."""
+    gpus = config.cluster.gpus
+    if isinstance(config, EvalConfig | PairsConfig):
+        return [engine_kind(config.rollout, gpus)]
+    if isinstance(config, TrainConfig):
+        shared = config.placement.engines == "shared" and gpus
+        groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
+        if not shared:
+            return [*groups, engine_kind(config.rollout, gpus)]
+        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine has the GPUs of ranks of one node
+        return [replace(groups[0], blocks=together), *groups[1:]]
+    return [rank_kind("model", config.layout, gpus)]
+
+
+def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
+    """What ranks and engines read, and the directories that they write into, by dotted key."""
+    read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
+    if isinstance(config, TrainConfig):
+        source = config.reward.source
+        read |= {"critic.path": config.critic.path if config.critic else None}
+        read |= {"reward.source.path": source.path if isinstance(source, ModelReward) else None}
+    written = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}
+    return {key: path for key, path in read.items() if path is not None}, written
+
+
+def processes(config: RunSettings) -> int:
+    """How many model ranks and engines a run has."""
+    return sum(kind.processes for kind in demand(config))
+
+
+def rank_kind(name: str, layout: Layout, gpus: bool) -> Kind:
+    """A group of model ranks.
+
+    A tensor-parallel group always shares a node, since it talks in every layer; the experts of a layer and the parts of a sequence do where
+    a node is large enough. Ranks are counted tp fastest, then cp, dp, pp; inside the experts etp, then ep.
+    """
+    experts = layout.etp * layout.ep
+    return Kind(name, layout.ranks, int(gpus), (lcm(layout.tp * layout.cp, experts), lcm(layout.tp, experts), layout.tp))
+
+
+def engine_kind(settings: RolloutSettings, gpus: bool) -> Kind:
+    """The engines: all GPUs of one are on one node."""
+    return Kind(ENGINES, settings.replicas, settings.tp if gpus else 0)

@@ -1,0 +1,251 @@
+"""What the ranks of the pool do in the tests of distributed checkpoints."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.ppo import Ppo
+from megarl.checkpoints.steps import Verified, verify
+from megarl.config import CheckpointSettings, CriticSettings, ModelSettings, OptimizerSettings, RunSettings
+from megarl.errors import SaveError
+from megarl.models.hf import read_config
+from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.checkpoint import sharded
+from megarl.parallel.checkpoint.barrier import SaveBarrier
+from megarl.parallel.checkpoint.load import load, load_random
+from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.checkpoint.state import ModelState
+from megarl.parallel.grid import Grid
+from megarl.parallel.optimizer import make_trainable
+from megarl.workers.model_worker import ModelWorker, RLSpec
+from tests.distributed.tiny_training import Job, Report, build, learn
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What one rank did after it loaded."""
+
+    exact: bool
+    report: Report
+    random: list[float]  # drawn from torch and numpy after the load
+
+
+def settings(**changes: object) -> CheckpointSettings:
+    return CheckpointSettings.model_validate({"keep_last": 100, "asynchronous": False, **changes})
+
+
+def verified(path: Path) -> Verified:
+    entry = verify(path)
+    assert entry.verified is not None, entry.faults
+    return entry.verified
+
+
+def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
+    """Trains, saves as step `job.steps`, and goes on for as many steps while that is written."""
+    policy = build(grid, job)
+    learn(grid, policy, job)
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(job.steps, {"policy": ModelState(policy.chunks, read_config(job.path), policy)}, {"note.json": b"{}"})
+    drawn = draw()
+    report = learn(grid, policy, job)
+    saver.wait()
+    return Resumed(True, report, drawn)
+
+
+def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resumed:
+    """Loads a step into a fresh model, saves it again as it is, then trains."""
+    policy = build(grid, job)
+    part = {"policy": ModelState(policy.chunks, read_config(job.path), policy)}
+    torch.manual_seed(99)
+    np.random.seed(99)
+    load(verified(step), part, grid)
+    exact = load_random(verified(step), grid)
+    if root is not None:
+        Saver(root, grid, settings()).save(policy.steps, part, {})
+    drawn = draw()
+    return Resumed(exact, learn(grid, policy, job), drawn)
+
+
+def draw() -> list[float]:
+    """A number from each of the random states that a rank has."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        forked = float(torch.rand(()))
+    return [float(torch.rand(())), float(np.random.normal()), random.random(), forked]
+
+
+def plain_tensors(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a saved model, whole, as Megatron's own loader reads it."""
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    found = load_plain_tensors(str(folder))
+    return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> ModelState:
+    """A model with the weights that it is built with, scrambled by a seed of its own so that a load shows."""
+    hf = read_config(path)
+    config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
+    chunks = build_chunks(config, hf, choose(), grad=trained, head=head)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(0.5)
+    trainable = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10) if trained else None
+    return ModelState(trainable.chunks if trainable is not None else chunks, hf, trainable)
+
+
+def save_several(grid: Grid, path: Path, root: Path) -> None:
+    """A policy and a critic with optimizers and a frozen reference in one step, behind the caller's back and in small pieces."""
+    policy = build(grid, Job(path))
+    critic = build_part(grid, path, "value")
+    reference = build_part(grid, path, trained=False)
+    parts = {"policy": ModelState(policy.chunks, critic.hf, policy), "critic": critic, "reference": reference}
+    saver = Saver(root, grid, settings(asynchronous=True, staging_mb=1))
+    saver.save(1, parts, {"trainer.json": b'{"cursor": 7}'})
+    saver.save(2, parts, {})
+    saver.wait()
+
+
+def load_alone(grid: Grid, path: Path, step: Path, name: str, head: Literal["lm", "value"], root: Path | None = None) -> None:
+    """Loads one model of a step without an optimizer; with `root` saves it there."""
+    part = build_part(grid, path, head, trained=False)
+    load(verified(step), {name: part}, grid)
+    if root is not None:
+        Saver(root, grid, settings()).save(1, {name: part}, {})
+
+
+def load_trained(grid: Grid, path: Path, step: Path, name: str) -> None:
+    """Asks for a model with its optimizer."""
+    load(verified(step), {name: build_part(grid, path)}, grid)
+
+
+def stale(grid: Grid, path: Path, step: Path, file: str) -> None:
+    """Loads a step of which a file changes after it was verified."""
+    good = verified(step)
+    data = bytearray((step / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    dist.barrier()
+    (step / file).write_bytes(data)
+    load(good, {"policy": build_part(grid, path, trained=False)}, grid)
+
+
+def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str]:
+    """Step 1 is saved; step 2 does not fit on the last rank's disk, which the next call says; step 3 is saved again.
+
+    What the failures said: of step 2, and of a step 2 that nobody was to wait for.
+    """
+    part = {"policy": build_part(grid, path)}
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(1, part, {})
+    saver.wait()
+    said = []
+    for _ in range(2):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if grid.rank == grid.world - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writes beyond it fail, as on a full disk
+        saver.save(2, part, {})
+        try:
+            saver.wait()
+        except SaveError as error:
+            said.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+        assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001"]
+    saver.save(3, part, {})
+    saver.wait()
+    return said[0], said[1]
+
+
+def save_into(grid: Grid, path: Path, root: Path) -> str:
+    """What a save into a directory that cannot be written to says."""
+    saver = Saver(root, grid, settings())
+    try:
+        saver.save(1, {"policy": build_part(grid, path, trained=False)}, {})
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+def wait_for_a_rank_that_never_writes(grid: Grid) -> str:
+    """What rank 0 says when rank 1 of two does not tell what it wrote."""
+    meeting = SaveBarrier(replace(grid, world=2), Path("nowhere"), 0)
+    meeting.report("{}")
+    try:
+        meeting.reports(0.2)
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+def die_in_a_save(grid: Grid, path: Path, root: Path) -> None:
+    """Saves step 1, and is killed when the first file of step 2 is there."""
+    part = {"policy": build_part(grid, path)}
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(1, part, {})
+    saver.wait()
+
+    def kill() -> None:
+        while not list(root.glob("step_000002*/policy/*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    saver.save(2, part, {})
+    saver.wait()
+    time.sleep(60)
+
+
+def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
+    """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
+    spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
+    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        trained = [(role, model._trainable) for role, model in rank._models.items()]
+        seen.append({role for role, one in trained if one and any(tensor.untyped_storage().nbytes() for tensor in one.state())})
+
+    def looking(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def called(*arguments: Any) -> Any:
+            look()
+            return call(*arguments)
+
+        patch.setattr(owner, name, called)
+
+    for role in ("policy", "critic"):
+        trainable = rank._use(role)._trainable
+        assert trainable is not None
+        trainable.zero_grad()
+        trainable.step()
+    with pytest.MonkeyPatch.context() as patch:
+        looking(StagedWriter, "put")
+        looking(Saver, "_plan")
+        looking(sharded, "put_optimizer")
+        rank.checkpoint(root, 1, settings(), {})
+        step = verified(root / "step_000001")
+        rank.load({"policy": step, "critic": step})
+        rank.checkpoint(root, 2, settings(), {})
+    return seen

@@ -1,0 +1,102 @@
+"""Routing replay in the real loop: routes of the real engine, on the ranks that need them, in every pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from megarl.workers.engines import Engines
+from megarl.workers.model_groups import ModelGroups
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
+
+SHORT = ("train.steps=3", "train.eval_at_start=false", "algorithm={type: grpo}")
+JITTER = 0.02  # standard deviation of what is added to the routers' weights on their way to the engine
+JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4")
+
+
+def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """Of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
+    more = (
+        "train.steps=2",
+        "train.eval_at_start=false",
+        "layout={ranks: 2, pp: 2, vpp: 2}",
+        "algorithm={type: ppo, kl_coef: 0.05}",
+        "critic={optimizer: {lr: 0.001}}",
+        "placement.reference={ranks: 2, cp: 2}",
+        "train.epochs=2",
+        "model.recompute=full",
+    )
+    routing = "routing={replay: r3, reference: true, critic: true}"
+    job = lab.run(Job(tmp_path, tiny_model, (*more, routing)))
+    for row in job.steps():
+        assert row["routing/replay_hit_rate"] == 1.0
+        assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0
+        assert {name for name in row if name.startswith("routing_by_layer/rollout")} == {
+            f"routing_by_layer/rollout_changed_{layer}" for layer in range(4)
+        }
+        assert row["training/logprob_gap_max"] <= 1e-4
+
+
+def test_nothing_is_asked_for_where_nothing_is_wanted(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = list[Any]()
+    monkeypatch.setattr(Engines, "generate", spied(wanted))
+    job = lab.run(Job(tmp_path, tiny_model, (*SHORT, "train.steps=1", "routing.sample=0.0")))
+    assert set(wanted) == {None}
+    assert not any(name.startswith("routing") for row in job.steps() for name in row)
+
+
+def spied(wanted: list[Any]) -> Any:
+    generate = Engines.generate
+
+    def spy(self: Engines, prompts: Any, sampling: Any, experts: Any = None) -> Any:
+        wanted.append(experts)
+        return generate(self, prompts, sampling, experts)
+
+    return spy
+
+
+@pytest.fixture
+def jitter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every sync brings the engine other routers than the trainer has."""
+    sync = ModelGroups.sync
+
+    def jittered(self: ModelGroups, engines: Engines, version: int) -> Any:
+        def install(player: Any) -> None:
+            policy = player.part._models["policy"]
+            plain = type(policy).stream
+
+            def stream(dtype: Any) -> Any:
+                generator = torch.Generator().manual_seed(version)
+                for name, tensor in plain(policy, dtype):
+                    noise = JITTER * torch.randn(tensor.shape, generator=generator) if name.endswith("mlp.gate.weight") else 0.0
+                    yield name, (tensor + noise).to(tensor.dtype)
+
+            policy.stream = stream
+
+        ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
+        return sync(self, engines, version)
+
+    monkeypatch.setattr(ModelGroups, "sync", jittered)
+    yield
+
+
+def test_replay_takes_away_what_a_routing_jitter_does(lab: Lab, tmp_path: Path, tiny_model: Path, jitter: None) -> None:
+    """Without it the alarm rings; with it the train/rollout KL is less than half, and the first update begins at a ratio of exactly 1."""
+    kl = {}
+    for replay in ("off", "r2", "r3"):
+        job = lab.run(Job(tmp_path / replay, tiny_model, (*JITTERED, f"routing.replay={replay}", "train.mini_batches=1")))
+        rows = job.steps()
+        kl[replay] = sum(row["rollout_corr/k3_kl"] for row in rows) / len(rows)
+        alarms = json.loads((tmp_path / replay / "job" / "summary.json").read_text())["alarms"]
+        assert ("rollout_routing" in alarms) == (replay != "r3")
+        assert all(row["routing/rollout_changed_frac"] > 0.02 for row in rows)
+        if replay != "off":
+            assert all(row["actor/ratio_max"] == row["actor/ratio_inverse_max"] == row["routing/replay_hit_rate"] == 1.0 for row in rows)
+    assert kl["r3"] < 0.5 * kl["off"]

@@ -1,0 +1,223 @@
+"""The formulas of ALGORITHMS.md sequence by sequence in float64, written for plainness and differentiated by autograd.
+
+Nothing here is shared with the product's code. `Sequence` holds the loss tokens of one response in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import PolicyAlgorithm
+from megarl.batch import Batch
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The loss tokens of one response, in order of position."""
+
+    entry: Tensor  # their entries in the batch
+    lp: Tensor
+    entropy: Tensor
+    extra: dict[str, Tensor]
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.extra[name]
+
+    def __len__(self) -> int:
+        return len(self.entry)
+
+
+def sequences(batch: Batch, logp_T: Tensor, entropy_T: Tensor) -> list[Sequence]:
+    """Every response that has loss tokens."""
+    found = []
+    for n in range(len(batch.length_N)):
+        entry = (batch.mask_T & (batch.seq_T == n)).nonzero().squeeze(1)
+        entry = entry[batch.position_T[entry].argsort()]
+        if len(entry):
+            found.append(Sequence(entry, logp_T[entry], entropy_T[entry], {name: value[entry] for name, value in batch.extra_T.items()}))
+    return found
+
+
+def ppo(algorithm: Any, s: Sequence) -> Tensor:
+    return surrogate(algorithm, bounded(algorithm, s.lp - s.old_logp).exp(), s.advantage)
+
+
+def bounded(algorithm: Any, d: Tensor) -> Tensor:
+    return torch.clamp(d, -algorithm.ratio_bound, algorithm.ratio_bound)
+
+
+def surrogate(algorithm: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
+    clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    loss = torch.max(-ratio * advantage, -clipped * advantage)
+    if algorithm.dual_clip is not None:
+        loss = torch.where(advantage < 0, torch.min(loss, -algorithm.dual_clip * advantage), loss)
+    return loss
+
+
+def gspo(algorithm: Any, s: Sequence) -> Tensor:
+    """Through the sequence's ratio itself; every token carries the sequence's loss."""
+    return surrogate(algorithm, bounded(algorithm, (s.lp - s.old_logp).mean()).exp(), s.advantage[0]).expand(len(s))
+
+
+def gspo_token(algorithm: Any, s: Sequence) -> Tensor:
+    return surrogate(algorithm, (s.lp - s.old_logp).mean().exp().detach() * (s.lp - s.lp.detach()).exp(), s.advantage)
+
+
+def gmpo(algorithm: Any, s: Sequence) -> Tensor:
+    d = s.lp - s.old_logp
+    if s.advantage[0] > 0:
+        d = torch.clamp(d, max=algorithm.clip_high)
+    elif s.advantage[0] < 0:
+        d = torch.clamp(d, min=-algorithm.clip_low)
+    return (-s.advantage[0] * bounded(algorithm, d.mean()).exp()).expand(len(s))
+
+
+def cispo(algorithm: Any, s: Sequence) -> Tensor:
+    ratio = bounded(algorithm, s.lp - s.old_logp).exp()
+    return -torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high).detach() * s.advantage * s.lp
+
+
+def reinforce(algorithm: Any, s: Sequence) -> Tensor:
+    return -bounded(algorithm, s.lp - s.old_logp).exp().detach() * s.advantage * s.lp
+
+
+def nll(algorithm: Any, s: Sequence) -> Tensor:
+    return -s.lp
+
+
+POLICY: dict[str, Callable[[Any, Sequence], Tensor]] = {
+    **dict.fromkeys(["ppo", "vc_ppo", "vapo", "grpo", "dapo", "dr_grpo", "lite_ppo", "reinforce_pp", "reinforce_pp_baseline"], ppo),
+    **dict.fromkeys(["rloo", "reinforce", "remax"], reinforce),
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "raft": nll,
+}
+MEANS = {
+    "token-mean": ["vapo", "dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "raft"],
+    "seq-mean-token-mean": ["ppo", "vc_ppo", "grpo", "gspo", "gspo_token", "gmpo"],
+    "seq-mean-token-sum": ["rloo", "reinforce", "remax"],
+    "seq-mean-token-sum-norm": ["dr_grpo"],
+}
+
+
+def aggregate(algorithm: Any, losses: list[Tensor], responses: int) -> Tensor:
+    """The four means, each as it is defined; by default the paper's. `responses`: of the batch, those without a loss token too."""
+    [mean] = [mean for mean, types in MEANS.items() if algorithm.type in types]
+    if "aggregation" in algorithm.model_fields_set:
+        mean = algorithm.aggregation
+    if mean == "token-mean":
+        return torch.cat(losses).mean()
+    if mean == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    if mean == "seq-mean-token-sum":
+        return torch.stack([loss.sum() for loss in losses]).mean()
+    return torch.cat(losses).sum() / (responses * algorithm.horizon)
+
+
+def corrections(settings: Any, responses: list[Sequence]) -> list[Tensor]:
+    """The weight of each token of every response."""
+    gaps = [[float(old - roll) for old, roll in zip(s.old_logp, s.rollout_logp, strict=True)] for s in responses]
+    if settings is None:
+        return [torch.ones(len(s), dtype=torch.float64) for s in responses]
+    weights = [before_rejection(settings, gap) for gap in gaps]
+    if getattr(settings, "normalise", False):
+        spoken = [w for row in weights for w in (row if settings.level == "token" else row[:1])]
+        weights = [[w * len(spoken) / math.fsum(spoken) for w in row] for row in weights]
+    rows = []
+    for gap, row in zip(gaps, weights, strict=True):
+        for rule in settings.reject:
+            row = [w * kept for w, kept in zip(row, survivors(rule, gap), strict=True)]
+        if settings.veto is not None and any(math.exp(g) < settings.veto for g in gap):
+            row = [0.0] * len(row)
+        rows.append(torch.tensor(row, dtype=torch.float64))
+    return rows
+
+
+def before_rejection(settings: Any, gap: list[float]) -> list[float]:
+    if settings.type == "rejection":
+        return [1.0] * len(gap)
+    whole = {"token": None, "sequence": math.fsum(gap), "geometric": math.fsum(gap) / len(gap)}[settings.level]
+    ratios = [math.exp(max(-20.0, min(20.0, g if whole is None else whole))) for g in gap]
+    if settings.type == "tis":
+        return [min(max(ratio, settings.floor), settings.cap) for ratio in ratios]
+    return [ratio if settings.lo <= ratio <= settings.hi else 0.0 for ratio in ratios]
+
+
+def survivors(rule: Any, gap: list[float]) -> list[bool]:
+    """Which tokens of a response a rejection keeps."""
+
+    def inside(value: float) -> bool:
+        value = math.exp(min(value, 700)) if rule.by == "k1" else value
+        return (rule.lo is None or value >= rule.lo) and (rule.hi is None or value <= rule.hi)
+
+    values = [{"k1": g, "k2": g * g / 2, "k3": math.exp(g) - 1 - g}[rule.by] for g in gap]
+    if rule.over == "token":
+        return [inside(value) for value in values]
+    whole = {"sum": math.fsum(values), "mean": math.fsum(values) / len(values)}
+    return [inside(whole[rule.over]) if rule.over in whole else all(map(inside, values))] * len(gap)
+
+
+def kl(algorithm: Any, s: Sequence) -> Tensor:
+    d = s.lp - s.ref_logp
+    kinds = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}
+    chosen, through = kinds[algorithm.kl_kind], kinds["k2"]
+    inside = chosen.abs() <= algorithm.kl_clamp
+    if algorithm.kl_straight_through:
+        chosen = chosen.detach() + through - through.detach()
+    chosen = torch.where(inside, chosen, torch.clamp(chosen.detach(), -algorithm.kl_clamp, algorithm.kl_clamp))
+    return chosen * bounded(algorithm, s.lp - s.old_logp).exp() if algorithm.kl_importance_weighted else chosen
+
+
+def total(algorithm: PolicyAlgorithm, batch: Batch, logp_T: Tensor, entropy_T: Tensor) -> Tensor:
+    """The whole loss of a global batch, a scalar."""
+    settings: Any = algorithm
+    losses, responses = [], sequences(batch, logp_T, entropy_T)
+    for s, weight in zip(responses, corrections(settings.correction, responses), strict=True):
+        loss = weight * POLICY[settings.type](settings, s)
+        if settings.kl_coef > 0 and settings.kl_in == "loss":
+            loss = loss + settings.kl_coef * kl(settings, s)
+        loss = loss - settings.entropy_coef * s.entropy
+        dropped_leave = settings.correction is not None and settings.correction.denominator == "kept"
+        losses.append(loss[weight > 0] if dropped_leave else loss)
+    value = aggregate(settings, [loss for loss in losses if len(loss)], len(batch.length_N))
+    correct = [s for s in responses if s.reward[0] > 0]
+    if settings.type == "vapo" and correct:
+        value = value - settings.mu * torch.cat([s.lp for s in correct]).mean()
+    return value
+
+
+def gae(reward: list[float], value: list[float], gamma: float, lam: float) -> list[float]:
+    """The definition, backwards over the tokens of one response."""
+    advantage, following, out = 0.0, 0.0, []
+    for r, v in zip(reversed(reward), reversed(value), strict=True):
+        advantage = r + gamma * following - v + gamma * lam * advantage
+        following = v
+        out.append(advantage)
+    return out[::-1]
+
+
+def token_rewards(algorithm: Any, s: Sequence, last: float, beta: float) -> list[float]:
+    """-beta KL at every token, and `last` more at the last one."""
+
+    def estimated(d: float) -> float:
+        value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_kind]
+        return value if algorithm.kl_kind == "k1" else min(value, algorithm.kl_clamp)
+
+    rewards = [-beta * estimated(float(old - ref)) if beta else 0.0 for old, ref in zip(s.old_logp, s.ref_logp, strict=True)]
+    rewards[-1] += last
+    return rewards
+
+
+def whiten(values: list[list[float]]) -> list[list[float]]:
+    flat = [x for row in values for x in row]
+    mean = math.fsum(flat) / len(flat)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
+    return [[(x - mean) / std for x in row] for row in values]

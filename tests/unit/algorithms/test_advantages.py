@@ -1,0 +1,265 @@
+"""Every advantage against plain loops: groups uneven, shuffled, of one, all right, all wrong; token rewards on ragged sequences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import ActorCritic
+from megarl.algorithms.ops import SumOver
+from megarl.batch import Batch
+from tests.unit.algorithms import reference
+from tests.unit.algorithms.cases import ALGORITHMS, LENGTHS, make, ragged, same, together
+
+GROUPS = [7, 7, 3, 3, 9, 7, 5, 5, 5, 5, 3, 8, 7]  # uneven, in no order; 8 and 9 alone
+REWARDS: dict[str, list[float]] = {
+    "real": [0.3, -1.2, 2.5, 0.1, 4.0, 0.9, -0.7, 0.4, 0.4, 1.1, -3.0, 0.2, 0.25],
+    "zero_one": [1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0],  # group 3 all right, group 5 all wrong
+    "all_right": [1] * 13,
+    "all_wrong": [-1] * 13,
+    "tenths": [0.1] * 13,  # whose mean is not exactly a tenth
+}
+GREEDY = [0.5 * (index % 3) for index in range(13)]
+
+
+def expected(kind: str, rewards: list[float]) -> list[float]:
+    out = []
+    for n, (reward, group) in enumerate(zip(rewards, GROUPS, strict=True)):
+        members = [r for r, g in zip(rewards, GROUPS, strict=True) if g == group]
+        others = [r for m, (r, g) in enumerate(zip(rewards, GROUPS, strict=True)) if g == group and m != n]
+        centred = reward - statistics.fmean(members)
+        if kind in ("ppo", "vc_ppo", "vapo", "reinforce_pp"):
+            out.append(reward)
+        elif kind == "raft":
+            out.append(1.0)
+        elif kind == "reinforce":
+            out.append(reward - statistics.fmean(rewards))
+        elif kind == "remax":
+            out.append(reward - GREEDY[n])
+        elif kind == "rloo":
+            out.append(reward - statistics.fmean(others) if others else 0.0)
+        elif kind in ("dr_grpo", "reinforce_pp_baseline"):
+            out.append(centred)
+        elif kind == "lite_ppo":
+            out.append(centred / (statistics.stdev(rewards) + 1e-6))
+        else:
+            out.append(centred / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0)
+    return out
+
+
+@pytest.mark.parametrize("kind", sorted({algorithm.type for algorithm in ALGORITHMS.values()}))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("rewards", REWARDS)
+def test_advantage_of_a_response_is_the_formula(kind: str, rewards: str) -> None:
+    algorithm = make({"type": kind, **({"horizon": 8} if kind == "dr_grpo" else {})})
+    reward_N = torch.tensor(REWARDS[rewards], dtype=torch.float64)
+    advantage_N = algorithm.advantages(reward_N, torch.tensor(GROUPS), torch.tensor(GREEDY))
+    assert advantage_N.dtype == torch.float32
+    assert advantage_N.tolist() == pytest.approx(expected(kind, [float(reward) for reward in REWARDS[rewards]]), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("rewards", REWARDS)
+def test_baseline_and_scale_are_the_formulas(rewards: str) -> None:
+    """Every pair of both, and another epsilon."""
+    values = [float(reward) for reward in REWARDS[rewards]]
+    for baseline in ("group", "leave_one_out"):
+        rows = [
+            ([r for r, g in zip(values, GROUPS, strict=True) if g == GROUPS[n]], statistics.fmean(left) if left else values[n], left)
+            for n, left in enumerate([r for m, r in enumerate(values) if GROUPS[m] == GROUPS[n] and m != n] for n in range(len(values)))
+        ]
+        centred = [
+            r - (statistics.fmean(group) if baseline == "group" else other) for r, (group, other, _) in zip(values, rows, strict=True)
+        ]
+        stds = {
+            "none": [1.0 - 0.01] * len(values),
+            "group": [statistics.stdev(group) if len(group) > 1 else 1.0 for group, _, _ in rows],
+            "leave_one_out": [statistics.stdev(left) if len(set(left)) > 1 else 1.0 for _, _, left in rows],
+            "batch": [statistics.stdev(values)] * len(values),
+            "centred": [statistics.stdev(centred)] * len(values),
+        }
+        for scale, std in stds.items():
+            algorithm = make({"type": "rloo", "baseline": baseline, "scale": scale, "scale_eps": 0.01})
+            found = algorithm.advantages(torch.tensor(values), torch.tensor(GROUPS)).tolist()
+            assert found == pytest.approx([c / (s + 0.01) for c, s in zip(centred, std, strict=True)], rel=1e-5, abs=1e-6), (
+                baseline,
+                scale,
+            )
+
+
+def test_others_that_do_not_vary_have_no_scale() -> None:
+    """One right answer of four: the other three rewards have no spread, and it is not divided by an epsilon."""
+    algorithm = make({"type": "rloo", "scale": "leave_one_out"})
+    found = algorithm.advantages(torch.tensor([0.1, 0.1, 1.1, 0.1, 3.0, 5.0]), torch.tensor([0, 0, 0, 0, 1, 1])).tolist()
+    assert found[2] == pytest.approx(1.0, rel=1e-5) and found[4:] == pytest.approx([-2.0, 2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce"])
+def test_reward_that_is_no_number_is_not_swallowed(kind: str) -> None:
+    algorithm = make({"type": kind, **({"horizon": 8} if kind == "dr_grpo" else {})})
+    assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))[:2].isnan().all())
+
+
+def test_grpo_by_hand() -> None:
+    reward, group = torch.tensor([1.0, 0.0, 1.0, 1.0, 5.0, 0.0]), torch.tensor([7, 7, 3, 3, 9, 7])
+    std = math.sqrt(((1 - 1 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    right, wrong = (1 - 1 / 3) / (std + 1e-6), -1 / 3 / (std + 1e-6)
+    assert make({"type": "grpo"}).advantages(reward, group).tolist() == pytest.approx([right, wrong, 0, 0, 0, wrong])
+
+
+def test_raft_keeps_the_best_or_all_above_the_threshold() -> None:
+    reward_N, group_N = torch.tensor([0.0, 1.0, 1.0, 0.2, 0.1, -1.0]), torch.tensor([4, 4, 4, 2, 2, 9])
+    assert make({"type": "raft"}).keep(reward_N, group_N).tolist() == [False, True, False, True, False, True]
+    assert make({"type": "raft", "threshold": 0.1}).keep(reward_N, group_N).tolist() == [False, True, True, True, False, False]
+    assert make({"type": "grpo"}).keep(reward_N, group_N).all()
+    best_two = make({"type": "raft", "best": 2, "threshold": 0.15})
+    assert best_two.keep(reward_N, group_N).tolist() == [False, True, True, True, False, False]
+    assert make({"type": "raft", "best": 2}).keep(reward_N, group_N).tolist() == [False, True, True, True, True, True]
+    assert make({"type": "raft", "best": 1, "threshold": 0.0}).keep(reward_N, group_N).tolist() == [False, True, False, True, False, False]
+
+
+KL = {"kl_coef": 0.2, "kl_in": "reward"}
+BY_TOKEN: dict[str, dict[str, Any]] = {
+    "reinforce": {"type": "reinforce", "gamma": 0.9},
+    "reinforce_kl": {"type": "reinforce", "gamma": 0.9, **KL},
+    "reinforce_k3": {"type": "reinforce", "gamma": 0.9, **KL, "kl_kind": "k3", "kl_clamp": 0.2},
+    "reinforce_no_baseline": {"type": "reinforce", "baseline": "none", **KL},
+    "reinforce_pp": {"type": "reinforce_pp"},
+    "reinforce_pp_kl": {"type": "reinforce_pp", "gamma": 0.95, **KL},
+    "baseline": {"type": "reinforce_pp_baseline"},
+    "baseline_kl": {"type": "reinforce_pp_baseline", **KL},
+    "ppo": {"type": "ppo"},
+    "ppo_k2": {"type": "ppo", **KL, "kl_kind": "k2"},
+    "ppo_kl": {"type": "ppo", "gamma": 0.98, **KL},
+    "vc_ppo": {"type": "vc_ppo"},
+    "vapo": {"type": "vapo"},
+    "vapo_kl": {"type": "vapo", "whiten": True, **KL},
+    "vapo_fixed": {"type": "vapo", "alpha": None, "lambda_policy": 0.9},
+    "vapo_coupled": {"type": "vapo", "alpha": 0.3, "lambda_critic": None, **KL},
+    "grpo": {"type": "grpo"},
+}
+
+
+def driven(config: dict[str, Any], seed: int) -> tuple[Any, Batch]:
+    """A batch with the driver's numbers and the rewards; groups of three."""
+    algorithm = make(config)
+    batch, _, _ = ragged(seed, LENGTHS)
+    sequences = len(batch.length_N)
+    generator = torch.Generator().manual_seed(seed)
+    reward_N = torch.randn(sequences, generator=generator, dtype=torch.float64)
+    advantage_N = algorithm.advantages(reward_N, torch.arange(sequences) // 3).double()
+    return algorithm, batch.with_extra(reward=batch.spread(reward_N), advantage=batch.spread(advantage_N))
+
+
+def policy_lambda(algorithm: Any, s: reference.Sequence) -> float:
+    if algorithm.type != "vapo":
+        return 0.95
+    return algorithm.lambda_policy if algorithm.alpha is None else max(0.0, 1 - 1 / (algorithm.alpha * len(s)))
+
+
+def token_advantages(algorithm: Any, batch: Batch) -> list[list[float]]:
+    """The definitions, response by response."""
+    kind, beta = algorithm.type, algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+    rows = []
+    for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
+        reward, number = float(s.reward[0]), float(s.advantage[0])
+        if kind in ("ppo", "vc_ppo", "vapo"):
+            rows.append(
+                reference.gae(
+                    reference.token_rewards(algorithm, s, reward, beta), s.value.tolist(), algorithm.gamma, policy_lambda(algorithm, s)
+                )
+            )
+        elif kind in ("reinforce", "reinforce_pp", "reinforce_pp_baseline"):
+            last = reward if kind == "reinforce" else number
+            gamma = 1.0 if kind == "reinforce_pp_baseline" else algorithm.gamma
+            to_go = reference.gae(reference.token_rewards(algorithm, s, last, beta), [0.0] * len(s), gamma, 1.0)
+            rows.append([x - (reward - number) for x in to_go] if kind == "reinforce" else to_go)
+        else:
+            rows.append([number] * len(s))
+    whitened = kind.startswith("reinforce_pp") or getattr(algorithm, "whiten", False)
+    return reference.whiten(rows) if whitened else rows
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_advantage_of_a_token_is_the_formula(name: str) -> None:
+    algorithm, batch = driven(BY_TOKEN[name], 0)
+    value_T = algorithm.token_advantages(batch, same, algorithm.kl_coef)
+    assert_rows(value_T, batch, token_advantages(algorithm, batch))
+    in_float32 = batch.with_extra(**{key: value.float() for key, value in batch.extra_T.items()})
+    float32_T = algorithm.token_advantages(in_float32, same, algorithm.kl_coef)
+    assert float32_T.dtype == torch.float32
+    scale = float(value_T[batch.mask_T].abs().max())
+    torch.testing.assert_close(float32_T[batch.mask_T].double(), value_T[batch.mask_T], rtol=2e-4, atol=2e-4 * scale)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_kl", "vc_ppo", "vapo", "vapo_kl", "vapo_fixed", "vapo_coupled"])
+def test_critic_targets_are_the_formula(name: str) -> None:
+    algorithm, batch = driven(BY_TOKEN[name], 1)
+    assert isinstance(algorithm, ActorCritic)
+    beta, rows = algorithm.kl_coef, []
+    for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
+        lam = policy_lambda(algorithm, s) if name.startswith("ppo") or name == "vapo_coupled" else 1.0
+        advantage = reference.gae(reference.token_rewards(algorithm, s, float(s.reward[0]), beta), s.value.tolist(), algorithm.gamma, lam)
+        rows.append([a + v for a, v in zip(advantage, s.value.tolist(), strict=True)])
+    assert_rows(algorithm.returns(batch, algorithm.kl_coef), batch, rows)
+
+
+@pytest.mark.parametrize("name", ["ppo_kl", "vapo"])
+def test_outcomes_are_the_rewards_to_come(name: str) -> None:
+    algorithm, batch = driven(BY_TOKEN[name], 1)
+    rows = []
+    for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
+        rewards = reference.token_rewards(algorithm, s, float(s.reward[0]), algorithm.kl_coef)
+        rows.append([sum(algorithm.gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))])
+    assert_rows(algorithm.outcomes(batch, algorithm.kl_coef), batch, rows)
+
+
+def assert_rows(value_T: Tensor, batch: Batch, rows: list[list[float]]) -> None:
+    found = reference.sequences(batch.with_extra(found=value_T), value_T, value_T)
+    for s, row in zip(found, rows, strict=True):
+        assert s.found.tolist() == pytest.approx(row, rel=1e-9, abs=1e-9)
+
+
+def test_whitening_spans_the_ranks() -> None:
+    """Two ranks with half of the sequences each: the same as one rank with all."""
+    algorithm, batch = driven(BY_TOKEN["reinforce_pp_kl"], 2)
+    whole_T = algorithm.token_advantages(batch, same, algorithm.kl_coef)
+    halves = [(batch.seq_T % 2 == rank).nonzero().squeeze(1) for rank in range(2)]
+
+    def run(rank: int, sum_over: SumOver) -> Tensor:
+        return algorithm.token_advantages(batch.take(halves[rank]), sum_over, algorithm.kl_coef)
+
+    for half, value_T in zip(halves, together(run, ranks=2), strict=True):
+        torch.testing.assert_close(value_T, whole_T[half], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "in the loss"])
+def test_kl_of_a_response_is_the_sum_over_its_tokens(kind: str) -> None:
+    """By the reward's estimator, or by k1 where the loss has the KL."""
+    batch, _, _ = ragged(3, [1, 5, 20])
+    algorithm = make({"type": "grpo", "kl_coef": 0.1} if kind == "in the loss" else {"type": "grpo", **KL, "kl_kind": kind})
+    rows = reference.sequences(batch, batch.extra_T["value"], batch.extra_T["value"])
+    estimates = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: torch.exp(-d) - 1 + d, "in the loss": lambda d: d}
+    expected = [float(estimates[kind](s.old_logp - s.ref_logp).sum()) for s in rows]
+    assert batch.sequence_sum(algorithm.old_kl(batch)).tolist() == pytest.approx([*expected, 0.0])
+
+
+def test_who_subtracts_the_kl_from_the_reward() -> None:
+    """The driver, once a response, where one number per response is the advantage; the ranks, at every token, elsewhere."""
+    per_sequence = {kind for kind in ("grpo", "rloo", "remax", "gspo", "lite_ppo") if make({"type": kind, **KL}).kl_per_sequence}
+    assert per_sequence == {"grpo", "rloo", "remax", "gspo", "lite_ppo"}
+    assert not any(make(BY_TOKEN[name]).kl_per_sequence for name in ("reinforce_kl", "reinforce_pp_kl", "baseline_kl", "ppo_kl", "vapo_kl"))
+    assert not make({"type": "rloo"}).kl_per_sequence and not make({"type": "grpo", "kl_coef": 0.1}).kl_per_sequence
+
+
+def test_adaptive_kl_coefficient_by_hand() -> None:
+    algorithm = make({"type": "ppo", "kl_coef": 0.1, "kl_target": 6.0, "kl_horizon": 1000})
+    assert algorithm.next_kl_coef(0.1, 6.0, 100) == pytest.approx(0.1)
+    assert algorithm.next_kl_coef(0.1, 6.6, 100) == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
+    assert algorithm.next_kl_coef(0.1, 60.0, 100) == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))
+    assert algorithm.next_kl_coef(0.1, -5.0, 100) == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
+    assert algorithm.next_kl_coef(0.1, 0.0, 10**6) == pytest.approx(0.01)  # 0 would stay 0
+    assert make({"type": "ppo", "kl_coef": 0.1}).next_kl_coef(0.1, 60.0, 100) == 0.1

@@ -1,0 +1,308 @@
+"""Models that are refused, as data (see `configurations`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.unit.bad_input.cases import (
+    Case,
+    config_json,
+    given,
+    header,
+    model,
+    pipe,
+    template,
+    wrote,
+)
+from tests.unit.bad_input.configurations import DEEP, LONG
+from tools.make_tiny_model import build
+
+
+def says(key: str, value: str, more: str = "") -> str:
+    """The line of a value of config.json."""
+    return rf"^model\.path: (.*: )?config\.json's {key}={value}.*{more}"
+
+
+def dense(copy: Path) -> None:
+    build(copy, layers=1, hidden=128, experts=2, expert_hidden=32, seed=1, family="qwen3")
+
+
+def deep_tokenizer(copy: Path) -> None:
+    (copy / "tokenizer.json").write_bytes(DEEP)
+
+
+COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ROUTERS = "model.megatron.moe_"
+TABLE = [
+    # --- experts that cannot be replayed
+    Case(
+        "replay in a dense model",
+        "train",
+        model(dense, "routing.replay=r3"),
+        r"^routing\.replay=r3: model\.path=.* is a qwen3, which has no",
+    ),
+    Case(
+        "replay past fused routers",
+        "train",
+        given("routing.replay=r2", f"{ROUTERS}router_fusion=true"),
+        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are chosen, or dropped, where no replay reaches$",
+    ),
+    Case(
+        "replay and dropped tokens",
+        "train",
+        given("routing.replay=r2", f"{ROUTERS}expert_capacity_factor=1.0"),
+        r"^routing\.replay=r2: model\.megatron\.moe_expert_capacity_factor=1\.0: ",
+    ),
+    Case(
+        "replay of a choice for the batch",
+        "train",
+        given("routing.replay=r3", f"{ROUTERS}router_load_balancing_type=sinkhorn"),
+        r"^routing\.replay=r3: model\.megatron\.moe_router_load_balancing_type=sinkhorn ",
+    ),
+    Case(
+        "the engine's experts for a reference, without them",
+        "train",
+        given("routing={replay: r2, reference: true}", "algorithm.kl_coef=0.1"),
+        r"^.*routing\.reference=true with routing\.replay=r2: only r3 has experts for the reference$",
+    ),
+    Case(
+        "replay for no reference",
+        "train",
+        given("routing={replay: r3, reference: true}"),
+        r"^.*routing\.reference=true: .*kl_coef=0 keeps no",
+    ),
+    Case("replay for no critic", "train", given("routing={critic: true}"), r"^.*routing\.critic=true: algorithm\.type=\w+ has no critic$"),
+    Case("another replay", "train", given("routing.replay=r4"), r"^routing\.replay: .*'off', 'r2' or 'r3' \(got 'r4'\)$"),
+    Case("a share above all", "train", given("routing.sample=1.5"), r"^routing\.sample: .*less than or equal to 1 \(got 1\.5\)$"),
+    # --- config.json
+    Case(
+        "a text for Megatron's number",
+        "train",
+        given("model.megatron={moe_aux_loss_coeff: abc}"),
+        r"^model\.megatron\.moe_aux_loss_coeff: .*\(got 'abc'\)$",
+    ),
+    Case(
+        "true for Megatron's number",
+        "train",
+        given("model.megatron={moe_z_loss_coeff: true}"),
+        r"^model\.megatron\.moe_z_loss_coeff: .*\(got True\)$",
+    ),
+    Case(
+        "a number for Megatron's boolean",
+        "train",
+        given("model.megatron={moe_grouped_gemm: 3}"),
+        r"^model\.megatron\.moe_grouped_gemm: .*\(got 3\)$",
+    ),
+    Case(
+        "Megatron's unknown choice",
+        "train",
+        given("model.megatron={moe_token_dispatcher_type: carrier}"),
+        r"^model\.megatron\.moe_token_dispatcher_type: .*'alltoall'",
+    ),
+    Case("99 of 8 experts", "train", config_json({"num_experts_per_tok": 99}), says("num_experts_per_tok", "99", "its 8 experts")),
+    Case("no expert", "train", config_json({"num_experts_per_tok": 0}), says("num_experts_per_tok", "0")),
+    Case("experts as a text", "train", config_json({"num_experts_per_tok": "2"}), says("num_experts_per_tok", "'2'")),
+    Case("experts as a list", "sft", config_json({"num_experts": [8]}), says("num_experts", r"\[8\]", "no positive integer")),
+    Case("epsilon as a text", "train", config_json({"rms_norm_eps": "tiny"}), says("rms_norm_eps", "'tiny'", "valid number")),
+    Case("epsilon as NaN", "train", config_json({"rms_norm_eps": float("nan")}), says("rms_norm_eps", "nan", "finite|greater")),
+    Case("epsilon below 0", "train", config_json({"rms_norm_eps": -1e-6}), says("rms_norm_eps", "-1e-06", "greater than 0")),
+    Case("an end token as a text", "train", config_json({"eos_token_id": "<|end|>"}), says("eos_token_id", ".*end", "valid integer")),
+    Case(
+        "an end token as a text in a list",
+        "train",
+        config_json({"eos_token_id": [1, "2"]}),
+        says(r"eos_token_id\.1", "'2'", "valid integer"),
+    ),
+    Case(
+        "an end token beyond the vocabulary", "train", config_json({"eos_token_id": 4096}), says("eos_token_id", "4096", "vocab_size=128")
+    ),
+    Case("another family's model_type", "train", config_json({"model_type": "llama"}), says("model_type", "'llama'", "'qwen3_moe'")),
+    Case("no model_type", "pairs", config_json({}, "model_type"), says("model_type", "None", "'qwen3_moe'")),
+    Case(
+        "a model_type that is a list",
+        "train",
+        config_json({"model_type": ["qwen3_moe"]}),
+        says("model_type", r"\['qwen3_moe'\]", "valid string"),
+    ),
+    Case(
+        "no longest sequence",
+        "train",
+        config_json({}, "max_position_embeddings"),
+        r"^model\.path: config\.json lacks max_position_embeddings$",
+    ),
+    Case(
+        "longest sequence as a text",
+        "serve",
+        config_json({"max_position_embeddings": "512"}),
+        says("max_position_embeddings", "'512'", "valid integer"),
+    ),
+    Case(
+        "longest sequence as true",
+        "train",
+        config_json({"max_position_embeddings": True}),
+        says("max_position_embeddings", "True", "valid integer"),
+    ),
+    Case(
+        "architectures as a text",
+        "train",
+        config_json({"architectures": "Qwen3MoeForCausalLM"}),
+        says("architectures", "'Qwen3MoeForCausalLM'"),
+    ),
+    Case("architectures of lists", "train", config_json({"architectures": [["x"]]}), says(r"architectures\.0", r"\['x'\]")),
+    Case("tied as a text", "train", config_json({"tie_word_embeddings": "false"}), says("tie_word_embeddings", "'false'", "valid boolean")),
+    Case("layer types as a number", "train", config_json({"layer_types": 5}), says("layer_types", "5", "valid list")),
+    Case("RoPE of a number", "train", config_json({"rope_parameters": 3}), says("rope_parameters", "3")),
+    Case(
+        "RoPE of a type that is a list",
+        "train",
+        config_json({"rope_parameters": {"rope_type": ["yarn"]}}),
+        says(r"rope_parameters\.rope_type", r"\['yarn'\]"),
+    ),
+    Case(
+        "RoPE's base as a text",
+        "train",
+        config_json({"rope_parameters": {"rope_theta": "1e6"}}),
+        says(r"rope_parameters\.rope_theta", "'1e6'"),
+    ),
+    Case(
+        "RoPE's factor as NaN",
+        "train",
+        config_json({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": float("nan")}}),
+        says(r"rope_parameters\.factor", "nan"),
+    ),
+    Case(
+        "a billion layers",
+        "train",
+        config_json({"num_hidden_layers": 10**9}),
+        r"^model\.path: config\.json has 1000000000 layers of 8 experts, more than 262144",
+    ),
+    Case(
+        "a billion experts",
+        "train",
+        config_json({"num_experts": 10**9}),
+        r"^model\.path: config\.json has 4 layers of 1000000000 experts, more than 262144",
+    ),
+    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1e\+30", "2147483647")),
+    Case("config.json of lists", "train", wrote("config.json", DEEP), r"^model\.path: .*config\.json is not JSON: nested too deeply$"),
+    Case(
+        "config.json of mappings",
+        "train",
+        wrote("config.json", b'{"a": ' * 50_000),
+        r"^model\.path: .*config\.json is not JSON: nested too deeply$",
+    ),
+    Case(
+        "config.json in Latin-1",
+        "train",
+        wrote("config.json", b'{"a": "\xe9"}'),
+        r"^model\.path: .*config\.json is not JSON: 'utf-8' codec",
+    ),
+    Case(
+        "config.json with a key twice",
+        "train",
+        wrote("config.json", b'{"a": 1, "a": 2}'),
+        r"^model\.path: .*config\.json is not JSON: 'a' is there twice$",
+    ),
+    Case(
+        "config.json with half a surrogate pair",
+        "train",
+        config_json({"note": "\ud800"}),
+        r"^model\.path: .*config\.json is not JSON: .*surrogates not allowed$",
+    ),
+    Case("config.json is a pipe", "train", pipe("config.json"), r"^model\.path: .* has no config\.json$"),
+    Case("weights are a pipe", "train", pipe("model.safetensors"), r"^model\.path: .* has neither model\.safetensors nor "),
+    Case("a tokenizer of lists", "train", model(deep_tokenizer), r"^model\.path: no usable tokenizer in "),
+    Case("a tokenizer of nothing", "train", wrote("tokenizer.json", b"{}"), r"^model\.path: no usable tokenizer in "),
+    Case("a header of lists", "train", header(DEEP), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
+    Case("a header of mappings", "train", header(b'{"a": ' * 50_000), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
+    Case(
+        "a header with a name twice",
+        "train",
+        header(b'{"a": 1, "a": 2}'),
+        r"^model\.path: .*its header is no JSON object: 'a' is there twice$",
+    ),
+    Case(
+        "an index of lists",
+        "train",
+        wrote("model.safetensors.index.json", DEEP),
+        r"^model\.path: .*index\.json is not JSON: nested too deeply$",
+    ),
+    Case(
+        "an index of long names",
+        "train",
+        wrote("model.safetensors.index.json", json.dumps({"weight_map": {"a": LONG}}).encode()),
+        r"index\.json names 'x{100}.*, which is no file of the directory$",
+    ),
+    Case("a dtype that is a number", "train", config_json({"torch_dtype": 16}), says("torch_dtype", "16", "valid string")),
+    Case(
+        "generation defaults of lists",
+        "train",
+        wrote("generation_config.json", DEEP),
+        r"generation_config\.json is not JSON: nested too deeply$",
+    ),
+    Case(
+        "generation defaults that end with a text",
+        "eval",
+        wrote("generation_config.json", b'{"eos_token_id": "x"}'),
+        r"^model\.path: generation_config\.json's eos_token_id='x': .*valid integer",
+    ),
+    Case(
+        "a tokenizer without an end token",
+        "train",
+        wrote("tokenizer_config.json", b"{}"),
+        r"^model\.path: the tokenizer in .* has no eos_token",
+    ),
+    Case("a tokenizer's settings of lists", "train", wrote("tokenizer_config.json", DEEP), r"^model\.path: no usable tokenizer in "),
+    Case(
+        "a tokenizer's end token that is a number",
+        "train",
+        wrote("tokenizer_config.json", b'{"eos_token": 3}'),
+        r"^model\.path: no usable tokenizer in ",
+    ),
+    # --- chat templates
+    Case(
+        "a template without the prompt",
+        "train",
+        template("hello"),
+        r"^data\.chat: the model's chat template leaves the prompt out: .*'hello'$",
+    ),
+    Case(
+        "a template of the system's words",
+        "train",
+        template("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"),
+        r"^data\.chat: .*leaves the prompt out",
+    ),
+    Case(
+        "a template that counts",
+        "train",
+        template(COUNTS),
+        r"^data\.chat: the model's chat template: not done within 2\.005 s of CPU time$",
+    ),
+    Case(
+        "a template that counts for some prompts",
+        "train",
+        template("{{ messages[0].content }}{% if 'f7' not in messages[0].content %}" + COUNTS + "{% endif %}"),
+        r"^data\.train: item 0: the model's chat template refuses one of 64 prompts from here on: not done within",
+    ),
+    Case(
+        "a template that swells",
+        "train",
+        template("{{ 'x' * 100000000000 }}"),
+        r"^data\.chat: the model's chat template: MemoryError",
+    ),
+    Case(
+        "a template that doubles",
+        "sft",
+        template("{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"),
+        r"^data\.chat: the model's chat template: MemoryError",
+    ),
+    Case(
+        "a template of a power",
+        "train",
+        template("{{ 10 ** 10 ** 9 }}"),
+        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take for ever$",
+    ),
+    Case(
+        "a template of roles", "sft", template("{% for m in messages %}{{ m.role }}{% endfor %}"), r"^data\.chat: .*leaves the prompt out"
+    ),
+]

@@ -1,0 +1,118 @@
+"""Every input of the table: one line with the key and the numbers, status 2, nothing started, soon and in little memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.errors import ConfigError
+from megarl.observe.console import Screen
+from megarl.observe.writers import read_json_lines
+from megarl.termination import SIGNALS
+from tests.unit.bad_input import configurations, data, directories, models
+from tests.unit.bad_input.cases import VERBS, Case, Room
+
+TABLE = [case for table in (configurations, models, data, directories) for case in table.TABLE]
+ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """Gives the signals back their meaning, and ends what hangs."""
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+
+    def late(number: int, frame: object) -> None:
+        raise AssertionError(f"not done after {ALARM_S} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(ALARM_S)
+    yield
+    signal.alarm(0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_is_refused(case: Case, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    room = Room(tmp_path, tiny_model, case.verb)
+    arguments = case.make(room)
+    before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = cli.main([case.verb, *arguments, *(["--check"] if case.verb in VERBS else [])])
+    seconds, grown = time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+    shown = capsys.readouterr().err
+    assert status == 2, shown
+    lines = [line.removeprefix("megarl: error: ") for line in shown.splitlines()]
+    assert "Traceback" not in shown and all(len(line) < 2000 for line in lines)
+    assert re.search(case.line, lines[-1]), shown
+    assert len(lines) == 1 or "further faults" in lines[-1], shown
+    assert seconds < CPU_S and grown < MEMORY_MB << 10, f"{seconds:.1f} s, {grown >> 10} MB"
+
+
+def test_the_names_differ() -> None:
+    names = [case.name for case in TABLE]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("verb", ["train", "value", "sft", "pairs", "eval"])
+def test_what_the_table_starts_from_passes(verb: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["algorithm.type=vapo", "critic={pretrain_steps: 1}"] if verb == "value" else []
+    assert cli.main([verb, str(Room(tmp_path, tiny_model, verb).config()), *more, "--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_failure(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`megarl ... | head`: the status says all. A run whose screen is gone goes on."""
+    arguments = ["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]
+    checked, listed = partial(cli.main, arguments), partial(cli.main, ["config", "train"])
+    for call, status in ((checked, 0), (listed, 0), (lambda: Screen(file=sys.stdout).print("step 1"), None)):
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "w") as closed, monkeypatch.context() as here:
+            here.setattr(sys, "stdout", closed)
+            assert call() == status
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as here:
+        here.setattr(sys, "stdout", full)
+        assert cli.main(["config", "train"]) == 1
+    assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+
+
+def test_few_files_are_refused(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ulimit -n 64"""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
+    line = "megarl: error: cluster: this process may open 64 files (ulimit -n); Ray and the engines need 1024\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_full_dev_shm_is_refused(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage("/dev/shm")._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", {"/dev/shm": usage}.__getitem__)
+    assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
+    assert capsys.readouterr().err == "megarl: error: cluster: /dev/shm has 1 MB free; Ray and the engines need 32\n"
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"3", b'{"step": [1]}', b'{"step": 1, "step": 2}', b"\xff"])
+def test_a_row_of_metrics_that_nobody_wrote(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=r"^save\.resume: .*metrics\.jsonl:2: no row of metrics: "):
+        read_json_lines(tmp_path / "metrics.jsonl")

@@ -1,0 +1,216 @@
+"""Where a run and whoever cleans up after it are killed together, the next start ends and removes what they left, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.reaper import members
+from megarl.cluster.scratch import OWNER, PREFIX, Scratch, sweep
+from megarl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Owns a directory, and starts: an agent, which writes a log there; one who only reads the log; with "keeper", one who holds the lock too.
+OWNS = """
+    import subprocess, sys
+    from megarl.cluster.scratch import Scratch
+
+    def start(program, **more):
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", program], **more).pid
+
+    scratch = Scratch(sys.argv[1])
+    wait = "import time; time.sleep(600)"
+    (scratch.path / "r").mkdir()
+    with open(scratch.path / "r" / "log", "w") as log:
+        agent = start(wait, stderr=log)
+    with open(scratch.path / "r" / "log") as log:
+        reader = start(wait, stdin=log)
+    keeper = start(wait, pass_fds=[scratch.lock]) if sys.argv[2] == "keeper" else 0
+    print(scratch.path, agent, reader, keeper, flush=True)
+    sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Owner:
+    process: subprocess.Popen[str]
+    path: Path
+    agent: int
+    reader: int
+    keeper: int
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of this process and of what it starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def start(place: Path) -> Iterator[Start]:
+    with ExitStack() as ending:
+
+        def started(kind: str = "", keeper: str = "", below: Path = place) -> Owner:
+            process = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(OWNS), kind, keeper],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(below), "PYTHONPATH": str(ROOT)},
+            )
+            ending.callback(process.communicate)
+            ending.callback(process.kill)
+            assert process.stdout is not None
+            path, *pids = process.stdout.readline().split()
+            for pid in filter(None, map(int, pids)):
+                ending.callback(lambda pid: os.kill(pid, signal.SIGKILL) if alive(pid) else None, pid)
+            return Owner(process, Path(path), *map(int, pids))
+
+        yield started
+
+
+@pytest.mark.parametrize("kind", ["", "sandbox-"])
+def test_what_a_killed_run_left_is_ended_and_removed(start: Start, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    owner = start(kind)
+    sweep()
+    assert alive(owner.agent) and (owner.path / "r" / "log").exists(), "a living run's"
+    owner.kill()
+    assert alive(owner.agent) and owner.path.exists()
+    sweep()
+    assert not alive(owner.agent) and not owner.path.exists()
+    assert alive(owner.reader), "who looks at a log is no process of the run"
+    assert capsys.readouterr().err == f"megarl: a run was killed: removed {owner.path}, ended 1 processes of it\n"
+    sweep()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reaper_that_is_at_work_is_left_to_it(start: Start) -> None:
+    owner = start(keeper="keeper")
+    owner.kill()
+    sweep()
+    assert alive(owner.agent) and owner.path.exists()
+    os.kill(owner.keeper, signal.SIGKILL)
+    wait_for(lambda: not alive(owner.keeper))
+    sweep()
+    assert not alive(owner.agent) and not owner.path.exists()
+
+
+def test_a_living_run_inside_a_killed_one_is_not_touched(start: Start) -> None:
+    outer = start()
+    inner = start(below=outer.path)
+    outer.kill()
+    sweep()
+    assert alive(inner.agent) and alive(outer.agent) and inner.path.exists()
+    inner.kill()
+    sweep()
+    assert not alive(inner.agent) and not alive(outer.agent) and not outer.path.exists()
+
+
+def another_boot(path: Path) -> None:
+    (path / OWNER).write_text("another machine's")
+
+
+def by_a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def owner_by_a_link(path: Path) -> None:
+    (path / OWNER).rename(path / "real")
+    (path / OWNER).symlink_to(path / "real")
+
+
+def owner_is_a_pipe(path: Path) -> None:
+    (path / OWNER).unlink()
+    os.mkfifo(path / OWNER)
+
+
+def another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    os.chown(path, 65534, 65534)
+
+
+UNKNOWN: dict[str, Callable[[Path], object]] = {
+    "no owner": lambda path: (path / OWNER).unlink(),
+    "another name": lambda path: path.rename(path.with_name("somebody-elses")),
+    "another machine or boot": another_boot,
+    "a link": by_a_link,
+    "an owner that is a link": owner_by_a_link,
+    "an owner that is a pipe": owner_is_a_pipe,
+    "another user": another_user,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_belongs_to_nobody_knows_whom_is_not_touched(place: Path, start: Start, name: str) -> None:
+    owner = start()
+    owner.kill()
+    UNKNOWN[name](owner.path)
+    sweep()
+    [left] = {path.resolve() for path in place.iterdir()}
+    assert alive(owner.agent) and (left / "r" / "log").exists()
+
+
+def test_a_directory_is_private_and_goes_with_its_owner(place: Path) -> None:
+    scratch = Scratch()
+    assert scratch.path.parent == place and scratch.path.name.startswith(PREFIX) and scratch.path.stat().st_mode & 0o777 == 0o700
+    assert members(str(place)) == [], "this process is not its own"
+    scratch.remove()
+    scratch.remove()
+    assert list(place.iterdir()) == []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would take another one silently."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    for use in (Scratch, sweep):
+        with pytest.raises(ConfigError, match=rf"^TMPDIR: cannot \w+( to)? {tmp_path}/missing: No such file or directory$"):
+            use()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # writes fail, as on a full disk
+    try:
+        with pytest.raises(ConfigError) as refused:
+            Scratch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value) == f"TMPDIR: cannot write to {tmp_path}: File too large"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,99 @@
+"""Every example configuration is valid; the one for 32 GPUs passes every check that needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
+from megarl.models.families import family_of
+from megarl.stages.checks import check_train
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def keys_of(path: Path) -> set[str]:
+    """The sections of a configuration, with those of the files that it lies over."""
+    tree = yaml.safe_load(path.read_text())
+    return set(tree) | (keys_of(path.parent / tree["base"]) if "base" in tree else set())
+
+
+def root_of(path: Path) -> type[RunSettings]:
+    keys = keys_of(path)
+    for kind in (SftConfig, RmConfig, DpoConfig):
+        if kind.section in keys:
+            return kind
+    if "pairs" in keys:
+        return PairsConfig
+    if "serve" in keys:
+        return ServeConfig
+    return TrainConfig if "train" in keys else EvalConfig
+
+
+NO_RUNS = ("variants.yaml", "promises.yaml")  # in test_ablation and test_run_examples
+CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in NO_RUNS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_example_is_valid(path: Path) -> None:
+    assert load(path, [], root_of(path)).name
+
+
+def write_headers(directory: Path, config: dict[str, object]) -> None:
+    """A checkpoint of the real shapes whose 60 GB of weights are holes in a sparse file: every check reads headers alone."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in family_of(config).expected(config).items():
+        size = 2
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(tmp_path: Path, tiny_model: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_headers(model, QWEN3_30B_A3B)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).write_bytes((tiny_model / name).read_bytes())
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}}) + "\n" for n in range(128)))
+    overrides = [f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}"]
+    config = load(EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml", overrides, TrainConfig)
+    assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 32
+    assert len(check_train(config).train) == 128
+    assert sum(path.stat().st_size for path in model.glob("*.safetensors")) > 60e9

@@ -1,0 +1,224 @@
+"""Whatever a response makes a reward function do costs that one sample, reaches nothing of the run and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import landlockpy
+import pytest
+
+from megarl.cluster.reaper import members
+from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
+from megarl.rewards.processes import ProcessScorer
+from megarl.rewards.score import Request, Score
+from megarl.rewards.sources import check
+from megarl.sandbox import process
+from megarl.sandbox.level import Level, level, readable
+from tests.unit.sandbox.hostile import HOSTILE
+
+SECRET = "a-secret-of-the-run"
+TIMEOUT_S = 1.0
+
+# What each response scores, and how its error begins; (0, None): the function says that it got nothing.
+NOTHING: tuple[float, str | None] = (0.0, None)
+DIED = "worker died: "
+BROKE = "worker died: it wrote what is no answer"
+SECRETS = [
+    *("environment", "environment_of_the_run", "environment_of_everybody", "memory_of_the_run", "trace_the_run", "home_directory"),
+    *("home_directory_by_a_link", "home_directory_through_root", "home_directory_through_a_shell", "write_beside_the_run"),
+    *("write_where_the_code_is", "remove_the_code", "mount_something", "become_root_again", "run_a_setuid_program", "tcp_to_this_machine"),
+    *("tcp_listen", "udp_to_this_machine", "a_socket_in_the_file_tree", "an_abstract_socket", "shared_memory_of_the_run", "kill_the_run"),
+]
+EXPECTED: dict[str, tuple[float, str | None]] = {
+    **dict.fromkeys(SECRETS, NOTHING),
+    "end_at_once": (0, DIED + "exit status 3"),
+    "leave": (0, "SystemExit: "),
+    "interrupt": (0, "KeyboardInterrupt: "),
+    "stop_iterating": (0, "GeneratorExit: "),
+    "crash": (0, DIED + "SIGSEGV"),
+    "abort": (0, DIED + "SIGABRT"),
+    "recurse": (0, "RecursionError: "),
+    "recurse_in_c": (0, "RecursionError: "),
+    "stop_itself": (0, "timeout"),
+    "deaf_loop": (0, "timeout"),
+    "no_alarm": (0, "timeout"),
+    "exit_from_a_thread": (0, DIED + "exit status 5"),
+    "ten_gigabytes": (0, "MemoryError: "),
+    "memory_piece_by_piece": (0, "MemoryError: "),
+    "a_large_number": (0, "timeout"),
+    "a_large_file": NOTHING,
+    "many_files": (0, "OSError: "),
+    "many_threads": (0, "RuntimeError: can't start new thread"),
+    "fork_and_return_twice": (0.25, None),
+    "a_child_that_stays": (0.25, None),
+    "a_daemon": (0.25, None),
+    "a_hundred_children": (0.25, None),
+    "a_child_that_dies_later": (0.25, None),
+    "garbage_on_every_descriptor": (0, BROKE),
+    "a_pickle_on_every_descriptor": (0, BROKE),
+    "an_endless_message": (0, BROKE),
+    "half_a_message": (0, ""),  # late, or it swallowed the next answers
+    "deep_json": (0, BROKE),
+    "a_score_of_another_sample": (0, BROKE),
+    "a_score_that_is_nan": (0, BROKE),
+    "a_score_that_is_text": (0, BROKE),
+    "a_long_integer": (0, BROKE),
+    "ready_again": (0, BROKE),
+    "refused_late": (0, BROKE),
+    "close_every_descriptor": (0, DIED),
+    "an_evil_number": (0, "SystemError: no"),
+    "an_exception_that_raises": (0, DIED + "exit status 1"),
+    "a_long_exception": (0, "ValueError: xxx"),
+    "an_exception_that_clears_the_screen": (0, "{0}[2J{0}{0}megarl: done: ".format("\N{REPLACEMENT CHARACTER}")),
+    "prints_that_clear_the_screen": (1, None),
+    "prints_without_end": (1, None),
+    "ten_thousand_parts": (0, "bad return: 10000 parts, and 64 are the most"),
+    "a_part_with_a_long_name": (1, None),
+    "a_number_too_large": (0, "bad return: "),
+    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, and beyond 1e+09 nothing is taken"),
+    "a_decimal": (0, "bad return: "),
+    "a_fraction": (0.5, None),
+    "a_complex_number": (0, "bad return: "),
+    "a_fork_bomb": (0, "BlockingIOError: "),
+}
+
+
+@contextmanager
+def host(directory: Path) -> Iterator[dict[str, Any]]:
+    """What there is to take on this machine, as a response's function is told; nothing may have come to the sockets at the end."""
+    with ExitStack() as stack:
+        home = directory / "home"
+        home.mkdir()
+        (home / "secret").write_text(SECRET)
+        shared = Path("/dev/shm") / f"megarl-test-{os.getpid()}"
+        shared.write_text(SECRET)
+        stack.callback(shared.unlink)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        udp.setblocking(False)
+        places = {"unix_path": str(directory / "socket"), "abstract": f"megarl-test-{os.getpid()}"}
+        for address in (places["unix_path"], "\0" + places["abstract"]):
+            server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            server.bind(address)
+            server.listen()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            free_port = free.getsockname()[1]
+        ports = {"tcp_port": tcp.getsockname()[1], "udp_port": udp.getsockname()[1], "free_port": free_port}
+        paths = {"secret_file": str(home / "secret"), "shared_memory": str(shared), "touched": str(directory / "touched")}
+        yield {"secret": SECRET, "driver": os.getpid(), **ports, **paths, **places}
+        with pytest.raises(BlockingIOError):
+            udp.recv(1)
+
+
+def leftovers(mark: str) -> list[int]:
+    """The processes whose environment has the mark."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
+def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Level:
+    """What the machine is said to grant, where it does."""
+    asked: Level = request.param
+    if asked == Level.LANDLOCK and not landlockpy.supported() or asked > level():
+        pytest.skip(f"this machine grants {level()}")
+    monkeypatch.setattr(process, "level", lambda: asked)
+    return asked
+
+
+# Landlock alone: of 6.18's ABI 7, UDP and sockets in the file tree are still open. Processes are counted by namespace or user.
+OPEN = {Level.LANDLOCK: {"udp_to_this_machine", "a_socket_in_the_file_tree", "a_fork_bomb"}, Level.NAMESPACES: set[str]()}
+
+
+def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
+    granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
+    monkeypatch.setenv("MEGARL_HOSTILE", mark := f"hostile-{os.getpid()}-{granted}")
+    assert set(EXPECTED) == set(HOSTILE) and len(HOSTILE) >= 60
+    names = [name for name in EXPECTED if name not in OPEN[granted]]
+    responses = [response for name in names for response in (name, "right")]  # sound ones of the same chunk between them
+    sandbox = SandboxSettings(memory_gb=1, env=["MEGARL_HOSTILE"])
+    source = FunctionReward(path="tests.unit.sandbox.hostile:score")
+    settings = RewardSettings(source=source, timeout_s=TIMEOUT_S, workers=2, require_finished=False, sandbox=sandbox)
+    with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
+        scores = scorer.score([Request("", response, "", meta, True) for response in responses])
+        again = scorer.score([Request("", "right", "", meta, True)] * 8)
+    assert scores[1::2] == [Score(1.0)] * len(names) and again == [Score(1.0)] * 8
+    for name, given in zip(names, scores[::2], strict=True):
+        value, error = EXPECTED[name]
+        assert given.value == value, (name, given)
+        if value or given.error != "timeout":  # which any of them may be on a busy machine
+            assert (given.error is None) == (error is None) and (given.error or "").startswith(error or ""), (name, given)
+    assert not (tmp_path / "touched").exists()
+    deadline = time.monotonic() + 30
+    while leftovers(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert leftovers(mark) == [] and members(str(tmp_path)) == []
+    out, err = capfd.readouterr()
+    assert out == "" and "\x1b" not in err and "[31mred" in err and "the rest is not shown" in err and len(err) < 2 << 20
+
+
+def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file to read, a variable, a directory to write."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "words.txt").write_text("right")
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "needs_helper.py").write_text("WORD = 'x'\n")
+    (code / "needs.py").write_text(
+        "import os, tempfile, needs_helper\n"
+        f"def f(response):\n    word = open({str(tmp_path / 'data' / 'words.txt')!r}).read()\n"
+        "    with tempfile.TemporaryFile() as file:\n        file.write(b'x')\n"
+        "    return float(response == word and os.environ['MEGARL_KEY'] == 'k' and 'MEGARL_OTHER' not in os.environ)\n"
+    )
+    monkeypatch.syspath_prepend(code)
+    monkeypatch.setenv("MEGARL_KEY", "k")
+    monkeypatch.setenv("MEGARL_OTHER", "o")
+    given = SandboxSettings(readable=[tmp_path / "data"], env=["MEGARL_KEY"])
+    ask = [Request("", "right", "", {}, True)]
+    for sandbox, error in ((given, None), (SandboxSettings(env=["MEGARL_KEY"]), "FileNotFoundError|PermissionError")):
+        with ProcessScorer(RewardSettings(source=FunctionReward(path="needs:f"), sandbox=sandbox)) as scorer:
+            [score] = scorer.score(ask)
+        assert score.value == float(error is None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
+
+
+def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:
+    settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(network=True))
+    with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
+        [score] = scorer.score([Request("", "tcp_to_this_machine", "", meta, True)])
+    assert score.value == 1.0
+
+
+def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "level", lambda: Level.LIMITS)
+    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine grants limits only"):
+        check(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(require="namespaces")))
+    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.readable: .*: there is no such file or directory$"):
+        check(RewardSettings(source=FunctionReward(path="m:f"), sandbox=SandboxSettings(readable=[tmp_path / "nothing"])))
+    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.env: MEGARL_NOT_SET is not set$"):
+        check(RewardSettings(source=FunctionReward(path="m:f"), sandbox=SandboxSettings(env=["MEGARL_NOT_SET"])))
+
+
+def test_the_home_directory_is_not_shown_because_it_is_on_pythons_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "project").mkdir(parents=True)
+    (tmp_path / "home" / "my_scores.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "home" / "project")
+    monkeypatch.syspath_prepend(tmp_path / "home")
+    shown = readable(["my_scores"], [])
+    assert tmp_path / "home" / "my_scores.py" in shown and tmp_path / "home" / "project" in shown
+    assert not any((tmp_path / "home").is_relative_to(place) for place in shown)

@@ -1,0 +1,203 @@
+"""What the driver decides about a step: shaping, dynamic sampling, the split, the weights. Pure functions and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megarl.batch import Sample, concat, pack
+from megarl.config import TrainConfig, load
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import scalars
+from megarl.observe.phases import Phases
+from megarl.rewards.score import Score
+from megarl.rewards.shaping import overlong_punishment
+from megarl.rollout.generate import Sampling
+from megarl.stages.rollout import RolloutBuffer, generate, score
+from megarl.stages.rollout_metrics import rollout_metrics
+from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
+from megarl.workers.rollout_worker import Response
+from tests.e2e.job import RL
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    path = tmp_path / "job.yaml"
+    path.write_text(RL.format(runs=tmp_path, model=tmp_path))
+    return load(path, [], TrainConfig)
+
+
+def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
+    """The configuration with some keys of some sections replaced, validated again."""
+    tree = yaml.safe_load(config.model_dump_json())
+    for section, values in sections.items():
+        tree[section] |= values
+    return TrainConfig.model_validate(tree)
+
+
+def response(prompt: int, index: int, length: int = 4, finished: bool = True) -> Response:
+    return Response(
+        prompt=prompt,
+        text="",
+        prompt_length=5,
+        length=length,
+        loss_tokens=length,
+        finished=finished,
+        payload=f"payload {prompt}",
+        index=index,
+    )
+
+
+def test_overlong_punishment_by_hand() -> None:
+    assert [overlong_punishment(length, 20, 4) for length in (0, 16, 17, 18, 20, 25)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="overlong buffer of 21 tokens must be between 1 and the limit of 20"):
+        overlong_punishment(1, 20, 21)
+
+
+def test_a_split_covers_every_response_once_with_equal_micro_batches_on_every_rank() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 64).tolist()
+    split = split_step(lengths, mini_batches=4, dp=3, capacity=100)
+    assert [members(mini_batch) for mini_batch in split] == [list(range(first, first + 16)) for first in range(0, 64, 16)]
+    for mini_batch in split:
+        assert len({len(shard) for shard in mini_batch}) == 1
+        assert max(sum(lengths[n] for n in micro_batch) for shard in mini_batch for micro_batch in shard) <= 100
+    ragged = split_step([90, 90, 90, 1], mini_batches=1, dp=2, capacity=100)
+    assert sorted(len(micro_batch) for shard in ragged[0] for micro_batch in shard) == [1, 1, 1, 1]
+
+
+class FakeTime:
+    """Only the phases of a run, and no console."""
+
+    def __init__(self) -> None:
+        self.phase = Phases()
+
+    def failures(self, scores: Sequence[Score]) -> None:
+        assert all(score.error is None for score in scores)
+
+
+class Answers:
+    """An engine and a reward whose scores are a table: reward[prompt id][sample]."""
+
+    def __init__(self, reward: dict[int, list[float]]) -> None:
+        self.reward, self.asked = reward, list[tuple[int, ...]]()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: None) -> list[Response]:
+        self.asked.append(tuple(prompt.id for prompt in prompts))
+        return [
+            replace(response(number, index), text=f"{prompt.id}/{index}")
+            for number, prompt in enumerate(prompts)
+            for index in range(sampling.n)
+        ]
+
+    def on(self, _: None) -> Answers:
+        return self
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
+        asked = (response.text.split("/") for response in responses)
+        # A part may have any name, and says nothing of whether a group differs.
+        return [Score(self.reward[int(prompt)][int(index)], {"task": 1.0}) for prompt, index in asked]
+
+
+def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
+    return plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+
+
+def sampled(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[RolloutBatch, Answers]:
+    """A step's rollouts over prompts 0, 1, 2, ..."""
+    table, numbers = Answers(reward), iter(range(1000))
+    ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
+    buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
+    while not buffer.full:
+        prompts = [Prompt(next(numbers), "", [1], "", {}) for _ in range(buffer.wanted)]
+        buffer.add(score(ctx, generate(ctx, prompts, 1, buffer.round), None))
+    return buffer.batch(), table
+
+
+def test_dynamic_sampling_drops_groups_without_a_signal_until_the_step_is_full(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 4}, rollout={"samples_per_prompt": 2})
+    reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
+    batch, table = sampled(config, reward)
+    assert table.asked == [(0, 1), (2, 3)]
+    assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
+    assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
+    assert scalars(batch.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
+
+
+def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
+    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)})
+    assert table.asked == [(0, 1), (2, 3), (4, 5)]
+    assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
+    assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
+    plan = plan_of(config, batch)
+    assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
+
+
+def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
+    config = changed(
+        config,
+        train={"prompts_per_step": 2},
+        rollout={"samples_per_prompt": 2, "max_response_tokens": 5},
+        reward={"overlong": {"buffer_tokens": 2, "scale": 0.5}},
+    )
+    batch, _ = sampled(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
+    assert [score.value for score in batch.scores] == [0.75, -0.25, 0.75, 0.75]
+    shown = scalars(rollout_metrics(batch.responses, batch.scores))
+    assert shown["reward/task/mean"] == 0.75 and shown["reward/overlong/mean"] == -0.25 and shown["frac_reward_zero_std"] == 0.5
+
+
+def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 2, "mini_batches": 2, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
+    responses = [response(0, 0, 4), response(0, 1, 2), response(1, 0, 3, finished=False), response(1, 1, 5, finished=False)]
+    plan = plan_step(
+        config,
+        RolloutBatch(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}),
+        dp=config.layout.dp,
+        capacity=config.train.micro_batch_tokens,
+    )
+    # Sequence mean of token means over the kept responses of each mini-batch; the second has none and is not trained.
+    assert plan.weight_N.tolist() == pytest.approx([1 / (2 * 4), 1 / (2 * 2), 0.0, 0.0])
+    assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
+
+
+@pytest.mark.parametrize(("aggregation", "weights"), [("token-mean", [1 / 6, 1 / 6]), ("seq-mean-token-mean", [1 / 8, 1 / 4])])
+def test_the_critic_averages_as_it_is_told(config: TrainConfig, aggregation: str, weights: list[float]) -> None:
+    tree = yaml.safe_load(
+        changed(config, train={"prompts_per_step": 1, "mini_batches": 1}, rollout={"samples_per_prompt": 2}).model_dump_json()
+    )
+    tree |= {"algorithm": {"type": "ppo"}, "critic": {"aggregation": aggregation}}
+    config, scores = TrainConfig.model_validate(tree), [Score(1.0), Score(0.0)]
+    batch = RolloutBatch([response(0, 0, 4), response(0, 1, 2)], scores, None, {})
+    plan = plan_step(config, batch, dp=1, capacity=config.train.micro_batch_tokens)
+    assert plan.value_weight_N is not None and plan.value_weight_N.tolist() == pytest.approx(weights)
+
+
+def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config: TrainConfig) -> None:
+    config = changed(config, train={"prompts_per_step": 1, "mini_batches": 1}, rollout={"samples_per_prompt": 2})
+    tree = yaml.safe_load(config.model_dump_json())
+    tree["algorithm"] = {"type": "rloo", "kl_in": "reward", "kl_coef": 0.5}
+    config = TrainConfig.model_validate(tree)
+    plan = plan_step(
+        config,
+        RolloutBatch([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}),
+        dp=config.layout.dp,
+        capacity=config.train.micro_batch_tokens,
+    )
+    advantage = response_advantages(config, plan, None, np.array([0.4, 0.0]), kl_coef=0.5)
+    assert advantage.tolist() == pytest.approx([0.8, -0.8])  # (1 - 0.2) against 0, each less the other
+
+
+def test_concat_counts_sequences_on() -> None:
+    sample = Sample(np.array([5, 6, 7], np.int32), 1, np.array([-1.0, -2.0], np.float32), "stop")
+    one, two = pack([sample, sample]), pack([sample])
+    both = concat([one, two])
+    assert both.seq_T.tolist() == [0, 0, 1, 1, 2, 2] and both.count_N.tolist() == [2, 2, 2]
+    assert torch.equal(both.extra_T["rollout_logp"], torch.tensor([-1.0, -2.0] * 3))
