@@ -14,13 +14,13 @@ from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps
+from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps, StepsOrNone
 
 
 class StepSettings(Section):
     """One RL step, and how often what happens."""
 
-    steps: Annotated[int, Field(gt=0, le=1_000_000_000)]
+    steps: Steps
     """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: PositiveInt
     """Prompts of one rollout."""
@@ -184,7 +184,7 @@ class TrainConfig(TrainingSettings):
 class LearnSettings(Section):
     """The steps of a supervised stage, and how often it looks at its held-out source."""
 
-    steps: Steps
+    steps: StepsOrNone
     """Steps of the stage; 0: the held-out numbers of model.path alone."""
     batch_size: BatchSize = 64
     """Responses of one step, or pairs of them."""

@@ -145,6 +145,7 @@ def test_nobody_without_its_token_controls_a_session_and_who_ends_it_is_seen(pla
     assert int(ports) == len(answers) >= 6 and set(answers) == {"UNAUTHENTICATED UNIMPLEMENTED", "401 403"}, done.stdout
     assert still == "True" and done.returncode == 1
     assert "StandsStill: sync: Ray's gcs_server has ended (exit code " in done.stderr
+    assert members(str(place)) == [] and list(place.iterdir()) == []
 
 
 def test_a_full_dev_shm_does_not_end_the_object_store(place: Path) -> None:
