@@ -93,7 +93,7 @@ def test_rlhf(short: Short) -> None:
         pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
     files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
     with short.lab.stage():
-        rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=60", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
+        rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=90", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
     assert short.summary("rlhf/rm")["results"]["held-out after"]["rm/accuracy"] > 0.85
     model = short.runs / "rlhf" / "rm" / "model"
     places = (short.warm, f"critic.path={model}", f"reward.source.path={model}")
