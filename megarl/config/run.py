@@ -40,6 +40,8 @@ class ClusterSettings(Section):
     """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
     gpus: bool = True
     """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
+    deterministic: bool = False
+    """GPUs: only algorithms that repeat their bits, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
     """Size of Ray's object store, which is reserved at the start; Ray needs 75 MB."""
     start_timeout_s: Seconds = 300.0

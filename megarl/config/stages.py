@@ -20,7 +20,7 @@ from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Sectio
 class StepSettings(Section):
     """One RL step, and how often what happens."""
 
-    steps: Annotated[Steps, Field(gt=0)]
+    steps: Annotated[int, Field(gt=0, le=1_000_000_000)]
     """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: PositiveInt
     """Prompts of one rollout."""

@@ -51,7 +51,8 @@ class MegatronWorker:
         with uncollected():
             from megarl.parallel import backend
 
-            self._backend = backend.choose()  # before anything imports megatron
+            cluster = self._config.cluster
+            self._backend = backend.choose(cluster.gpus, cluster.deterministic)  # before anything imports megatron
             from megarl.parallel import grid
             from megarl.workers import model  # noqa: F401  # what `_model` will need
 
@@ -65,7 +66,7 @@ class MegatronWorker:
         raise NotImplementedError
 
     def trained(self) -> Mapping[str, ModelState]:
-        """The models with their optimizers, by name, on the device."""
+        """The models with their optimizers, by name."""
         raise NotImplementedError
 
     def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:

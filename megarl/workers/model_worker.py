@@ -8,7 +8,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -246,17 +247,12 @@ class ModelWorker(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: self._awake(role).state for role in self._roles if role in TRAINED}
+        return {role: replace(self._models[role].state, wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
     def park(self) -> None:
         """All models leave the device; each comes back when it is used."""
         for model in self._models.values():
             model.park()
-
-    def _awake(self, role: Role) -> Model:
-        """The model of a role on the device, whoever else is there."""
-        self._models[role].wake()
-        return self._models[role]
 
     def _use(self, role: Role) -> Model:
         """The model of a role, on the device; where models take turns, the others leave it."""
@@ -264,7 +260,8 @@ class ModelWorker(MegatronWorker):
             for other, model in self._models.items():
                 if other != role:
                     model.park()
-        return self._awake(role)
+        self._models[role].wake()
+        return self._models[role]
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
         """The batches with "old_logp", and with the experts that updates replay or compare with in "routed_experts"; and what log-probs and

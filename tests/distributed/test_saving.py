@@ -31,6 +31,7 @@ from tests.distributed.checkpoint_work import (
     save_into,
     save_several,
     stale,
+    take_turns,
     verified,
     wait_for_a_rank_that_never_writes,
 )
@@ -81,6 +82,18 @@ def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_pa
         assert "score.weight" in after if head == "value" else "output_layer.weight" in after
         assert {key for key in before if not key.startswith("optimizer.")} == set(after)
         assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+
+
+def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: Pool, path: Path, tmp_path: Path) -> None:
+    together, turns = (pool.run(take_turns, ONE, path, tmp_path / str(offload), offload)[0] for offload in (False, True))
+    assert all(seen == {"policy", "critic"} for seen in together)
+    assert len(turns) == len(together) > 20 and all(len(seen) == 1 for seen in turns)
+    for number in (1, 2):
+        for model in ("policy", "critic"):
+            one, other = (
+                pool.run(plain_tensors, ONE, tmp_path / str(offload) / f"step_{number:06d}" / model)[0] for offload in (False, True)
+            )
+            assert one.keys() == other.keys() and all(torch.equal(one[key], tensor) for key, tensor in other.items())
 
 
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
