@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import ray
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
+from megarl.network import interface_towards
 from megarl.rollout.engine import Engine
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
@@ -53,6 +55,7 @@ class RolloutWorker:
             gpu: whether the engine has GPUs.
         """
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu)
 
     async def respond(self, share: Sequence[tuple[int, list[int]]], sampling: Sampling) -> list[Response]:
