@@ -36,8 +36,11 @@ class Engines:
             places: a scheduling strategy for each engine, of `reserve_workers`.
         """
         actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
+        if gpus and config.cluster.deterministic:
+            options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
         actors = [
-            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}", ENGINES[settings.engine.type])
+            actor.options(scheduling_strategy=place, **options).remote(f"engine {index}", ENGINES[settings.engine.type])
             for index, place in enumerate(places)
         ]
         return cls(ActorGroup("engine", actors), settings)
