@@ -50,7 +50,7 @@ class SyncSettings(Section):
     """How new weights reach the engines."""
 
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
-    """nccl and gloo send over a process group; shm and cuda_ipc share memory on one machine."""
+    """nccl and gloo send over a process group; shm shares memory of one machine, cuda_ipc of one GPU."""
     bucket_mb: Megabytes = 256
     """Tensors are sent in buckets of at most this size (or one tensor)."""
     verify: bool = True

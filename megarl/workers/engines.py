@@ -38,10 +38,13 @@ class Engines:
             places: a scheduling strategy for each engine, of `reserve_workers`.
         """
         shared = isinstance(config, TrainConfig) and config.placement.engines == "shared"
-        actor, as_guests = ray.remote(RolloutWorker), shared and config.cluster.gpus  # in the place of a rank
-        needs = {"num_cpus": 0, "num_gpus": 0} if as_guests else {"num_cpus": 1, "num_gpus": settings.tp if config.cluster.gpus else 0}
+        actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
+        as_guests = shared and config.cluster.gpus  # in the place of a rank
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guests else {"num_cpus": 1, "num_gpus": gpus}
+        if gpus and config.cluster.deterministic:
+            options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
         actors = [
-            actor.options(**needs, scheduling_strategy=place).remote(f"engine {index}", ENGINES[settings.engine.type])
+            actor.options(scheduling_strategy=place, **options).remote(f"engine {index}", ENGINES[settings.engine.type])
             for index, place in enumerate(places)
         ]
         group = ActorGroup("engine", actors)

@@ -14,6 +14,7 @@ from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
+from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
@@ -81,6 +82,7 @@ class RolloutWorker:
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
     async def respond(

@@ -13,9 +13,11 @@ import ray
 from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
+from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
+from megarl.workers.demand import files
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
@@ -156,7 +158,7 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
     """Reserves a place for each process.
 
     Args:
-        config: says how long to wait.
+        config: of the run.
         kinds: of `demand`.
 
     Returns:
@@ -164,5 +166,9 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
 
     Raises:
         WorkerLate: the cluster has no room in time.
+        ConfigError: a machine of a cluster that was joined does not see the run's files.
     """
-    return reserve(kinds, config.cluster.start_timeout_s)
+    places = reserve(kinds, config.cluster.start_timeout_s)
+    if config.cluster.address is not None:
+        check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
+    return places

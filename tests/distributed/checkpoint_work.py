@@ -98,6 +98,15 @@ def plain_tensors(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
+def all_equal(grid: Grid, one: Path, other: Path) -> bool:
+    """Whether two step directories hold the same policy and critic, bit for bit."""
+    for model in ("policy", "critic"):
+        mine, theirs = plain_tensors(grid, one / model), plain_tensors(grid, other / model)
+        if mine.keys() != theirs.keys() or not all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items()):
+            return False
+    return True
+
+
 def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> ModelState:
     """A model with the weights that it is built with, scrambled by a seed of its own so that a load shows."""
     hf = read_config(path)

@@ -23,6 +23,7 @@ from megarl.checkpoints.steps import encode, newest, read_manifest
 from megarl.config import Layout
 from megarl.parallel.checkpoint.staging import StagedWriter
 from tests.distributed.checkpoint_work import (
+    all_equal,
     die_in_a_save,
     fail_then_recover,
     load_alone,
@@ -89,11 +90,8 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
     assert all(seen == {"policy", "critic"} for seen in together)
     assert len(turns) == len(together) > 20 and all(len(seen) == 1 for seen in turns)
     for number in (1, 2):
-        for model in ("policy", "critic"):
-            one, other = (
-                pool.run(plain_tensors, ONE, tmp_path / str(offload) / f"step_{number:06d}" / model)[0] for offload in (False, True)
-            )
-            assert one.keys() == other.keys() and all(torch.equal(one[key], tensor) for key, tensor in other.items())
+        one, other = (tmp_path / str(offload) / f"step_{number:06d}" for offload in (False, True))
+        assert pool.run(all_equal, ONE, one, other) == [True]
 
 
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:

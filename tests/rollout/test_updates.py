@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from megarl.config import RolloutSettings
 from megarl.rollout.engine import WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
+from megarl.sync import receive, wire
 from megarl.sync.fingerprint import compare
-from megarl.sync.receive import Inventory, WeightError
+from megarl.sync.receive import BucketReceiver, Inventory, WeightError
 from tests.rollout.engine_host import Host
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, assert_greedy, checkpoint, generate, logp, other_weights
 
@@ -73,6 +75,34 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
 @pytest.mark.parametrize(("transport", "tp"), [("gloo", 1), ("shm", 1), ("gloo", 2)])
 def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, transport: str, tp: int) -> None:
     host.run(_five_updates, tiny, transport, tp)
+
+
+def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another machine, or of another GPU of this one: neither a path nor a handle means anything there."""
+    bucket = wire.Bucket(torch.zeros(64, dtype=torch.uint8))
+    bucket.add("norm", torch.ones(4))
+    receiver = BucketReceiver(torch.device("cpu"))
+    with pytest.raises(WeightError, match=r"^sync\.transport=shm: .* the trainer's is on other, this worker's on [0-9a-f-]{36} "):
+        receiver.receive(replace(bucket.header(), path="/nowhere", place="other"))
+    monkeypatch.setattr(receive, "place_of", lambda device: "host/GPU-1")
+    with pytest.raises(WeightError, match=r"^sync\.transport=cuda_ipc: .* trainer's is on host/GPU-2, this worker's on host/GPU-1 "):
+        receiver.receive(replace(bucket.header(), handle=["opened, it would fail otherwise"], place="host/GPU-2"))
+
+
+async def _frugal(tiny: Path, tp: int) -> None:
+    engine = await _start(tiny, tp=tp)
+    try:
+        await engine.fingerprints(TIMEOUT_S)  # where the packing puts each element is learnt once
+        for peak, layer in await engine._call("megarl_peak", False, 2, timeout_s=TIMEOUT_S):
+            assert 0 < peak < layer, f"{peak} bytes: two of eight experts are unpacked at a time, and none is kept"
+        assert all(await engine._call("megarl_temporary", timeout_s=TIMEOUT_S))
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fingerprints_take_little_memory_and_a_started_engine_has_a_temporary_directory(host: Host, tiny: Path, tp: int) -> None:
+    host.run(_frugal, tiny, tp)
 
 
 async def _tied(tiny: Path, tied: Path, dtype: str) -> None:

