@@ -137,7 +137,7 @@ class TrainConfig(TrainingSettings):
             )
         if self.cluster.gpus and ranks > 1:
             raise ValueError(
-                f"placement.engines=shared with layout.ranks={ranks}: on GPUs it takes one rank so far, since rank 0 alone hands out weights"
+                f"placement.engines=shared with layout.ranks={ranks}: one rank so far on GPUs, since rank 0 alone hands out weights"
             )
         if self.cluster.gpus and self.sync.transport != "cuda_ipc":
             raise ValueError(
