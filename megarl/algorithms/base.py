@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algorithms.blocks import Shown, blocks
 from megarl.algorithms.correction import Correction
 from megarl.algorithms.kl import KlToReference
-from megarl.algorithms.ops import Aggregation, Average, Block, SumOver, Term, attach, bounded_ratio, log_ratio, token_weights
+from megarl.algorithms.ops import Aggregation, Average, Block, SumOver, Term, attach, log_ratio, token_weights
 from megarl.batch import Batch
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -162,7 +162,7 @@ class PolicyAlgorithm(KlToReference):
             d_T = log_ratio(lp_T[here], part.extra_T["old_logp"], part)
             term = self._corrected(lp_T[here], d_T, mean_N, part, shown)
             if kl_coef > 0 and self.kl_in == "loss":
-                kl = self.kl_term(lp_T[here], bounded_ratio(d_T, self.ratio_bound), part)
+                kl = self.kl_term(lp_T[here], d_T, self.ratio_bound, part)
                 term.value_T.add_(kl.value_T, alpha=kl_coef)
                 term.slope_T.add_(kl.slope_T, alpha=kl_coef)
                 shown.add({"actor/kl_loss": torch.where(part.mask_T, kl.value_T, zero).sum()})
@@ -178,7 +178,7 @@ class PolicyAlgorithm(KlToReference):
         shown.add(term.counts)
         shown.drift(d_T, self.ratio_bound)
         if mean_T is not None and term.clips_T is not None:
-            shown.clipped_sequences(term.clips_T, part)
+            shown.clipped_sequences(term.clips_T, part, lp_T.dtype)
         if self.correction is not None:
             term.value_T.mul_(part.extra_T["correction"])
             term.slope_T.mul_(part.extra_T["correction"])

@@ -65,8 +65,9 @@ class Shown:
             low, high = d_T.aminmax()
             self.rise({"actor/ratio_max": high.clamp(0, bound).exp(), "actor/ratio_inverse_max": (-low).clamp(0, bound).exp()})
 
-    def clipped_sequences(self, clips_T: Tensor, part: Batch) -> None:
+    def clipped_sequences(self, clips_T: Tensor, part: Batch, dtype: torch.dtype) -> None:
         """The share of sequences that are clipped, where one clip holds for a whole sequence: each token speaks for its part of one."""
-        share_T = torch.where(part.mask_T, 1 / part.spread(part.count_N).clamp(min=1).double(), 0.0)
-        before, now = self.averages.get("actor/seq_clipfrac"), Average((share_T * clips_T).sum(), share_T.sum())
+        share_T = part.spread(1 / part.count_N.clamp(min=1).to(dtype)).masked_fill_(~part.mask_T, 0.0)
+        whole = share_T.sum()
+        before, now = self.averages.get("actor/seq_clipfrac"), Average(share_T.masked_fill_(~clips_T, 0.0).sum(), whole)
         self.averages["actor/seq_clipfrac"] = now if before is None else Average(*(a + b for a, b in zip(before, now, strict=True)))

@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.groups import GroupRelative
-from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio
+from megarl.algorithms.ops import Aggregation, Block, Term, bounded_exp
 
 
 class Cispo(GroupRelative):
@@ -23,7 +23,7 @@ class Cispo(GroupRelative):
     """The weight is clipped above at 1 + clip_high."""
 
     def policy_term(self, block: Block) -> Term:
-        ratio_T = bounded_ratio(block.d_T, self.ratio_bound).value_T
+        ratio_T = bounded_exp(block.d_T, self.ratio_bound)
         high, low = (ratio_T > 1 + self.clip_high).count_nonzero(), (ratio_T < 1 - self.clip_low).count_nonzero()
         slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(block.advantage_T).neg_()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}

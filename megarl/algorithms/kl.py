@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from megarl.algorithms.ops import Term, log_ratio
+from megarl.algorithms.ops import Term, bounded_ratio, log_ratio
 from megarl.batch import Batch
 
 KlKind = Literal["k1", "k2", "k3"]
@@ -100,18 +100,19 @@ class KlToReference(BaseModel):
         reward_T = torch.where(ends_T, batch.extra_T["reward"], 0.0)
         return reward_T - kl_coef * self.old_kl(batch) if kl_coef > 0 and self.kl_in == "reward" else reward_T
 
-    def kl_term(self, lp_T: Tensor, ratio: Term, batch: Batch) -> Term:
+    def kl_term(self, lp_T: Tensor, d_T: Tensor, bound: float, batch: Batch) -> Term:
         """The KL's term of the loss, before `kl_coef`: value and slope [T], undefined at masked entries.
 
         Args:
             lp_T: float [T], log-probs under the policy, detached.
-            ratio: exp(lp - old) and its slope; read where the term is importance weighted.
+            d_T: float [T], lp - old; where the term is importance weighted,
+            bound: and what it is bounded by (`ops.bounded_ratio`).
             batch: has "ref_logp".
         """
-        d_T = log_ratio(lp_T, batch.extra_T["ref_logp"], batch)
-        term = estimate(d_T, self.kl_kind, self.kl_clamp, self.kl_straight_through)
+        term = estimate(log_ratio(lp_T, batch.extra_T["ref_logp"], batch), self.kl_kind, self.kl_clamp, self.kl_straight_through)
         if not self.kl_importance_weighted:
             return term
+        ratio = bounded_ratio(d_T, bound)
         return Term(ratio.value_T * term.value_T, ratio.slope_T * term.value_T + ratio.value_T * term.slope_T)
 
     def next_kl_coef(self, current: float, observed_kl: float, responses: int) -> float:
@@ -152,7 +153,7 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
         Value and slope [T], in tensors of their own; 0 where d is, but for the slope of k1, which is 1.
     """
     if kind == "k1":
-        value_T, slope_T = d_T, torch.ones_like(d_T)
+        value_T, slope_T = d_T.clone(), torch.ones_like(d_T)
     elif kind == "k2":
         value_T, slope_T = d_T.square().mul_(0.5), d_T
     else:
@@ -160,4 +161,5 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
         value_T, slope_T = grown_T + d_T, grown_T.neg_()
     if straight_through:
         slope_T = d_T
-    return Term(value_T.clamp(-clamp, clamp), slope_T.masked_fill(value_T.abs() > clamp, 0.0))
+    slope_T = slope_T.masked_fill(value_T.abs() > clamp, 0.0)
+    return Term(value_T.clamp_(-clamp, clamp), slope_T)

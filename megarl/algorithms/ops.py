@@ -136,9 +136,14 @@ def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
 
+def bounded_exp(d_T: Tensor, bound: float) -> Tensor:
+    """r = exp(d), where a d beyond +-bound counts as the bound; in a tensor of its own."""
+    return d_T.clamp(-bound, bound).exp_()
+
+
 def bounded_ratio(d_T: Tensor, bound: float) -> Term:
-    """r = exp(d), and its slope: r again. A d beyond +-bound counts as the bound, with slope 0. In tensors of their own."""
-    ratio_T = d_T.clamp(-bound, bound).exp_()
+    """`bounded_exp` and its slope: r again, 0 beyond the bound. In tensors of their own."""
+    ratio_T = bounded_exp(d_T, bound)
     return Term(ratio_T, ratio_T.masked_fill(d_T.abs() > bound, 0.0))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.gae import discounted_to_go
-from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_ratio
+from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_exp
 from megarl.batch import Batch
 
 
@@ -21,7 +21,7 @@ class PolicyGradient(PolicyAlgorithm):
     """A term of the loss, or subtracted from the reward."""
 
     def policy_term(self, block: Block) -> Term:
-        slope_T = bounded_ratio(block.d_T, self.ratio_bound).value_T.mul_(block.advantage_T).neg_()
+        slope_T = bounded_exp(block.d_T, self.ratio_bound).mul_(block.advantage_T).neg_()
         return Term(slope_T * block.lp_T, slope_T)
 
 

@@ -69,10 +69,12 @@ class Lab:
         data = check_train(config)
         resume = resume_point(config, "train", len(data.train))
         with (
+            pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward, run.note) as scorers,
             self.workers(config, own_engine) as (models, engines),
         ):
+            patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
 
     def learn(self, job: Job) -> Job:
@@ -274,6 +276,5 @@ def _kill(actors: Sequence[Any]) -> None:
 def open_lab(runs: Path, model: Path) -> Iterator[Lab]:
     """Starts the session and the engine, and ends them."""
     config = load(Job(runs, model).write(), list(LENGTHS), TrainConfig)
-    with ray_session(config.cluster, ACTORS), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
+    with ray_session(config.cluster, ACTORS):
         yield Lab(model, config)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.verify import main as verify
+from megarl.workers.turns import Turns
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab
@@ -59,8 +60,11 @@ def test_numbers_that_are_not_finite_end_a_run_by_name_and_what_is_saved_is_whol
     weights = load_file(broken / "model.safetensors")
     weights[name := "model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FloatingPointError, match=rf"^weights that are not finite: {name}\nraised by rank 0"):
+    with pytest.raises(FloatingPointError, match=rf"^weights that are not finite: {name}\s"):
         lab.run(Job(tmp_path / "weights", broken))
+    turns = Turns(lab.engines.group, timeout_s=60)  # an engine's cache holds what it has computed, and on a CPU 0 x nan is nan
+    turns.to_ranks()
+    turns.to_engines()
 
 
 CRITIC = (

@@ -30,7 +30,7 @@ class Corruptible(VllmEngine):
 
 async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:
     engine = Corruptible("engine 0")
-    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False)
+    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True)
     return engine
 
 
