@@ -68,7 +68,7 @@ install_transformer_engine() {
     local package nvidia
     package=$(grep '^transformer-engine-torch==' "$lock")
     nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
-    say "building $package against $(grep '^torch==' "$lock") (half an hour of one core; MAX_JOBS says how many)"
+    say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS says how many at a time)"
     # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
     CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation "$package"
 }
