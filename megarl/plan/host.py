@@ -21,8 +21,8 @@ class Host:
     waiting: float  # models of placement.offload
     engines: float
     store: float  # Ray's object store, as configured
-    step: float  # what a step puts into the object stores of all nodes together
-    nodes: int
+    step: float  # what the engines of all nodes put into the object stores in a step
+    nodes: int  # with engines
 
     @property
     def total(self) -> float:
@@ -34,19 +34,20 @@ class Host:
         return self.step > self.store * self.nodes
 
 
-def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus: int, nodes: int) -> Host:
-    """A node with as many ranks as it has GPUs, and engines where they share these."""
+def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus: int, nodes: int, *, shared: bool) -> Host:
+    """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node."""
     ranks = sum(group.layout.ranks for group in groups)
     here, there = min(NODE, ranks), min(NODE, engine_gpus)
-    apart = ranks + engine_gpus > NODE * nodes or nodes == 1
+    stages = [stage for group in groups for stage in group.stages]
+    waiting = max(stage.host or (stage.parts["optimizer"] if shared else 0) for stage in stages)
     return Host(
         ranks=here * RANK,
         staging=here * (config.save.staging_mb << 20) if config.save.every else 0,
-        waiting=here * max(stage.host for group in groups for stage in group.stages),
-        engines=there * ENGINE if apart else 0,
+        waiting=here * waiting,
+        engines=there * ENGINE if shared or nodes == 1 else 0,
         store=config.cluster.object_store_mb << 20,
         step=_step(config, its),
-        nodes=nodes,
+        nodes=-(-engine_gpus // NODE),
     )
 
 

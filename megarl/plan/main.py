@@ -20,6 +20,7 @@ from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
 
 MEMORY_GB = 80.0  # of a GPU that nobody has said anything of
+MOST = 1_000_000  # of --gpus and --gpu-gb
 PLANNED = ("train", "sft", "rm", "dpo")
 
 
@@ -33,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("config", type=Path, metavar="CONFIG.yaml")
     top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
     top.add_argument("--verb", choices=PLANNED, default="train", help="whose configuration it is (default: train)")
-    top.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs that there are (default: what the configuration asks for)")
-    top.add_argument("--gpu-gb", type=_positive(float), metavar="M", help="memory of each (default: cluster.gpu_memory_gb, or 80)")
+    top.add_argument("--gpus", type=int, metavar="N", help="GPUs that there are (default: what the configuration asks for)")
+    top.add_argument("--gpu-gb", type=float, metavar="M", help="memory of each (default: cluster.gpu_memory_gb, or 80)")
     top.add_argument("--device", choices=DEVICES, help="whose speed the times follow from (default: by memory)")
     top.add_argument("--json", action="store_true", help="for programs")
     return top
@@ -43,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan. Returns 0, also where something does not fit."""
     given = parser().parse_intermixed_args(arguments)
+    for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
+        if value is not None and not 0 < value <= MOST:
+            raise ConfigError(f"plan: {option} {value} is not between 1 and {MOST:,}")
     root: Any = find(VERBS[given.verb].config)
     config: RunSettings = load(given.config, given.overrides, root)
     memory = given.gpu_gb or (DEVICES[given.device].memory_gb if given.device else config.cluster.gpu_memory_gb or MEMORY_GB)
@@ -79,15 +83,3 @@ def _show(plan: Plan, found: Sequence[Found]) -> None:
         for part in tables(plan, found):
             console.print(part, soft_wrap=isinstance(part, str), markup=False)
     say(text.get().rstrip("\n"))
-
-
-def _positive(kind: type[Any]) -> Any:
-    """An argument's type: a finite number above 0."""
-
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < 1e6:
-            raise ConfigError(f"plan: {text} is not between 0 and 1,000,000")
-        return value
-
-    return number

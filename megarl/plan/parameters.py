@@ -12,24 +12,32 @@ from typing import Any
 
 from megarl.config import Layout
 from megarl.models.families import family_of
-from megarl.models.weight_map import OUTPUT, HeadKind, Shape, WeightMapping
+from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 
 ALIGNED, BUCKET = 64, 128  # elements: where a parameter begins in Megatron's buffer, and what its end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
+
+Sizes = tuple[tuple[int, int], ...]
+"""Parameters by size: (elements, how many have so many)."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """The parameters of one model chunk on one rank, dense ones and those of experts apart, since other ranks hold copies of them."""
 
-    dense: tuple[int, ...]  # elements of each parameter
-    experts: tuple[int, ...]
+    dense: Sizes
+    experts: Sizes
     buffers: int = 0  # float32 elements that are no parameters
 
     @property
     def elements(self) -> int:
         """Of all parameters."""
-        return sum(self.dense) + sum(self.experts)
+        return count(self.dense) + count(self.experts)
+
+
+def count(sizes: Sizes) -> int:
+    """The elements of all these parameters."""
+    return sum(size * times for size, times in sizes)
 
 
 def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
@@ -76,22 +84,22 @@ def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping
 
 def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> Shard:
     experts = family_of(hf).sizes(hf).experts
-    dense, routed, buffers = list[int](), list[int](), 0
+    dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
     for one in mappings:
         if "{layer}" in one.megatron:
-            count = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
+            times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
         elif one.megatron == EMBEDDING:
-            count = int(first)
+            times = int(first)
         elif one.megatron == OUTPUT and one.alias and first:  # tied, and the embedding is in this chunk
-            count = 0
+            times = 0
         else:
-            count = int(last)
+            times = int(last)
         if "{expert}" in one.megatron:
-            routed += [_elements(one.op.shard_shape(layout.etp))] * (count * experts // layout.ep)
+            routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
         elif one.float32:
-            buffers += 2 * count * experts  # the bias, and how many tokens each expert was given
+            buffers += 2 * times * experts  # the bias, and how many tokens each expert was given
         else:
-            dense += [_elements(one.op.shard_shape(layout.tp))] * count
+            dense.append((prod(one.op.shard_shape(layout.tp)), times))
     return Shard(tuple(dense), tuple(routed), buffers)
 
 
@@ -100,11 +108,9 @@ def replicas(layout: Layout) -> tuple[int, int]:
     return layout.ranks // (layout.tp * layout.pp), layout.ranks // (layout.etp * layout.ep * layout.pp)
 
 
-def buffer_elements(parameters: tuple[int, ...], copies: int) -> int:
+def buffer_elements(parameters: Sizes, copies: int) -> int:
     """The length of Megatron's buffer of these parameters (param_and_grad_buffer.py: _ParamAndGradBuffer): alignment, and equal shards."""
-    if not parameters:
-        return 0
-    aligned = sum(-(-size // ALIGNED) * ALIGNED for size in parameters)
+    aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
     unit = lcm(copies, BUCKET)
     return -(-aligned // unit) * unit
 
@@ -122,7 +128,3 @@ def _layers(mapping: WeightMapping, layers: int) -> int:
 
 def _experts(mapping: WeightMapping, experts: int) -> int:
     return experts if "{expert}" in mapping.megatron else 1
-
-
-def _elements(shape: Shape) -> int:
-    return prod(shape)

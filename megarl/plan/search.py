@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,7 @@ from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import NODE, Device
 from megarl.plan.whole import Models, build
+from megarl.workers.demand import assign_roles
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -68,7 +70,8 @@ def _candidates(config: TrainConfig, hf: dict[str, Any], gpus: int, *, shared: b
     n = family_of(hf).sizes(hf)
     splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))
     sizes = [[size for size in POWERS if size <= most] for most in (NODE, 16, NODE, n.experts or 1)]
-    for ranks, (tp, pp, cp, ep), engine_tp in product(sorted(splits), product(*sizes), (1, 2, 4, 8)):
+    offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
+    for ranks, (tp, pp, cp, ep), engine_tp, offload in product(sorted(splits), product(*sizes), (1, 2, 4, 8), offloads):
         engine_gpus = gpus if shared else gpus - ranks
         if engine_gpus % engine_tp:
             continue
@@ -81,7 +84,8 @@ def _candidates(config: TrainConfig, hf: dict[str, Any], gpus: int, *, shared: b
             continue
         model = config.model.model_copy(update={"megatron": _stages(config, layout, n.layers)})
         rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
-        yield config.model_copy(update={"layout": layout, "rollout": rollout, "model": model})
+        placement = config.placement.model_copy(update={"offload": offload})
+        yield config.model_copy(update={"layout": layout, "rollout": rollout, "model": model, "placement": placement})
 
 
 def _stages(config: TrainConfig, layout: Layout, layers: int) -> dict[str, Any]:
@@ -102,6 +106,7 @@ def _changes(config: TrainConfig, tried: TrainConfig) -> tuple[str, ...]:
     """The overrides that differ from the configuration."""
     pairs = [(f"layout.{key}", getattr(config.layout, key), getattr(tried.layout, key)) for key in Layout.model_fields]
     pairs += [(f"rollout.{key}", getattr(config.rollout, key), getattr(tried.rollout, key)) for key in ("replicas", "tp")]
+    pairs.append(("placement.offload", config.placement.offload, tried.placement.offload))
     keys = config.model.megatron.keys() | tried.model.megatron.keys()
     pairs += [(f"model.megatron.{key}", config.model.megatron.get(key), tried.model.megatron.get(key)) for key in sorted(keys)]
-    return tuple(f"{key}={'null' if new is None else new}" for key, old, new in pairs if old != new)
+    return tuple(f"{key}={json.dumps(new)}" for key, old, new in pairs if old != new)

@@ -11,6 +11,8 @@ from megarl.plan.ranks import Group
 from megarl.plan.search import Found
 from megarl.plan.whole import Plan
 
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "context")
+
 
 def tables(plan: Plan, found: Sequence[Found]) -> Iterator[Table | str]:
     """What `megarl plan` prints, from top to bottom."""
@@ -30,8 +32,8 @@ def tables(plan: Plan, found: Sequence[Found]) -> Iterator[Table | str]:
         yield _times(plan)
     if found:
         yield _found(found)
-    if plan.shared:
-        yield "assumed: engines and ranks take turns on the GPUs, and what waits leaves them; apart, ranks and engines need more GPUs"
+        yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
+    yield from (f"assumed: {note}" for note in plan.notes)
     yield from (f"does not fit: {fault}" for fault in plan.faults)
     if not plan.faults:
         yield "fits"
@@ -46,7 +48,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _group(group: Group, memory: float) -> Table:
     layout, stages, worst = group.layout, group.stages, group.worst
-    parts = list(dict.fromkeys(part for stage in stages for part in stage.parts))
+    parts = [part for part in PARTS if any(part in stage.parts for stage in stages)]
     shape = ", ".join(
         f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(layout, key) not in (1, None)
     )
@@ -90,7 +92,7 @@ def _host(plan: Plan) -> Table:
         "waiting models",
         "object store",
         "sum",
-        "a step's payload, all nodes",
+        "a step's payload",
     )
     table.add_row(
         f"{(host.ranks + host.engines) / GB:.0f}",
@@ -106,8 +108,8 @@ def _host(plan: Plan) -> Table:
 def _times(plan: Plan) -> Table:
     times, device = plan.times, plan.device
     assert times is not None
-    table = _table("seconds of a step", "generate", "score", "update", "sync", "step")
-    table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.step)))
+    table = _table("seconds of a step", "generate", "score", "update", "sync", "park", "step")
+    table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.park, times.step)))
     table.caption_justify = "left"
     table.caption = (
         f"assumed, none of it measured: {device.name} of {device.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU})\n"
@@ -119,17 +121,17 @@ def _times(plan: Plan) -> Table:
 
 def _found(found: Sequence[Found]) -> Table:
     table = _table(
-        "layouts that fit, the quickest first", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step", "change"
+        "layouts that fit, the quickest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step"
     )
-    for one in found:
+    for number, one in enumerate(found, 1):
         layout = one.layout
         sizes = [layout.ranks, layout.tp, layout.pp, layout.cp, layout.ep, layout.dp]
         table.add_row(
+            str(number),
             *map(str, sizes),
             f"{one.replicas} x tp {one.engine_tp}",
             f"{one.bytes / GB:.1f}",
             f"{one.live:.0f}",
             f"{one.seconds:.0f}",
-            " ".join(one.changes) or "as it is",
         )
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import Layout, TrainConfig
-from megarl.plan.devices import DECODE_SHARE, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
+from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
 from megarl.plan.engines import Engine
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
@@ -21,10 +21,11 @@ class Times:
     score: float  # old log-probs, reference, values
     update: float
     sync: float
+    park: float  # models that take turns
 
     @property
     def step(self) -> float:
-        return self.generate + self.score + self.update + self.sync
+        return self.generate + self.score + self.update + self.sync + self.park
 
 
 def active_parameters(its: Facts, elements: int) -> float:
@@ -45,7 +46,7 @@ def micro_batches(config: TrainConfig, layout: Layout) -> int:
     return max(1, round(_tokens(config) / config.train.mini_batches / layout.dp / config.train.micro_batch_tokens))
 
 
-def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device) -> Times:
+def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float) -> Times:
     """The phases of a step of `megarl train`.
 
     Args:
@@ -54,6 +55,7 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
         elements: its parameters.
         engine: a GPU of its engines.
         device: every GPU.
+        waiting: bytes of a rank's models that wait in host memory.
     """
     layout, tokens = config.layout, _tokens(config)
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
@@ -69,6 +71,7 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
         score=forward * passes * bubble,
         update=updates,
         sync=2 * elements / (device.network * NETWORK_SHARE),
+        park=4 * waiting / HOST_BANDWIDTH,  # out and in, for the scores and for the update
     )
 
 

@@ -17,6 +17,7 @@ from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import Group, Role, Work, plan_group
 from megarl.plan.sync import receiver_bytes, sender_bytes
 from megarl.plan.times import Times, active_parameters, micro_batches, plan_times
+from megarl.rollout.registry import check_engine
 from megarl.workers.demand import assign_roles
 
 ASLEEP = 2 * GB  # of a process on a GPU that another one uses: CUDA's context, an engine's buffers
@@ -41,6 +42,7 @@ class Plan:
     receiver: float  # bytes of a weight update on a GPU of an engine
     host: Host | None
     times: Times | None
+    notes: list[str]  # what is assumed, and no run of this release has
     faults: list[str]
 
 
@@ -77,13 +79,14 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     asked = ranks
     if isinstance(config, TrainConfig):
         dtype = config.rollout.dtype or config.model.dtype
+        check_engine(hf, dtype, config.rollout, gpu=True)
         engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.tp
         receiver = receiver_bytes(hf, config.sync, dtype, config.rollout.tp)
         asked += engines
         shared = gpus is not None and gpus < asked and max(ranks, engines) <= gpus
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
-        host = plan_host(config, its, groups, engines, nodes)
-        times = plan_times(config, its, elements, engine, device)
+        host = plan_host(config, its, groups, engines, nodes, shared=shared)
+        times = plan_times(config, its, elements, engine, device, max(stage.host for group in groups for stage in group.stages))
     else:
         shared = False
     plan = Plan(
@@ -100,10 +103,21 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         receiver=receiver or 0,
         host=host,
         times=times,
+        notes=[],
         faults=[],
     )
+    plan.notes.extend(_notes(plan))
     plan.faults.extend(_faults(plan, asked))
     return plan
+
+
+def _notes(plan: Plan) -> list[str]:
+    found = []
+    if plan.shared:
+        found.append("engines and ranks take turns on the GPUs, and what waits leaves them; apart, they need more GPUs")
+    if plan.engine is not None and plan.engine.tp > NODE:
+        found.append(f"rollout.tp={plan.engine.tp} reaches over nodes of {NODE} GPUs, and an engine starts on one node alone: a plan only")
+    return found
 
 
 def _groups(config: RunSettings, models: Models) -> list[Group]:
