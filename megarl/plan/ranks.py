@@ -38,7 +38,7 @@ class Stage:
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    weights: float  # of the first role, with what CUDA takes: what stays while engines that share the GPU generate
+    weights: float  # with what CUDA takes: what stays while engines that share the GPU generate
     host: float  # of what waits in host memory
 
     @property
@@ -95,6 +95,8 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         doing = "update" if model.role.trained else "forward"
         there = own if work.offload else everything
         phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work)
+        if model.role.trained:  # Megatron copies the weights into its buffers
+            phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
     if stage == 0 and work.sync_bytes:
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -105,7 +107,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
         phase=phase,
         parts={**phases[phase], "context": context},
-        weights=held[0].weights + context,
+        weights=(held[0] if work.offload else everything).weights + context,
         host=everything.total - everything.gradients if work.offload else 0,
     )
 

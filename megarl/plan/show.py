@@ -30,6 +30,7 @@ def tables(plan: Plan, found: Sequence[Found]) -> Iterator[Table | str]:
         yield _host(plan)
     if plan.times is not None:
         yield _times(plan)
+        yield _assumptions(plan)
     if found:
         yield _found(found)
         yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
@@ -106,17 +107,20 @@ def _host(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    times, device = plan.times, plan.device
+    times = plan.times
     assert times is not None
     table = _table("seconds of a step", "generate", "score", "update", "sync", "park", "step")
     table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.park, times.step)))
-    table.caption_justify = "left"
-    table.caption = (
-        f"assumed, none of it measured: {device.name} of {device.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU})\n"
-        f"{device.bandwidth / 1e12:.1f} TB/s x {DECODE_SHARE}; {device.link / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} between, "
-        f"x {NETWORK_SHARE}\nmean lengths {MEAN_LENGTH} of the longest; busiest experts {IMBALANCE} of the mean"
-    )
     return table
+
+
+def _assumptions(plan: Plan) -> str:
+    device = plan.device
+    return (
+        f"assumed, and not measured: {device.name} of {device.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU}), "
+        f"{device.bandwidth / 1e12:.1f} TB/s x {DECODE_SHARE}, {device.link / 1e9:.0f} GB/s in a node and {device.network / 1e9:.0f} "
+        f"between nodes x {NETWORK_SHARE}; mean lengths {MEAN_LENGTH} of the longest; busiest experts {IMBALANCE} of the mean"
+    )
 
 
 def _found(found: Sequence[Found]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
 }
 MODELS = {name: {**BASE, **own} for name, own in MODELS.items()}
-HALF = "bfloat16"
+HALF: Literal["bfloat16"] = "bfloat16"
 LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
     "one": (Layout(), [Case("deepseek_v3", recompute="selective"), Case("qwen3_moe", HALF, "full"), Case("glm4_moe", HALF)]),
     "dp2": (Layout(ranks=2), [Case("llama", HALF), Case("qwen2"), Case("qwen3_moe")]),
