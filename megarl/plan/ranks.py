@@ -39,7 +39,8 @@ class Stage:
     phase: str
     parts: dict[str, float]
     weights: float  # with what CUDA takes: what stays while engines that share the GPU generate
-    host: float  # of what waits in host memory
+    optimizer: float  # of all roles: what leaves while they generate
+    host: float  # of what waits in host memory by `placement.offload`
 
     @property
     def total(self) -> float:
@@ -108,6 +109,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         phase=phase,
         parts={**phases[phase], "context": context},
         weights=(held[0] if work.offload else everything).weights + context,
+        optimizer=everything.optimizer,
         host=everything.total - everything.gradients if work.offload else 0,
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSettings, TrainConfig
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
-from megarl.plan.devices import GB, NODE, Device
+from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
 from megarl.plan.engines import Engine, plan_engine
 from megarl.plan.facts import facts
 from megarl.plan.host import Host, plan_host
@@ -84,6 +85,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         receiver = receiver_bytes(hf, config.sync, dtype, config.rollout.tp)
         asked += engines
         shared = gpus is not None and gpus < asked and max(ranks, engines) <= gpus
+        if shared:  # rank 0 sends from a GPU that an engine receives on
+            receiver += sender_bytes(hf, config.sync, config.model.dtype)
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
         host = plan_host(config, its, groups, engines, nodes, shared=shared)
         times = plan_times(config, its, elements, engine, device, max(stage.host for group in groups for stage in group.stages))
@@ -143,7 +146,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         roles.append(Role(name, hf, trained=name in ("policy", "critic"), value=name in ("critic", "reward"), micro_batch_tokens=tokens))
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        micro_batches=micro_batches(config, layout),
+        micro_batches=ceil(micro_batches(config, layout) / MEAN_LENGTH),  # all responses of the greatest length
         sync_bytes=sender_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         offload=config.placement.offload,
     )

@@ -113,17 +113,26 @@ def test_what_is_cut_further_takes_less_and_recomputation_spares(published: Path
     assert bytes_of() < bytes_of(recompute="selective") <= bytes_of(recompute="none")
 
 
-def test_layouts_that_are_named_fit_and_are_what_their_overrides_make(published: Path) -> None:
-    """VAPO with both models on the device at once needs more than 80 GB: each layout that is named is planned anew, from its overrides."""
-    given = [f"model.path={published / 'Qwen3-30B-A3B'}", "placement.offload=false"]
-    path = EXAMPLES / "recipes" / "large" / "vapo.yaml"
+@pytest.mark.parametrize(
+    ("example", "gpus", "override", "gb"),
+    [
+        ("recipes/large/vapo.yaml", 32, "placement.offload=false", 80),  # both models on the device at once
+        ("qwen3_30b_a3b/one_node.yaml", 8, "layout.tp=1", 80),
+    ],
+)
+def test_layouts_that_are_named_fit_and_are_what_their_overrides_make(
+    published: Path, example: str, gpus: int, override: str, gb: float
+) -> None:
+    """What does not fit is told with both numbers, and each layout that is named instead is planned anew, from its overrides."""
+    given = [f"model.path={published / 'Qwen3-30B-A3B'}", f"cluster.gpu_memory_gb={gb}", override]
+    path = EXAMPLES / example
     config = load(path, given, TrainConfig)
-    [fault] = planned(config).faults
-    assert fault.startswith("layout: rank 0 ") and fault.endswith("and a GPU has 80 GB")
-    found = search(config, models_of(config), DEVICES["H100"], 80, 32, shared=False, most=4)
-    assert found and len({one.changes for one in found}) == len(found)
+    plan = planned(config, gpus)
+    assert plan.faults[0].startswith("layout: rank 0 ") and plan.faults[0].endswith("and a GPU has 80 GB")
+    found = search(config, models_of(config), DEVICES["H100"], gb, gpus, shared=plan.shared, most=4)
+    assert len({one.changes for one in found}) == len(found) == 4
     for one in found:
-        anew = planned(load(path, [*given, *one.changes], TrainConfig), 32)
+        anew = planned(load(path, [*given, *one.changes], TrainConfig), gpus)
         assert not anew.faults and anew.groups[0].layout == one.layout and anew.times is not None
         assert anew.times.step == pytest.approx(one.seconds) and max(group.worst.total for group in anew.groups) == one.bytes
 
