@@ -86,15 +86,16 @@ def _of_types(parts: Mapping[str, Schema], named: Schema, place: str, inside: tu
 def _default(given: Schema, section: bool) -> str | None:
     if "default" not in given:
         return None
-    return "its own defaults" if section and given["default"] is not None else _yaml(given["default"])
+    return "its own defaults" if section and given["default"] not in (None, []) else _yaml(given["default"])
 
 
 def _sections(given: Schema, named: Schema) -> list[Schema]:
-    """The sections that a key may hold."""
+    """The sections that a key may hold, or a list of them."""
     found = _resolved(given, named)
     if "properties" in found:
         return [found]
-    return [section for part in found.get("anyOf", []) for section in _sections(part, named)]
+    parts = [found["items"]] if found.get("type") == "array" and "items" in found else found.get("anyOf", [])
+    return [section for part in parts for section in _sections(part, named)]
 
 
 def _resolved(given: Schema, named: Schema) -> Schema:

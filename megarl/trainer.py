@@ -85,9 +85,9 @@ def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) ->
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens
-        plan, said = models.forward(batch)
-    if state.step == 0:
-        check_gap(config, said)
+        plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
+    if state.step == 0 and (warning := check_gap(config, said)):
+        run.event("logprob_gap", warning)
     with run.phase("advantage"):
         kl_N, explained = models.advantages(plan, batch.greedy, state.kl_coef, monte_carlo=critic_only)
     metrics |= said | explained

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The ranks of the distributed tests, started by the first test that asks."""
-    pool = Pool()
+    pool = Pool("spawn" if torch.cuda.is_available() else "fork")
     yield pool
     pool.close()
 

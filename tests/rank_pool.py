@@ -1,7 +1,8 @@
 """Ranks on this machine for the distributed tests: real processes, gloo, loopback.
 
 One template process imports Megatron once a session and forks fresh ranks for every task: a fork costs tens of milliseconds, and a rank
-that ends leaves no threads, process groups or models to the next.
+that ends leaves no threads, process groups or models to the next. Where there are GPUs the ranks are spawned, each on one of them: CUDA
+does not live through a fork.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megarl.config import Layout
 from megarl.imports import uncollected
 from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
+
+Start = Literal["fork", "spawn"]
 
 START_S = 300.0  # for the template's imports
 TASK_S = 600.0  # these limits end what hangs; they are no measure of speed
@@ -45,7 +48,8 @@ class _Task:
 class Pool:
     """Runs functions on fresh ranks. Make it once a session (fixture `pool`); the template starts with the first task."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Start) -> None:
+        self._way = start
         self._pipe: Connection | None = None
         self._template: Any = None
 
@@ -94,7 +98,7 @@ class Pool:
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._template = context.Process(target=_serve, args=(theirs,))
+        self._template = context.Process(target=_serve, args=(theirs, self._way))
         self._template.start()
         theirs.close()
         if not self._pipe.poll(START_S):
@@ -109,10 +113,22 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _serve(session: Connection) -> None:
+def _serve(session: Connection, start: Start) -> None:
     """The template: answers each task of the session with (rank, (ok, result or traceback)) of every rank, in the order they end."""
     _die_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
+    if start == "fork":
+        _import_all()
+    session.send_bytes(b"ready")
+    while True:
+        try:
+            task: _Task = pickle.loads(session.recv_bytes())  # imports the test's module here, once for all its tasks
+        except EOFError:
+            return  # the session is over
+        _start_ranks(task, session, start)
+
+
+def _import_all() -> None:
     with uncollected():
         import torch
 
@@ -123,18 +139,10 @@ def _serve(session: Connection) -> None:
         import megarl.parallel.optimizer
         import megarl.parallel.schedule  # noqa: F401
 
-    session.send_bytes(b"ready")
-    while True:
-        try:
-            task: _Task = pickle.loads(session.recv_bytes())  # imports the test's module here, once for all its tasks
-        except EOFError:
-            return  # the session is over
-        _fork_ranks(task, session)
 
-
-def _fork_ranks(task: _Task, session: Connection) -> None:
+def _start_ranks(task: _Task, session: Connection, start: Start) -> None:
     """Runs one task on ranks of its own and passes their answers on."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(start)
     ports = context.SimpleQueue()
     pipes: list[Connection] = []
     processes = []
@@ -165,6 +173,7 @@ def _fork_ranks(task: _Task, session: Connection) -> None:
 def _rank(task: _Task, rank: int, ports: Any, template: Connection) -> NoReturn:
     _die_with_parent()
     faulthandler.enable()
+    os.environ["LOCAL_RANK"] = str(rank)  # of the GPUs, its own
     try:
         template.send_bytes(pickle.dumps((rank, _perform(task, rank, ports))))
     except BaseException:  # of a result that cannot be sent

@@ -48,7 +48,7 @@ reward: {{source: {{type: reasoning_gym}}, require_finished: false}}
 rollout: {{samples_per_prompt: 8, max_prompt_tokens: 32, max_response_tokens: 32, max_num_seqs: 256, kv_cache_mb: 64, dtype: bfloat16}}
 sync: {{transport: shm, logprob_gap: 1.0}}
 log: {{tensorboard: false}}
-train: {{steps: {steps}, prompts_per_step: 32, micro_batch_tokens: 4096, eval_at_start: false}}
+train: {{steps: {steps}, prompts_per_step: 32, micro_batch_tokens: 4096, eval_at_start: false, old_logp: forward}}
 """
 
 
@@ -96,8 +96,8 @@ def measured(directory: Path) -> dict[str, Any]:
 
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     """In Markdown."""
-    names = ("seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs")
-    names += ("old log-probs and update, s", "memory of a rank, MB", "alarms")
+    names = ["seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs"]
+    names += ["old log-probs and update, s", "memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for (seed, replay), found in results.items():
         cells = [seed, replay, f"{found['choices']:.1%}", f"{found['tokens']:.0%}", f"{found['kl']:.2e}", f"{found['gap']:.4f}"]

@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv (Python 3.11) with the pinned CPU stack and this package in it. Nothing is done again: the stamp, written last, holds the hash of
-# what was installed. Both commands of the README call it; it can be called by hand, from any directory.
+# Makes .venv (Python 3.11) with the pinned CPU stack and this package in it; with --gpu .venv-gpu, with that of a node with GPUs. Nothing is
+# done again: the stamp, written last, holds the hash of what was installed. Both commands of the README call it; it can be called by hand, from
+# any directory.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv lock=tools/cpu.lock
+case "${1:-}" in
+    "") ;;
+    --gpu) venv=.venv-gpu lock=tools/gpu.lock ;;
+    *) echo "setup: error: unknown argument $1 (--gpu is the only one)" >&2; exit 2 ;;
+esac
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
@@ -20,11 +28,11 @@ find_python() {
 make_venv() {
     local python
     if python=$(find_python); then
-        say "making .venv with $("$python" --version)"
-        "$python" -m venv --clear .venv
+        say "making $venv with $("$python" --version)"
+        "$python" -m venv --clear "$venv"
     elif command -v uv >/dev/null; then
-        say "making .venv with a Python 3.11 that uv finds or fetches"
-        uv venv --quiet --seed --clear --python 3.11 .venv || die "uv has no Python 3.11 either (set PYTHON to one)"
+        say "making $venv with a Python 3.11 that uv finds or fetches"
+        uv venv --quiet --seed --clear --python 3.11 "$venv" || die "uv has no Python 3.11 either (set PYTHON to one)"
     else
         die "no Python 3.11 with venv found (set PYTHON to one, or install uv, which fetches it)"
     fi
@@ -32,15 +40,15 @@ make_venv() {
 
 # One quiet pip run: its whole output goes to the log, its milestones to the console.
 pip() {
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" 2>&1 | tee -a .venv/setup.log | awk '
+    "$venv"/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" 2>&1 | tee -a "$venv"/setup.log | awk '
         /^Collecting / && ++found % 32 == 0 { print "setup:   " found " packages found"; fflush() }
         /^Installing collected packages/ { print "setup:   unpacking"; fflush() }'
 }
 
 install() {
     pip "$@" || {
-        tail -n 15 .venv/setup.log >&2
-        die "pip failed; the whole log: .venv/setup.log"
+        tail -n 15 "$venv"/setup.log >&2
+        die "pip failed; the whole log: $venv/setup.log"
     }
 }
 
@@ -50,29 +58,66 @@ install_torch() {
     torch=$(grep '^torch==' tools/cpu.lock)
     pip "$torch+cpu" && return
     say "pip finds no $torch+cpu: asking uv"
-    pip uv && .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --torch-backend cpu "$torch" >>.venv/setup.log 2>&1 && return
-    tail -n 5 .venv/setup.log >&2
+    pip uv && "$venv"/bin/uv pip install --quiet --python "$venv"/bin/python --no-deps --torch-backend cpu "$torch" >>"$venv"/setup.log 2>&1 && return
+    tail -n 5 "$venv"/setup.log >&2
     die "no CPU build of torch: neither pip's indexes nor PyTorch's own hold it; give an index that does in PIP_EXTRA_INDEX_URL"
+}
+
+# Transformer Engine's part for torch is C++ that is compiled here: g++, and CUDA's headers from the packages that torch came with.
+install_transformer_engine() {
+    local package nvidia
+    package=$(grep '^transformer-engine-torch==' "$lock")
+    nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
+    say "building $package against $(grep '^torch==' "$lock") (half an hour of one core; MAX_JOBS says how many)"
+    # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
+    CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation "$package"
+}
+
+# What a GPU run would meet first, by name.
+check_gpu_stack() {
+    "$venv"/bin/python - <<'EOF' || die "the GPU stack does not work"
+import torch
+import vllm
+import transformer_engine.pytorch
+
+assert torch.version.cuda, f"torch {torch.__version__} is no CUDA build"
+if torch.cuda.is_available():
+    from megarl.parallel.backend import choose
+
+    print(f"setup: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, megarl runs on {choose(gpus=True).device}")
+else:
+    print("setup: everything imports; this machine shows no GPU, on which it would run")
+EOF
 }
 
 exec 9<tools/setup.sh
 command -v flock >/dev/null && flock 9 # two commands at once set up once
 
-wanted=$(cat tools/cpu.lock pyproject.toml | sha256sum | cut -d' ' -f1)
-if [[ -x .venv/bin/megarl && $(cat .venv/setup.stamp 2>/dev/null) == "$wanted" ]]; then
+wanted=$(cat "$lock" pyproject.toml | sha256sum | cut -d' ' -f1)
+if [[ -x $venv/bin/megarl && $(cat "$venv"/setup.stamp 2>/dev/null) == "$wanted" ]]; then
     exit 0
 fi
-rm -f .venv/setup.stamp
+rm -f "$venv"/setup.stamp
+[[ $venv == .venv ]] || command -v g++ >/dev/null || die "transformer-engine-torch is built here and needs g++"
 
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+if ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then
     make_venv
 fi
-: >.venv/setup.log
-say "installing $(grep -c == tools/cpu.lock) pinned packages (two minutes, 2.5 GB, where nothing is there yet)"
-install_torch
-install -r tools/cpu.lock
-.venv/bin/python -c 'import torch' 2>>.venv/setup.log || die "torch does not import; see .venv/setup.log"
+: >"$venv"/setup.log
+if [[ $venv == .venv ]]; then
+    say "installing $(grep -c == "$lock") pinned packages (two minutes, 2.5 GB, where nothing is there yet)"
+    install_torch
+    install -r "$lock"
+else
+    say "installing $(grep -c == "$lock") pinned packages (10 GB)"
+    # "===" takes no other build of the same version (2.13.0+cpu), which pip prefers where an index has one.
+    grep -v '^transformer-engine-torch==' "$lock" | sed 's/^\(torch[a-z]*\)==/\1===/' >"$venv"/gpu.txt
+    install -r "$venv"/gpu.txt
+    install_transformer_engine
+fi
+"$venv"/bin/python -c 'import torch' 2>>"$venv"/setup.log || die "torch does not import; see $venv/setup.log"
 say "installing megarl"
 install --no-build-isolation -e .
-printf '%s\n' "$wanted" >.venv/setup.stamp
+[[ $venv == .venv ]] || check_gpu_stack
+printf '%s\n' "$wanted" >"$venv"/setup.stamp
 say "ready after ${SECONDS}s"

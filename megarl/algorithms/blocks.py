@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megarl.algorithms.ops import Average
 from megarl.batch import Batch
 
 ENTRIES = 1 << 17  # half a megabyte of float32 a tensor; a usual micro-batch is one block
@@ -38,9 +39,10 @@ def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a loss shows of its loss tokens, gathered block by block: `totals` of means and `peaks`, all 0-dim."""
+    """What a loss shows of its loss tokens, gathered block by block, all 0-dim: `totals` of means over tokens, `averages`, `peaks`."""
 
     totals: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Average] = field(default_factory=dict)
     peaks: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, counts: Mapping[str, Tensor]) -> None:
@@ -53,20 +55,19 @@ class Shown:
         for name, high in highs.items():
             self.peaks[name] = torch.maximum(self.peaks[name], high) if name in self.peaks else high
 
-    def drift(self, d_T: Tensor) -> None:
+    def drift(self, d_T: Tensor, bound: float) -> None:
         """How far the policy has moved since the step began, from d = lp - old, 0 at masked entries.
 
-        ppo_kl: mean of old - lp; ratio_gt_2: share with |d| > ln 2; ratio_max and ratio_inverse_max: at least 1.
+        ppo_kl: mean of old - lp; ratio_gt_2: share with |d| > ln 2; ratio_max and ratio_inverse_max: from 1 to exp(bound).
         """
         self.add({"actor/ppo_kl": -d_T.sum(), "actor/ratio_gt_2": (d_T.abs() > math.log(2)).count_nonzero()})
         if len(d_T):
             low, high = d_T.aminmax()
-            self.rise({"actor/ratio_max": high.clamp(min=0).exp(), "actor/ratio_inverse_max": (-low).clamp(min=0).exp()})
+            self.rise({"actor/ratio_max": high.clamp(0, bound).exp(), "actor/ratio_inverse_max": (-low).clamp(0, bound).exp()})
 
-    def weights(self, weight_T: Tensor, mask_T: Tensor) -> None:
-        """The correction's weights."""
-        kept_T = torch.where(mask_T, weight_T, 0.0)
-        zeroed = ((kept_T == 0) & mask_T).count_nonzero()
-        self.add({"rollout_corr/weight_mean": kept_T.sum(), "rollout_corr/weight_zeroed": zeroed})
-        if len(kept_T):
-            self.rise({"rollout_corr/weight_max": kept_T.amax()})
+    def clipped_sequences(self, clips_T: Tensor, part: Batch, dtype: torch.dtype) -> None:
+        """The share of sequences that are clipped, where one clip holds for a whole sequence: each token speaks for its part of one."""
+        share_T = part.spread(1 / part.count_N.clamp(min=1).to(dtype)).masked_fill_(~part.mask_T, 0.0)
+        whole = share_T.sum()
+        before, now = self.averages.get("actor/seq_clipfrac"), Average(share_T.masked_fill_(~clips_T, 0.0).sum(), whole)
+        self.averages["actor/seq_clipfrac"] = now if before is None else Average(*(a + b for a, b in zip(before, now, strict=True)))

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat
-from torch import Tensor
 
-from megarl.algorithms.base import Fraction, PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, Block, Term, group_normalised
+from megarl.algorithms.base import Fraction
+from megarl.algorithms.groups import GroupRelative
+from megarl.algorithms.ops import Aggregation, Block, Term, bounded_exp
 
 
-class Cispo(PolicyAlgorithm):
+class Cispo(GroupRelative):
     """loss = (1 / sum_i |o_i|) sum_i sum_t -sg(clip(r_t, 1 - low, 1 + high)) A_i lp_t. low = 1: no lower bound."""
 
     type: Literal["cispo"] = "cispo"
-    aggregation: ClassVar[Aggregation] = "token-mean"
-    min_group: ClassVar[int] = 2
+    aggregation: Aggregation = "token-mean"
 
     clip_low: Fraction = 1.0
     """The weight is clipped below at 1 - clip_low."""
     clip_high: NonNegativeFloat = 4.0
     """The weight is clipped above at 1 + clip_high."""
 
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return group_normalised(reward_N, group_N)
-
     def policy_term(self, block: Block) -> Term:
-        ratio_T = block.d_T.exp()
+        ratio_T = bounded_exp(block.d_T, self.ratio_bound)
         high, low = (ratio_T > 1 + self.clip_high).count_nonzero(), (ratio_T < 1 - self.clip_low).count_nonzero()
         slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(block.advantage_T).neg_()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}

@@ -7,7 +7,15 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
-from megarl.algorithms.ops import Block, Term, clipped_surrogate
+from megarl.algorithms.ops import Block, Term, bounded_ratio, clipped_surrogate
+
+DualClip = Annotated[
+    Annotated[float, Field(gt=1)] | None,
+    Field(
+        description="Dual clip: largest loss of a token with negative advantage, in units of |A|; 1 or less would cut tokens that have not "
+        "moved."
+    ),
+]
 
 
 class Clipped(PolicyAlgorithm):
@@ -17,8 +25,8 @@ class Clipped(PolicyAlgorithm):
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: largest loss of a token with negative advantage, in units of |A|; 1 or less would cut tokens that have not moved."""
+    dual_clip: DualClip = None
 
     def policy_term(self, block: Block) -> Term:
-        return clipped_surrogate(block.d_T.exp(), block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)
+        ratio = bounded_ratio(block.d_T, self.ratio_bound)
+        return clipped_surrogate(ratio, block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)

@@ -1,7 +1,14 @@
-"""Correction of the gap between the rollout engine's probabilities and the trainer's: a detached weight on each token's loss.
+"""Correction of the gap between the rollout engine's probabilities and the trainer's: a detached weight on each token's policy loss.
 
-d_t = old_t - roll_t is the log of what the trainer thinks of a token over what the engine sampled it with (extra_T["old_logp"],
-["rollout_logp"]). A token that is left out counts in the denominator as before.
+g_t = old_t - roll_t is the log of what the trainer thinks of a token over what the engine sampled it with (extra_T["old_logp"],
+["rollout_logp"]). Both are known before the first update of a step, so the weights are made once, on whole sequences, and serve all its
+mini-batches and epochs. Three pieces, in this order, each of them optional:
+
+1. a ratio, exp of g at one of three levels, truncated (`Tis`) or masked (`Mis`, `IcePop`) by its bounds;
+2. `normalise`: that is divided by its mean;
+3. `reject` and `veto`: tokens or whole sequences are dropped, their weight is 0.
+
+Logs are clamped to +-20 before exp. Axes: T entries, N sequences.
 """
 
 from __future__ import annotations
@@ -9,48 +16,169 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
+from megarl.algorithms.ops import SumOver, log_ratio
+from megarl.batch import Batch
 
-class _Correction(BaseModel):
+BOUND = 20.0  # of a log ratio: exp(20) = 5e8
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    level: Literal["token", "sequence"] = "token"
-    """One weight for each token, or one for each sequence."""
+
+class Rejection(_Settings):
+    """Drops tokens, or sequences, whose divergence is out of bounds (verl's `rollout_rs`, slime's `rs`).
+
+    k1: the ratio exp(g) leaves [lo, hi]; k2: g^2 / 2 > hi; k3: exp(g) - 1 - g > hi. `over` says of what: a token, which is dropped alone;
+    the sum or the mean over a sequence's loss tokens (k1: the ratio exp(sum g), or its geometric mean); max: any one token. The last three
+    drop the sequence.
+    """
+
+    by: Literal["k1", "k2", "k3"] = "k1"
+    """The divergence: k1 (the ratio itself), k2 or k3."""
+    over: Literal["token", "sum", "mean", "max"] = "token"
+    """Of a token, or of a sequence: sum, mean, or its worst token."""
+    lo: NonNegativeFloat | None = None
+    """k1 alone: smallest ratio that is kept; null: none is too small."""
+    hi: PositiveFloat | None = None
+    """Largest ratio (k1) or divergence (k2, k3) that is kept; null: none is too large."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Rejection:
+        if self.by != "k1" and (self.lo is not None or self.hi is None):
+            raise ValueError(f"by={self.by} has one bound, hi: a divergence is never too small")
+        if self.lo is None and self.hi is None:
+            raise ValueError("neither lo nor hi: nothing would be dropped")
+        if self.lo is not None and self.hi is not None and self.lo >= self.hi:
+            raise ValueError(f"lo={self.lo:g} is not below hi={self.hi:g}: every token would be dropped")
+        return self
+
+    def keeps(self, gap_T: Tensor, batch: Batch) -> Tensor:
+        """Which loss tokens stay, bool [T], from g on whole sequences (0 at masked entries)."""
+        low, high = -math.inf, math.inf if self.hi is None else self.hi
+        if self.by == "k1":
+            value_T = gap_T
+            low = math.log(self.lo) if self.lo else -math.inf
+            high = math.log(high)
+        elif self.by == "k2":
+            value_T = gap_T.square() / 2
+        else:
+            value_T = torch.expm1(gap_T.clamp(-BOUND, BOUND)) - gap_T.clamp(-BOUND, BOUND)
+        if self.over in ("sum", "mean"):
+            value_T = over_sequence(value_T, batch, self.over == "mean")
+        inside_T = (value_T >= low) & (value_T <= high)
+        if self.over != "max":
+            return inside_T
+        return batch.spread(batch.sequence_sum((~inside_T).double()) == 0)
+
+
+class _Correction(_Settings):
+    reject: list[Rejection] = []
+    """Tokens or sequences that are dropped."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sequence with any ratio below this floor gets weight 0."""
+    """A sequence with any token's ratio below this floor is dropped."""
+    denominator: Literal["all", "kept"] = "all"
+    """What the loss is averaged over: all loss tokens, or those of weight above 0 (`kept`).
 
-    def sequence_terms(self, d_T: Tensor) -> list[Tensor]:
-        """The numbers of each token, from d (0 at masked entries), whose sums over whole sequences `weight` needs."""
-        joined = [d_T] if self.level == "sequence" else []
-        return joined if self.veto is None else [*joined, (d_T < math.log(self.veto)).to(d_T.dtype)]
+    all, as in TRL and IcePop: a dropped token is a sample of weight 0, its KL and entropy terms stay, no other token's weight depends on
+    it, and a step of which little is left is a small one. kept, as in verl and slime: it leaves the batch, with all of its terms.
+    """
 
-    def weight(self, d_T: Tensor, sums: list[Tensor]) -> Tensor:
-        """w_T >= 0, float [T], from d and the sums [T] of `sequence_terms`; undefined at masked entries."""
-        weight_T = self.of_log_ratio(sums[0] if self.level == "sequence" else d_T)
-        return weight_T if self.veto is None else weight_T.masked_fill_(sums[-1] > 0, 0.0)
+    def weights(self, batch: Batch, sum_over: SumOver) -> Tensor:
+        """The weight of each token, in the dtype of the log-probs: >= 0, and 0 exactly where it is dropped or masked [T].
 
-    def of_log_ratio(self, d_T: Tensor) -> Tensor:
-        """w before the veto from the log ratio of a token, or of its sequence (the sum over its loss tokens), in a tensor of its own."""
+        Args:
+            batch: whole sequences; `extra_T` has "old_logp" and "rollout_logp".
+            sum_over: joins ALL data-parallel ranks; called with `normalise` alone.
+        """
+        gap_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["rollout_logp"], batch)
+        weight_T = torch.where(batch.mask_T, self.of_gap(gap_T, batch, sum_over), 0.0)
+        veto = [] if self.veto is None else [Rejection(over="max", lo=self.veto)]
+        for rejection in self.reject + veto:
+            weight_T.masked_fill_(~rejection.keeps(gap_T, batch), 0.0)
+        return weight_T
+
+    def of_gap(self, gap_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
+        """The weights before rejection, from g (0 at masked entries); undefined at masked entries."""
         raise NotImplementedError
 
 
-class Tis(_Correction):
-    """Truncated importance sampling (Yao et al., 2025): w = min(exp(d), cap)."""
+class RejectionAlone(_Correction):
+    """Every token keeps weight 1 but those that are dropped."""
+
+    type: Literal["rejection"] = "rejection"
+
+    @model_validator(mode="after")
+    def _drops(self) -> RejectionAlone:
+        if not self.reject and self.veto is None:
+            raise ValueError("type=rejection without reject or veto: nothing would be corrected")
+        return self
+
+    def of_gap(self, gap_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
+        return torch.ones_like(gap_T)
+
+
+class _Weighted(_Correction):
+    level: Level = "token"
+    """The ratio of a token, exp(g); of its sequence, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
+    normalise: bool = False
+    """Divide the weights by their mean over the step: over its loss tokens, at the other levels over its sequences."""
+
+    def of_gap(self, gap_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
+        level_T = gap_T if self.level == "token" else over_sequence(gap_T, batch, self.level == "geometric")
+        weight_T = self.bounded(level_T.clamp(-BOUND, BOUND))
+        return weight_T / self._mean(weight_T, batch, sum_over) if self.normalise else weight_T
+
+    def bounded(self, level_T: Tensor) -> Tensor:
+        """The ratio within its bounds, from its log, in a tensor of its own."""
+        raise NotImplementedError
+
+    def _mean(self, weight_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
+        """The weights' mean over the step; 1 where all of them are 0."""
+        share_T = batch.mask_T.double()
+        if self.level != "token":
+            share_T = share_T / batch.spread(batch.count_N).clamp(min=1)
+        total, count = sum_over(torch.stack([(weight_T * share_T).sum(), share_T.sum()])).unbind()
+        return torch.where(total > 0, total / count, 1.0).to(weight_T.dtype)
+
+
+def over_sequence(value_T: Tensor, batch: Batch, mean: bool) -> Tensor:
+    """The sum, or the mean, over the loss tokens of each entry's sequence, of which all are here [T]; summed in float64."""
+    total_N = batch.sequence_sum(value_T.double())
+    if mean:
+        total_N = total_N / batch.count_N.clamp(min=1)
+    return batch.spread(total_N.to(value_T.dtype))
+
+
+class Tis(_Weighted):
+    """Truncated importance sampling (Yao et al., 2025): w = clamp(ratio, floor, cap)."""
 
     type: Literal["tis"] = "tis"
-    cap: Annotated[float, Field(gt=0)] = 2.0
+    cap: PositiveFloat = 2.0
     """Largest weight."""
+    floor: NonNegativeFloat = 0.0
+    """Smallest weight."""
 
-    def of_log_ratio(self, d_T: Tensor) -> Tensor:
-        return d_T.clamp(max=math.log(self.cap)).exp_()
+    @model_validator(mode="after")
+    def _ordered(self) -> Tis:
+        if self.floor >= self.cap:
+            raise ValueError(f"floor={self.floor:g} is not below cap={self.cap:g}: every weight would be the same")
+        return self
+
+    def bounded(self, level_T: Tensor) -> Tensor:
+        return level_T.clamp(min=math.log(self.floor) if self.floor else None, max=math.log(self.cap)).exp_()
 
 
-class _Masked(_Correction):
-    lo: Annotated[float, Field(ge=0)] = 0.5
+class _Masked(_Weighted):
+    lo: NonNegativeFloat = 0.5
     """Smallest ratio that keeps its weight."""
-    hi: Annotated[float, Field(gt=0)] = 2.0
+    hi: PositiveFloat = 2.0
     """Largest ratio that keeps its weight."""
 
     @model_validator(mode="after")
@@ -59,13 +187,13 @@ class _Masked(_Correction):
             raise ValueError(f"lo={self.lo:g} is not below hi={self.hi:g}: every token would get weight 0")
         return self
 
-    def of_log_ratio(self, d_T: Tensor) -> Tensor:
-        weight_T = d_T.exp()
+    def bounded(self, level_T: Tensor) -> Tensor:
+        weight_T = level_T.exp()
         return weight_T.masked_fill_((weight_T < self.lo) | (weight_T > self.hi), 0.0)
 
 
 class Mis(_Masked):
-    """Masked importance sampling (Liu et al., 2025): w = exp(d) inside [lo, hi], 0 outside."""
+    """Masked importance sampling (Liu et al., 2025): w = the ratio inside [lo, hi], 0 outside."""
 
     type: Literal["mis"] = "mis"
 
@@ -74,10 +202,10 @@ class IcePop(_Masked):
     """IcePop (Ring-1T, arXiv:2510.18855): masked importance sampling per token, with the paper's interval."""
 
     type: Literal["icepop"] = "icepop"
-    hi: Annotated[float, Field(gt=0)] = 5.0
+    hi: PositiveFloat = 5.0
     """Largest ratio that keeps its weight."""
     level: Literal["token"] = "token"
-    """One weight for each token."""
+    """The ratio of a token, exp(g)."""
 
 
-Correction = Annotated[Tis | Mis | IcePop, Field(discriminator="type")]
+Correction = Annotated[Tis | Mis | IcePop | RejectionAlone, Field(discriminator="type")]

@@ -21,8 +21,11 @@ class Dpo(PairLoss):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the labels that are taken to be wrong (cDPO)."""
 
+    average: bool = False
+    """Take the mean over a response's tokens in the place of their sum."""
+
     def reward(self, side: Side) -> Tensor:
-        return self.beta * side.shift_P
+        return self.beta * (side.shift_P / side.count_P if self.average else side.shift_P)
 
     def pair_loss(self, chosen: Side, rejected: Side) -> Tensor:
         z_P = self.reward(chosen) - self.reward(rejected)

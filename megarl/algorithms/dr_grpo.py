@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
-from torch import Tensor
+from typing import Literal
 
 from megarl.algorithms.clipped import Clipped
-from megarl.algorithms.ops import Aggregation, group_centred, token_weights
+from megarl.algorithms.groups import GroupRelative, Scale
+from megarl.algorithms.ops import Aggregation
 
 
-class DrGrpo(Clipped):
-    """A_i = R_i - mean_group; loss = (1 / (B L)) sum_i sum_t max(-r A, -clip(r, 1-low, 1+high) A) with the constant L = `horizon`."""
+class DrGrpo(Clipped, GroupRelative):
+    """A_i = R_i - mean_group; loss = (1 / (B L)) sum_i sum_t max(-r A, -clip(r, 1-low, 1+high) A) with the constant L = `horizon`.
+
+    B counts all responses of the mini-batch, also those that an overlong filter leaves without a loss token: the paper's is a constant.
+    """
 
     type: Literal["dr_grpo"] = "dr_grpo"
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-sum-norm"
-    min_group: ClassVar[int] = 2
+    aggregation: Aggregation = "seq-mean-token-sum-norm"
 
-    horizon: Annotated[int, Field(ge=1)]
-    """The constant that a sequence's loss is divided by: the maximum response length."""
-
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return group_centred(reward_N, group_N).float()
-
-    def weights(self, count_N: Tensor) -> Tensor:
-        return token_weights(count_N, self.aggregation, self.horizon)
+    scale: Scale = "none"

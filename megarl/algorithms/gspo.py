@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from megarl.algorithms.base import Fraction, PolicyAlgorithm
-from megarl.algorithms.ops import Aggregation, Block, Term, clipped_surrogate, group_normalised
+from megarl.algorithms.base import Fraction
+from megarl.algorithms.clipped import DualClip
+from megarl.algorithms.groups import GroupRelative
+from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio, clipped_surrogate
 
 
-class Gspo(PolicyAlgorithm):
+class Gspo(GroupRelative):
     """s_i = exp((1/|o_i|) sum_t d_{i,t}); loss = (1/B) sum_i max(-s_i A_i, -clip(s_i, 1-low, 1+high) A_i).
 
     Written per token: every token of a sequence carries the sequence's loss, and the gradient of the ratio s_i * exp(lp_t - sg(lp_t)),
     whose mean over the tokens is the gradient of s_i. That is the paper's GSPO-token (eq. 14), which also takes an advantage per token;
     with one advantage per sequence the two are equal, so both names lead here. No gradient crosses ranks, and a sequence may be cut by
-    context parallelism.
+    context parallelism. A correction's weight of a token scales that token's part of value and gradient.
     """
 
     type: Literal["gspo", "gspo_token"] = "gspo"
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
-    min_group: ClassVar[int] = 2
+    aggregation: Aggregation = "seq-mean-token-mean"
 
     clip_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegativeFloat = 4e-4
     """The sequence's ratio is clipped above at 1 + clip_high."""
-
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return group_normalised(reward_N, group_N)
+    dual_clip: DualClip = None
 
     def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor:
         return d_T
 
     def policy_term(self, block: Block) -> Term:
         assert block.mean_T is not None
-        return clipped_surrogate(block.mean_T.exp(), block.advantage_T, self.clip_low, self.clip_high)
+        ratio = bounded_ratio(block.mean_T, self.ratio_bound)
+        return clipped_surrogate(ratio, block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-from torch import Tensor
+from typing import Literal
 
 from megarl.algorithms.clipped import Clipped
-from megarl.algorithms.ops import Aggregation, batch_normalised
+from megarl.algorithms.groups import GroupRelative, Scale
+from megarl.algorithms.ops import Aggregation
 
 
-class LitePpo(Clipped):
+class LitePpo(Clipped, GroupRelative):
     """A_i = (R_i - mean_group) / (std of the raw rewards of the whole batch + 1e-6)."""
 
     type: Literal["lite_ppo"] = "lite_ppo"
-    aggregation: ClassVar[Aggregation] = "token-mean"
-    min_group: ClassVar[int] = 2
+    aggregation: Aggregation = "token-mean"
 
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return batch_normalised(reward_N, group_N).float()
+    scale: Scale = "batch"

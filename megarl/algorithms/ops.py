@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from megarl.batch import Batch
@@ -18,8 +19,17 @@ from megarl.batch import Batch
 SumOver = Callable[[Tensor], Tensor]
 """Sums a detached tensor over the ranks that share something (its user says what); the identity on one rank."""
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-KlKind = Literal["k1", "k2", "k3"]
+Averaging = Annotated[
+    Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
+    Field(description="How the tokens' losses become one number: the mean over all tokens, or over responses of their mean or sum."),
+]
+Aggregation = Annotated[
+    Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
+    Field(
+        description="How the tokens' losses become one number: the mean over all tokens; over responses the mean of their tokens' mean or "
+        "sum; the sum over responses x horizon."
+    ),
+]
 
 
 class Average(NamedTuple):
@@ -45,12 +55,13 @@ class Term:
 
     In none of these losses does a gradient cross tokens: what ties the tokens of a sequence together is a constant for the gradient.
     So value and slope say everything, and no graph, no saved temporaries are needed. `counts` are 0-dim sums over the loss tokens
-    held here, of which the mean is shown.
+    held here, of which the mean is shown. `clips_T`, where there is one: bool [T], the tokens that a clip has cut.
     """
 
     value_T: Tensor
     slope_T: Tensor
     counts: Mapping[str, Tensor] = field(default_factory=dict)
+    clips_T: Tensor | None = None
 
 
 class _Attach(torch.autograd.Function):
@@ -88,7 +99,8 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     | seq-mean-token-sum      | 1 / B                           |
     | seq-mean-token-sum-norm | 1 / (B horizon)                 |
 
-    B counts the sequences with at least one loss token.
+    B counts the sequences with at least one loss token; of seq-mean-token-sum-norm, whose denominator is a constant (Dr.GRPO), all
+    sequences, filtered ones too.
 
     Args:
         count_N: int [N], the loss tokens of every sequence of the GLOBAL mini-batch.
@@ -115,69 +127,8 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     else:
         if horizon is None:
             raise ValueError("aggregation seq-mean-token-sum-norm needs a horizon (the maximum response length)")
-        weight = torch.full_like(count, 1.0 / (sequences * horizon))
+        weight = torch.full_like(count, 1.0 / (len(count_N) * horizon))
     return torch.where(used_N, weight, torch.zeros_like(weight))
-
-
-def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation (n - 1; 0 for a group of one) and size of each sequence's group, all [N], float64 inside.
-
-    `group_N` int [N] names the group (the prompt) of each sequence; groups may be uneven and in any order.
-    """
-    reward = reward_N.double()
-    names, index = torch.unique(group_N, return_inverse=True)
-    zero = torch.zeros(len(names), dtype=torch.float64)
-    size = zero.index_add(0, index, torch.ones_like(reward))
-    mean = zero.index_add(0, index, reward) / size
-    square = zero.index_add(0, index, (reward - mean[index]) ** 2)
-    std = (square / (size - 1).clamp(min=1)).sqrt()
-    return mean[index], std[index], size[index]
-
-
-def group_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantage (arXiv:2402.03300, eq. 3): A_i = (R_i - mean_group) / (std_group + eps).
-
-    Args:
-        reward_N: float [N].
-        group_N: int [N], as in `group_mean_std`.
-        eps: added to the standard deviation.
-
-    Returns:
-        float32 [N]; 0 in a group of one or of equal rewards.
-    """
-    std = group_mean_std(reward_N, group_N)[1]
-    return (group_centred(reward_N, group_N) / (std + eps)).float()
-
-
-def group_centred(reward_N: Tensor, group_N: Tensor) -> Tensor:
-    """Dr.GRPO's advantage (arXiv:2503.20783): A_i = R_i - mean_group, float64 [N]; exactly 0 in a group of equal rewards."""
-    mean, std, _ = group_mean_std(reward_N, group_N)
-    return torch.where(std > 0, reward_N.double() - mean, torch.zeros_like(mean))
-
-
-def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
-    """RLOO's advantage (arXiv:2402.14740, eq. 8): A_i = R_i - mean of the other G - 1 rewards = (R_i - mean_group) G / (G - 1).
-
-    Returns float64 [N]; 0 in a group of one.
-    """
-    size = group_mean_std(reward_N, group_N)[2]
-    return group_centred(reward_N, group_N) * size / (size - 1).clamp(min=1)
-
-
-def batch_normalised(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
-    """LitePPO's advantage (arXiv:2508.08221): A_i = (R_i - mean_group) / (std of the raw rewards of all N responses, n - 1, + eps).
-
-    Args:
-        reward_N: float [N].
-        group_N: int [N], as in `group_mean_std`.
-        eps: added to the standard deviation.
-
-    Returns:
-        float64 [N]; 0 in a group of one or of equal rewards.
-    """
-    reward = reward_N.double()
-    std = reward.std() if len(reward) > 1 else torch.zeros((), dtype=torch.float64)
-    return group_centred(reward_N, group_N) / (std + eps)
 
 
 def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
@@ -185,27 +136,37 @@ def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
 
-def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:
+def bounded_exp(d_T: Tensor, bound: float) -> Tensor:
+    """r = exp(d), where a d beyond +-bound counts as the bound; in a tensor of its own."""
+    return d_T.clamp(-bound, bound).exp_()
+
+
+def bounded_ratio(d_T: Tensor, bound: float) -> Term:
+    """`bounded_exp` and its slope: r again, 0 beyond the bound. In tensors of their own."""
+    ratio_T = bounded_exp(d_T, bound)
+    return Term(ratio_T, ratio_T.masked_fill(d_T.abs() > bound, 0.0))
+
+
+def clipped_surrogate(ratio: Term, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:
     """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-    The slope is taken with respect to a log-prob of which r is the exponential, so it is -r A, and 0 where a clip holds.
-
     Args:
-        ratio_T: float [T], r, a token's ratio or its sequence's; 1 at masked entries. It is used up.
+        ratio: r, a token's ratio or its sequence's, and its slope; 1 at masked entries. It is used up.
         advantage_T: float [T], A.
         low: the ratio is clipped at 1 - low,
         high: and at 1 + high.
         dual: c > 1: the loss of a token with A < 0 is at most -c A (arXiv:1912.09729, eq. 4); None: no such limit.
 
     Returns:
-        Value and slope [T], and as counts how many tokens are clipped: all, those with A > 0 (high), the others (low), and with `dual`
-        those at its limit (lower).
+        Value and slope [T]: -A times the ratio's, 0 where a clip holds. As counts how many tokens are clipped: all, those with A > 0
+        (high), the others (low), and with `dual` those at its limit (lower).
     """
     gain_T = -advantage_T
-    slope_T = ratio_T * gain_T
-    value_T = ratio_T.clamp_(1 - low, 1 + high).mul_(gain_T)
-    clips_T = value_T > slope_T
-    torch.maximum(value_T, slope_T, out=value_T)
+    plain_T = ratio.value_T * gain_T
+    value_T = ratio.value_T.clamp_(1 - low, 1 + high).mul_(gain_T)
+    slope_T = ratio.slope_T.mul_(gain_T)
+    clips_T = value_T > plain_T
+    torch.maximum(value_T, plain_T, out=value_T)
     slope_T.masked_fill_(clips_T, 0.0)
     total, upper = clips_T.count_nonzero(), (clips_T & (advantage_T > 0)).count_nonzero()
     counts = {"actor/pg_clipfrac": total, "actor/pg_clipfrac_high": upper, "actor/pg_clipfrac_low": total - upper}
@@ -215,56 +176,4 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: fl
         torch.where(cut_T, ceiling_T, value_T, out=value_T)
         slope_T.masked_fill_(cut_T, 0.0)
         counts["actor/pg_clipfrac_lower"] = cut_T.count_nonzero()
-    return Term(value_T, slope_T, counts)
-
-
-def kl_to_reference(lp_T: Tensor, ref_T: Tensor, batch: Batch, kind: KlKind, straight_through: bool) -> Term:
-    """Per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref.
-
-    | kind | value           | slope      |
-    | k1   | d               | 1          |
-    | k2   | d^2 / 2         | d          |
-    | k3   | exp(-d) - 1 + d | 1 - exp(-d) |
-
-    On policy E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order.
-
-    Args:
-        lp_T: float [T], log-probs under the policy, detached.
-        ref_T: float [T], log-probs under the reference.
-        batch: says which entries are masked.
-        kind: a row of the table.
-        straight_through: keeps the value of the kind and takes k2's slope.
-
-    Returns:
-        Value and slope [T], 0 at masked entries but for the slope of k1, which is 1 at every entry.
-    """
-    d_T = log_ratio(lp_T, ref_T, batch)
-    if kind == "k1":
-        return Term(d_T, d_T if straight_through else torch.ones_like(d_T))
-    if kind == "k2":
-        return Term(d_T.square().mul_(0.5), d_T)
-    slope_T = torch.neg(d_T).expm1_()
-    value_T = slope_T + d_T
-    return Term(value_T, d_T if straight_through else slope_T.neg_())
-
-
-def sequence_kl(batch: Batch) -> Tensor:
-    """k1 of each response, sum over its loss tokens of (old - ref), in nats [N]: on whole sequences of one rank.
-
-    Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
-    """
-    return batch.sequence_sum(batch.extra_T["old_logp"] - batch.extra_T["ref_logp"])
-
-
-def token_rewards(batch: Batch, kl_coef: float) -> Tensor:
-    """r_t = R at the last loss token of the response, and -kl_coef (old_t - ref_t) at every loss token; 0 at masked entries [T].
-
-    On whole sequences. Reads `batch.extra_T["reward"]` (R, spread) and, with kl_coef > 0, `["old_logp"]` and `["ref_logp"]`.
-    """
-    kept_T = batch.mask_T.nonzero().squeeze(1)
-    last_N = torch.full_like(batch.length_N, -1).scatter_reduce(0, batch.seq_T[kept_T], batch.position_T[kept_T], "amax")
-    ends_T = batch.mask_T & (batch.position_T == batch.spread(last_N))
-    reward_T = torch.where(ends_T, batch.extra_T["reward"], 0.0)
-    if kl_coef > 0:
-        reward_T = reward_T - kl_coef * log_ratio(batch.extra_T["old_logp"], batch.extra_T["ref_logp"], batch)
-    return reward_T
+    return Term(value_T, slope_T, counts, clips_T)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.gae import gae, whiten
-from megarl.algorithms.ops import Aggregation, SumOver, token_rewards
+from megarl.algorithms.ops import Aggregation, SumOver
 from megarl.batch import Batch
 
 
@@ -20,7 +20,7 @@ class ActorCritic(Clipped):
     needs_critic: ClassVar[bool] = True
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
+    """A term of the loss, or subtracted from the reward."""
     gamma: Fraction = 1.0
     """Discount of a token's reward to the token before."""
     whiten: bool = False
@@ -57,15 +57,14 @@ class ActorCritic(Clipped):
         return self._gae(batch, kl_coef, 1.0) + batch.extra_T["value"]
 
     def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
-        reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
-        return gae(reward_T, batch.extra_T["value"], batch, self.gamma, lam)
+        return gae(self.token_rewards(batch, kl_coef), batch.extra_T["value"], batch, self.gamma, lam)
 
 
 class Ppo(ActorCritic):
     """GAE(gamma 1, lambda 0.95) for both, advantages whitened; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
 
     type: Literal["ppo"] = "ppo"
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    aggregation: Aggregation = "seq-mean-token-mean"
 
     whiten: bool = True
     """Whiten the advantages over all loss tokens of the step."""

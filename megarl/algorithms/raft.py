@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from megarl.algorithms.base import PolicyAlgorithm
@@ -12,26 +13,33 @@ from megarl.algorithms.ops import Aggregation, Block, Term
 
 
 class Raft(PolicyAlgorithm):
-    """Keeps the best response to each prompt (the first of equals), or all with R > threshold; loss = mean NLL of the kept tokens."""
+    """Keeps the best responses to each prompt (of equals the first), of those with R > threshold; loss = mean NLL of the kept tokens.
+
+    With rewards 0 and 1, `threshold: 0` and `best: 1` imitate one right response to a prompt, and nothing where there is none.
+    """
 
     type: Literal["raft"] = "raft"
-    aggregation: ClassVar[Aggregation] = "token-mean"
+    aggregation: Aggregation = "token-mean"
 
+    best: PositiveInt | None = None
+    """At most so many responses to a prompt are kept; null: 1, or with a threshold all above it."""
     threshold: float | None = None
-    """Keep all responses with a reward above this; null: the best response to each prompt."""
+    """Only responses with a reward above this are kept; null: however low it is."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         """1: what is kept counts alike."""
         return torch.ones(len(reward_N))
 
     def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
-        if self.threshold is not None:
-            return reward_N > self.threshold
-        best: dict[int, int] = {}
-        for n, (reward, group) in enumerate(zip(reward_N.tolist(), group_N.tolist(), strict=True)):
-            if group not in best or reward > float(reward_N[best[group]]):
-                best[group] = n
-        return torch.zeros_like(group_N, dtype=torch.bool).index_fill(0, torch.tensor(list(best.values()), dtype=torch.int64), True)
+        above_N = torch.ones_like(group_N, dtype=torch.bool) if self.threshold is None else reward_N > self.threshold
+        if self.best is None and self.threshold is not None:
+            return above_N
+        kept_N, taken = torch.zeros_like(above_N), dict[int, int]()
+        for n in torch.argsort(reward_N, descending=True, stable=True).tolist():
+            group = int(group_N[n])
+            taken[group] = taken.get(group, 0) + 1
+            kept_N[n] = taken[group] <= (self.best or 1)
+        return kept_N & above_N
 
     def policy_term(self, block: Block) -> Term:
         return Term(-block.lp_T, torch.full_like(block.lp_T, -1.0))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.gae import discounted_to_go
-from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, token_rewards
+from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_exp
 from megarl.batch import Batch
 
 
 class PolicyGradient(PolicyAlgorithm):
     """loss_t = -sg(r_t) A_t lp_t: on policy r = 1; the importance weight keeps the gradient right in later mini-batches of a step."""
 
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
+    aggregation: Aggregation = "seq-mean-token-sum"
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
+    """A term of the loss, or subtracted from the reward."""
 
     def policy_term(self, block: Block) -> Term:
-        slope_T = block.d_T.exp().mul_(block.advantage_T).neg_()
+        slope_T = bounded_exp(block.d_T, self.ratio_bound).mul_(block.advantage_T).neg_()
         return Term(slope_T * block.lp_T, slope_T)
 
 
@@ -48,5 +48,4 @@ class Reinforce(PolicyGradient):
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
         baseline_T = batch.extra_T["reward"] - batch.extra_T["advantage"]
-        reward_T = token_rewards(batch, kl_coef if self.kl_in == "reward" else 0.0)
-        return discounted_to_go(reward_T, batch, self.gamma) - baseline_T
+        return discounted_to_go(self.token_rewards(batch, kl_coef), batch, self.gamma) - baseline_T

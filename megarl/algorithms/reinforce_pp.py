@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.gae import discounted_to_go, whiten
-from megarl.algorithms.ops import Aggregation, KlKind, SumOver, group_centred, token_rewards
+from megarl.algorithms.groups import GroupRelative, Scale
+from megarl.algorithms.kl import KlKind
+from megarl.algorithms.ops import Aggregation, SumOver
 from megarl.batch import Batch
 
 
 class _Whitened(Clipped):
     """The driver's number goes to the last token and back to the first with the KL of the tokens on the way; then whitened."""
 
-    aggregation: ClassVar[Aggregation] = "token-mean"
+    aggregation: Aggregation = "token-mean"
 
     @property
     def kl_per_sequence(self) -> bool:
@@ -24,8 +26,7 @@ class _Whitened(Clipped):
 
     def _whitened(self, batch: Batch, sum_over: SumOver, kl_coef: float, gamma: float) -> Tensor:
         ends = batch.with_extra(reward=batch.extra_T["advantage"])
-        reward_T = token_rewards(ends, kl_coef if self.kl_in == "reward" else 0.0)
-        return whiten(discounted_to_go(reward_T, batch, gamma), batch.mask_T, sum_over)
+        return whiten(discounted_to_go(self.token_rewards(ends, kl_coef), batch, gamma), batch.mask_T, sum_over)
 
 
 class ReinforcePp(_Whitened):
@@ -34,7 +35,7 @@ class ReinforcePp(_Whitened):
     type: Literal["reinforce_pp"] = "reinforce_pp"
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward (always estimated by k1)."""
+    """A term of the loss, or subtracted from the reward."""
     gamma: Fraction = 1.0
     """Discount of a token's reward to the token before."""
 
@@ -45,17 +46,14 @@ class ReinforcePp(_Whitened):
         return self._whitened(batch, sum_over, kl_coef, self.gamma)
 
 
-class ReinforcePpBaseline(_Whitened):
+class ReinforcePpBaseline(_Whitened, GroupRelative):
     """A_t = whitened (R_i - mean_group - beta sum_{k >= t} kl_k): the group's mean as baseline; the KL is in the loss (k2) by default."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-    min_group: ClassVar[int] = 2
 
+    scale: Scale = "none"
     kl_kind: KlKind = "k2"
     """The KL's estimator."""
-
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return group_centred(reward_N, group_N).float()
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
         return self._whitened(batch, sum_over, kl_coef, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,8 +15,11 @@ from megarl.algorithms.pairs import difference, pair_mean, pair_weights, sign
 from megarl.batch import Batch
 
 
+@dataclass(frozen=True)
 class BradleyTerry:
-    """loss = mean over pairs of -log sigmoid(r_chosen - r_rejected - margin).
+    """loss = mean over pairs of -log sigmoid(r_chosen - r_rejected - margin) + centre (r_chosen + r_rejected)^2.
+
+    The second term centres the scores, which the first leaves free to drift together (Eisenstein et al., arXiv:2312.09244, section 2).
 
     Each sequence has one loss token: the entry that feeds its last token, where the scalar head's output is its score r.
     """
@@ -24,6 +28,8 @@ class BradleyTerry:
     head: ClassVar[Literal["lm", "value"]] = "value"
     responses: ClassVar[int] = 2
     needs_reference: ClassVar[bool] = False
+
+    centre: float = 0.0
 
     def weights(self, count_N: Tensor) -> Tensor:
         """1 / (pairs of the global mini-batch), float64 [N]."""
@@ -42,6 +48,9 @@ class BradleyTerry:
             gap_N = difference(score_N)
             z_N = gap_N - margins_N[0][0::2].repeat_interleave(2) if margins_N else gap_N
             loss_N, slope_N = -F.logsigmoid(z_N), -sign(batch) * torch.sigmoid(-z_N)
+            if self.centre:
+                both_N = (score_N[0::2] + score_N[1::2]).repeat_interleave(2)
+                loss_N, slope_N = loss_N + self.centre * both_N.square(), slope_N + 2 * self.centre * both_N
             mean = {
                 "rm/loss": pair_mean(loss_N, batch),
                 "rm/accuracy": pair_mean((gap_N > 0).to(gap_N.dtype), batch),

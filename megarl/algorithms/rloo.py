@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from torch import Tensor
-
-from megarl.algorithms.ops import leave_one_out
+from megarl.algorithms.groups import Baseline, GroupRelative, Scale
 from megarl.algorithms.reinforce import PolicyGradient
 
 
-class Rloo(PolicyGradient):
+class Rloo(PolicyGradient, GroupRelative):
     """A_i = R_i - mean of the other G - 1 rewards; loss = (1/B) sum_i sum_t -sg(r_t) A_i lp_t."""
 
     type: Literal["rloo"] = "rloo"
-    min_group: ClassVar[int] = 2
 
-    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        return leave_one_out(reward_N, group_N).float()
+    baseline: Baseline = "leave_one_out"
+    scale: Scale = "none"

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Loss
-from megarl.algorithms.ops import Average, SumOver, token_weights
+from megarl.algorithms.ops import Average, Averaging, SumOver, token_weights
 from megarl.batch import Batch
 
 
+@dataclass(frozen=True)
 class Sft:
-    """loss_t = -lp_t at response tokens, averaged over all of them in the global batch."""
+    """loss_t = -lp_t at response tokens; by default the mean over all of them in the global batch."""
 
     name: ClassVar[str] = "sft"
     head: ClassVar[Literal["lm", "value"]] = "lm"
     responses: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
 
+    aggregation: Averaging = "token-mean"
+
     def weights(self, count_N: Tensor) -> Tensor:
         """The weight of a loss token, float64 [N]."""
-        return token_weights(count_N, "token-mean")
+        return token_weights(count_N, self.aggregation)
 
     def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
         """Per token, 0 at masked entries. Shows `batch.extra_T["entropy"]`; nothing is summed over ranks."""

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Loss
-from megarl.algorithms.ops import Average, attach, token_weights
+from megarl.algorithms.ops import Average, Averaging, attach, token_weights
 from megarl.batch import Batch
 
 
-def value_weights(count_N: Tensor) -> Tensor:
-    """The weight of a loss token in the critic's loss, float64 [N]: the mean over all loss tokens of the global mini-batch."""
-    return token_weights(count_N, "token-mean")
+def value_weights(count_N: Tensor, aggregation: Averaging = "token-mean") -> Tensor:
+    """The weight of a loss token of the global mini-batch in the critic's loss, float64 [N]; PPO's and VAPO's is the mean over tokens."""
+    return token_weights(count_N, aggregation)
 
 
 def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:

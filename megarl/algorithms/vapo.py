@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import Fraction, Loss
 from megarl.algorithms.gae import length_adaptive_lambda
-from megarl.algorithms.ops import Average, SumOver, attach
+from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
 
@@ -29,8 +29,7 @@ class Vapo(ActorCritic):
     """
 
     type: Literal["vapo"] = "vapo"
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # type: ignore[misc]  # a setting here, a constant elsewhere
-    """Mean over all tokens, or over responses of the mean over their tokens."""
+    aggregation: Aggregation = "token-mean"
 
     clip_high: NonNegativeFloat = 0.28
     """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""

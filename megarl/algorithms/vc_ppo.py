@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class VcPpo(ActorCritic):
     """The policy's advantages with lambda 0.95 (less variance), the critic's targets with lambda 1 (no bias: the return)."""
 
     type: Literal["vc_ppo"] = "vc_ppo"
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    aggregation: Aggregation = "seq-mean-token-mean"
 
     lambda_policy: Fraction = 0.95
     """Lambda of the policy's advantages."""

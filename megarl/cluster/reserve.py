@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.placement import Kind, Node, NoRoom, place
 
-POLL_S = 0.2
+POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; when the user is told that there is no room yet
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -36,16 +36,16 @@ def reserve(kinds: Sequence[Kind], timeout_s: float) -> list[list[PlacementGroup
 
 
 def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float) -> list[list[str]]:
-    told = False
+    told, begun = False, time.monotonic()
     while True:
         try:
             return place(kinds, free_nodes())
         except NoRoom as error:
             if time.monotonic() > deadline:
                 raise WorkerLate(f"cluster: {error}, after {timeout_s:g} s") from None
-            if not told:
+            if not told and time.monotonic() - begun > TELL_S:
+                told = True
                 print(f"megarl: waiting up to {timeout_s:g} s for places: {error}", file=sys.stderr)
-            told = True
         time.sleep(POLL_S)
 
 

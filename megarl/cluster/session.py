@@ -6,13 +6,15 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import ray
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._private import ray_constants, services
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
+from ray.exceptions import AuthenticationError, RpcError
 
 from megarl.cluster import reaper as reaper_script
 from megarl.cluster.ray_start import RayNotStarted, mend
@@ -32,6 +34,7 @@ LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+ANSWER_S = 30.0  # longest wait for a cluster that is joined to say that it is there
 SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
 
@@ -49,12 +52,46 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
             with _private(settings, actors), watched(settings.still_timeout_s, alone=True):
                 yield
             return
-        ray.init(address=settings.address, log_to_driver=True)
+        _join(settings.address)
         try:
             with watched(settings.still_timeout_s, alone=False):
                 yield
         finally:
             ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Joins a running cluster as it was started: with a token where it asks for one, without where it does not.
+
+    Ray knows the mode from the environment alone, which whoever started the cluster had, and not whoever starts a run in it.
+    Raises ClusterError where nothing answers at the address, or the cluster asks for another token than Ray finds here.
+    """
+    try:
+        found = services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()  # Ray would try for half a minute
+        token = _asks_for_token(found)
+        _set_mode(token)
+        ray.init(address=found, log_to_driver=True)
+    except (OSError, AuthenticationError, RpcError, ValueError) as error:
+        raise ClusterError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
+    way = "asks for a token" if token else "asks for no token: whoever reaches its ports can run code there"
+    print(f"megarl: joined the Ray cluster at {found}, which {way}", file=sys.stderr)
+
+
+def _asks_for_token(address: str) -> bool:
+    _set_mode(token=False)
+    try:
+        GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
+    except AuthenticationError:
+        return True
+    return False
+
+
+def _set_mode(token: bool) -> None:
+    os.environ["RAY_AUTH_MODE"] = "token" if token else "disabled"
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -68,8 +105,8 @@ def _ray_settings(private: bool) -> Iterator[None]:
         _forget_ray_settings()
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
-        RAY_AUTH_MODE="token",
         RAY_memory_monitor_refresh_ms="0",
+        RAY_preallocate_plasma_memory="1",  # where others fill /dev/shm later, the raylet would die of SIGBUS
         RAY_worker_niceness="0",  # Ray's 15 leaves its workers a thirtieth of a core that anything else wants too
         RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
@@ -77,8 +114,7 @@ def _ray_settings(private: bool) -> Iterator[None]:
         HF_HUB_OFFLINE="1",
     )
     try:
-        # Ray reads its settings when it is imported, and keeps the first token it meets: both are read again.
-        Config.initialize("")
+        Config.initialize("")  # Ray reads its settings when it is imported
         yield
     finally:
         _forget_ray_settings()
@@ -103,7 +139,7 @@ def _scratch() -> Scratch:
 @contextlib.contextmanager
 def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    AuthenticationTokenLoader.instance().reset_cache()
+    _set_mode(token=True)
     ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
     if settings.interface is None:
         os.environ.update(LOOPBACK)
@@ -120,6 +156,7 @@ def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
         try:
             ray.init(
                 num_cpus=actors + 1,
+                num_gpus=None if settings.gpus else 0,
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
                 log_to_driver=True,

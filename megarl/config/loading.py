@@ -21,7 +21,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
     """The validated tree of a YAML file with overrides.
 
     A file may name another one, relative to itself, in the key `base`: the file is then laid over that one, key by key; a mapping that
-    says its `type` takes the place of the base's as a whole.
+    says its `type` takes the place of the base's as a whole. Relative paths in the tree become absolute, from this process's directory.
 
     Args:
         path: the file.
@@ -43,7 +43,21 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
             lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further faults")
         raise ConfigError("\n".join(lines)) from None
     _check_numbers(tree, "")
-    return config
+    return absolute(config)
+
+
+def absolute(config: Root) -> Root:
+    """The tree with every path made absolute, from this process's directory: ranks and engines run in others."""
+    found: Root = _absolute(config)
+    return found
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: _absolute(getattr(value, name)) for name in type(value).model_fields})
+    if isinstance(value, list):
+        return [_absolute(one) for one in value]
+    return value.absolute() if isinstance(value, Path) else value
 
 
 def dump(config: RunSettings) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megarl.config.section import Beta, Fraction, Passes, Place, Section, Steps
+from megarl.algorithms.ops import Averaging
+from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
 
 
 class ModelSettings(Section):
@@ -80,7 +81,7 @@ class OptimizerSettings(Section):
     """Decoupled weight decay."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
-    warmup_steps: Steps = 0
+    warmup_steps: StepsOrNone = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
     decay: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
@@ -109,6 +110,7 @@ class CriticSettings(Section):
     """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
+    aggregation: Averaging = "token-mean"
     epochs: Passes = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None
@@ -117,7 +119,7 @@ class CriticSettings(Section):
     It may be larger than the policy's, since a critic produces no logits. Where both share ranks, the critic takes several of the
     policy's micro-batches as one.
     """
-    pretrain_steps: Steps = 0
+    pretrain_steps: StepsOrNone = 0
     """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
     """Value pretraining ends early when 10 steps have lowered the value loss by less than this share."""
@@ -135,5 +137,7 @@ class Placement(Section):
     """Ranks of the reference model."""
     reward: Layout | None = None
     """Ranks of the reward model."""
+    engines: Literal["apart", "shared"] = "apart"
+    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks an engine): they sleep in between."""
     offload: bool = False
     """Models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)."""

@@ -50,12 +50,12 @@ class SyncSettings(Section):
     """How new weights reach the engines."""
 
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
-    """nccl and gloo send over a process group; shm and cuda_ipc share memory on one machine."""
+    """nccl and gloo send over a process group; shm shares memory of one machine, cuda_ipc of one GPU."""
     bucket_mb: Megabytes = 256
     """Tensors are sent in buckets of at most this size (or one tensor)."""
     verify: bool = True
     """Fingerprint every tensor that the engines hold after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 where both are in float32, else 5e-2."""
+    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
     timeout_s: Seconds = 600.0
     """Longest time of one sync."""

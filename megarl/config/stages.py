@@ -7,19 +7,20 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
+from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps
+from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps, StepsOrNone
 
 
 class StepSettings(Section):
     """One RL step, and how often what happens."""
 
-    steps: Annotated[Steps, Field(gt=0)]
+    steps: Steps
     """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: PositiveInt
     """Prompts of one rollout."""
@@ -27,6 +28,10 @@ class StepSettings(Section):
     """Parts of a rollout, with an optimizer step on each."""
     epochs: Passes = 1
     """Passes of the policy over them."""
+    old_logp: Literal["auto", "forward", "rollout"] = "auto"
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
+    the first step where a single update follows, whose own log-probs they then are, and nothing else asks for them (a reference, a
+    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip act on engine and trainer at once."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
@@ -84,6 +89,8 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
+        self._check_shared()
+        self._check_old_logp()
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
@@ -118,6 +125,25 @@ class TrainConfig(TrainingSettings):
                     f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
                 )
 
+    def _check_shared(self) -> None:
+        """ValueError where engines cannot share the devices of the policy's ranks."""
+        engines, ranks = self.rollout.replicas * self.rollout.tp, self.layout.ranks
+        if self.placement.engines == "apart":
+            return
+        if engines > ranks:
+            raise ValueError(
+                f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
+                f"layout.ranks={ranks}"
+            )
+        if self.cluster.gpus and ranks > 1:
+            raise ValueError(
+                f"placement.engines=shared with layout.ranks={ranks}: one rank so far on GPUs, since rank 0 alone hands out weights"
+            )
+        if self.cluster.gpus and self.sync.transport != "cuda_ipc":
+            raise ValueError(
+                f"sync.transport={self.sync.transport} with placement.engines=shared: on one GPU only cuda_ipc reaches the other process"
+            )
+
     def _check_routing(self) -> None:
         """ValueError where experts are to be replayed in a model that the run has not, or that nobody reports."""
         if self.routing.reference and self.routing.replay != "r3":
@@ -126,6 +152,24 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"routing.reference=true: algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference")
         if self.routing.critic and self.critic is None:
             raise ValueError(f"routing.critic=true: algorithm.type={self.algorithm.type} has no critic")
+
+    def _check_old_logp(self) -> None:
+        """ValueError where the engine's log-probs as old ones contradict another setting."""
+        if self.train.old_logp == "rollout" and self.algorithm.correction is not None:
+            raise ValueError(
+                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weighs old by rollout log-probs, and "
+                "they are then the same; leave one of them out"
+            )
+        if self.train.old_logp == "rollout" and self.routing.replay == "r2":
+            raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this leaves out; r3 goes with it")
+
+    @property
+    def old_logp(self) -> Literal["forward", "update", "rollout"]:
+        """Where the old log-probs of a step come from: a pass of their own, the update's own pass, or the engine."""
+        alone = self.algorithm.correction is None and not self.algorithm.needs_reference and self.routing.replay != "r2"
+        if self.train.old_logp == "auto":
+            return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
+        return self.train.old_logp
 
     def _check_critic_tokens(self, longest: int) -> None:
         """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""
@@ -144,7 +188,7 @@ class TrainConfig(TrainingSettings):
 class LearnSettings(Section):
     """The steps of a supervised stage, and how often it looks at its held-out source."""
 
-    steps: Steps
+    steps: StepsOrNone
     """Steps of the stage; 0: the held-out numbers of model.path alone."""
     batch_size: BatchSize = 64
     """Responses of one step, or pairs of them."""
@@ -175,6 +219,12 @@ class LearnConfig(TrainingSettings):
         return self
 
 
+class SftSettings(LearnSettings):
+    """The steps of supervised training."""
+
+    aggregation: Averaging = "token-mean"
+
+
 class SftConfig(LearnConfig):
     """`megarl sft`: supervised training on response tokens."""
 
@@ -183,7 +233,7 @@ class SftConfig(LearnConfig):
     """Optimizer of the model."""
     data: SftData
     """Demonstrations."""
-    sft: LearnSettings
+    sft: SftSettings
     """The stage's steps."""
 
     @model_validator(mode="after")
@@ -191,6 +241,13 @@ class SftConfig(LearnConfig):
         if self.sft.patience and self.data.eval is None:
             raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
         return self
+
+
+class RmSettings(LearnSettings):
+    """The steps of a reward model."""
+
+    centre: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of (score of the better response + score of the other)^2, which centres the scores around 0 (arXiv:2312.09244: 0.01)."""
 
 
 class RmConfig(LearnConfig):
@@ -201,7 +258,7 @@ class RmConfig(LearnConfig):
     """Optimizer of the model."""
     data: PreferenceData
     """Pairs."""
-    rm: LearnSettings
+    rm: RmSettings
     """The stage's steps."""
 
 

@@ -79,10 +79,11 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
     number, size = 0, path.stat().st_size
     try:
-        with parquet.ParquetFile(path) as table:
+        # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
+        with parquet.ParquetFile(path, pre_buffer=False) as table:
             if table.metadata.num_rows > max(MOST_ROWS, size):
                 raise ConfigError(f"{key}: {path} says that it has {table.metadata.num_rows:,} rows in {size:,} bytes")
-            batches = table.iter_batches(batch_size=BATCH)
+            batches = table.iter_batches(batch_size=BATCH, use_threads=False)
             while rows := _next_rows(batches, size):
                 for row in rows:
                     number += 1

@@ -48,6 +48,7 @@ class Console:
     def __init__(self, name: str, steps: int, now: Callable[[], tuple[str, float]], rich: RichConsole | None = None) -> None:
         self._name, self._steps, self._now = name, steps, now
         self._rich = rich or Screen(file=sys.stderr, highlight=False)
+        self._plain = not self._rich.is_terminal or self._rich.is_dumb_terminal  # which cannot write a line anew
         self._step = 0
         self._numbers = ""
         self._rate = ""
@@ -55,7 +56,7 @@ class Console:
         self._live = Live(get_renderable=self._line, console=self._rich, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Console:
-        if self._rich.is_terminal:
+        if not self._plain:
             self._live.start()
         return self
 
@@ -64,7 +65,7 @@ class Console:
 
     def phase(self, name: str) -> None:
         """A phase begins: worth a plain line before the first step is done, when there is nothing else to see for a while."""
-        if not self._rich.is_terminal and self._step == 0:
+        if self._plain and self._step == 0:
             self._print(f"{name} ...")
 
     def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
@@ -84,7 +85,7 @@ class Console:
     def _due(self, last: bool) -> bool:
         """Whether the log of plain text gets a line now."""
         now = time.monotonic()
-        if self._rich.is_terminal or not (last or now - self._printed >= SECONDS_BETWEEN_LINES):
+        if not self._plain or not (last or now - self._printed >= SECONDS_BETWEEN_LINES):
             return False
         self._printed = now
         return True

@@ -45,6 +45,21 @@ class Std:
 
 
 @dataclass(frozen=True)
+class SampleShare:
+    """The effective sample size of weights, as a share of their number: (sum of w)^2 / (number * sum of w^2). All 0 have none."""
+
+    total: float
+    square: float
+    count: float
+
+    def merge(self, other: SampleShare) -> SampleShare:
+        return SampleShare(self.total + other.total, self.square + other.square, self.count + other.count)
+
+    def value(self) -> float | None:
+        return self.total**2 / (self.count * self.square) if self.square else None
+
+
+@dataclass(frozen=True)
 class Sum:
     """A count or an extensive quantity."""
 
@@ -156,7 +171,7 @@ class GroupBias:
         return (between(2, error / count) - between(1, goal / count)) / variance
 
 
-Metric = Mean | Std | Sum | Max | Min | Last | Explained | GroupBias
+Metric = Mean | Std | SampleShare | Sum | Max | Min | Last | Explained | GroupBias
 
 
 def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

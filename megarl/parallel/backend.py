@@ -5,11 +5,12 @@ New hardware is one more class here and a line in `choose`. Code elsewhere asks 
 
 from __future__ import annotations
 
-import functools
+import ctypes
+import importlib
 import importlib.metadata
 import os
 import resource
-import tempfile
+import sys
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -19,8 +20,13 @@ from torch import Tensor
 from megarl.config import ConfigError
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
+from megarl.parking import file_buffer
 
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
+TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # what it asks for: from the first on, before the second
+# Read by cuBLAS and Transformer Engine when they are first used; NCCL's choice between algorithms would depend on what it measures.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
 
 
 class Backend(ABC):
@@ -90,9 +96,19 @@ class Cuda(Backend):
 
     collective, fused = "nccl", True
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
+        check_transformer_engine()
+        self._deterministic = deterministic
+        if deterministic:
+            os.environ.update(DETERMINISTIC)
+            torch.use_deterministic_algorithms(True, warn_only=True)  # what has no such algorithm warns by its name
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
+
+    @property
+    def transformer_overrides(self) -> dict[str, Any]:
+        own = {"deterministic_mode": True, "moe_permute_fusion": False} if self._deterministic else {}
+        return super().transformer_overrides | own
 
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         from megarl.parallel import spec
@@ -137,6 +153,10 @@ class Cpu(Backend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        # In an environment for GPUs too: nothing may find one, and Megatron's optimizer would take Transformer Engine's or apex's kernels.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        for package in GPU_PACKAGES:
+            sys.modules[package] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there
         hook.install()
         from megarl.parallel.cpu import patches
 
@@ -163,14 +183,7 @@ class Cpu(Backend):
         return torch.empty(shape, dtype=dtype)
 
     def parking_buffer(self, size: int) -> Tensor:
-        # The CPU's memory is the device's memory here: what is parked lies in an unnamed file of TMPDIR, whose pages the kernel may drop.
-        handle, path = tempfile.mkstemp()
-        try:
-            os.truncate(handle, size)
-            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        finally:
-            os.close(handle)
-            os.unlink(path)
+        return file_buffer(size)  # the CPU's memory is the device's memory here
 
     def peak_memory_mb(self) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -185,19 +198,49 @@ class Cpu(Backend):
         """Nothing is queued."""
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what was freed in between
 
 
-@functools.cache
-def choose() -> Backend:
+_chosen: Backend | None = None
+
+
+def choose(gpus: bool | None = None, deterministic: bool = False) -> Backend:
     """The backend of this process. Call it before anything imports megatron: it mends megatron, and on a CPU installs the hook.
 
-    Raises ConfigError for any Megatron-core but the supported release.
+    Args:
+        gpus: whether to run on a GPU; None: as the first call said, and where that said nothing, if there is one.
+        deterministic: of the first call: a GPU takes only algorithms that repeat their bits.
+
+    Raises:
+        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and CUDA shows none or Transformer Engine is missing.
     """
-    found = importlib.metadata.version("megatron-core")
-    if found != MEGATRON:
-        raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
-    upstream.quiet()
-    backend = Cuda() if torch.cuda.is_available() else Cpu()
-    upstream.apply(backend.device, backend.synchronize)
-    return backend
+    global _chosen
+    if _chosen is None:
+        found = importlib.metadata.version("megatron-core")
+        if found != MEGATRON:
+            raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
+        if gpus and not torch.cuda.is_available():
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise ConfigError(
+                f"cluster.gpus=true: this process sees no CUDA device (torch {torch.__version__}, CUDA_VISIBLE_DEVICES: {shown}); "
+                "bash tools/setup.sh --gpu installs the CUDA builds"
+            )
+        upstream.quiet()
+        chosen = Cuda(deterministic) if (torch.cuda.is_available() if gpus is None else gpus) else Cpu()
+        upstream.apply(chosen.device, chosen.synchronize)
+        _chosen = chosen
+    assert gpus is None or gpus == (_chosen.device.type == "cuda"), "a process has one backend"
+    return _chosen
+
+
+def check_transformer_engine() -> None:
+    """ConfigError where Transformer Engine, of which the layers on GPUs are built, is not there or not what Megatron-core asks for."""
+    remedy = f"Megatron-core {MEGATRON} builds its layers on GPUs of it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
+    try:
+        version = importlib.metadata.version("transformer-engine")
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError; a library of CUDA's that is missing an OSError
+        raise ConfigError(f"transformer-engine: not installed, or it does not load ({error}); {remedy}") from None
+    if not TRANSFORMER_ENGINE[0] <= tuple(map(int, version.split(".")[:2])) < TRANSFORMER_ENGINE[1]:
+        low, end = (".".join(map(str, bound)) for bound in TRANSFORMER_ENGINE)
+        raise ConfigError(f"transformer-engine: {version} is installed, and it must be at least {low} and below {end}; {remedy}")

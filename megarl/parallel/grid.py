@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +12,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.config import Layout
+from megarl.network import interface_towards
 from megarl.parallel.backend import choose
-
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    interface = _interface(_own_address(_host(store)))
+    interface = interface_towards(_host(store))
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)
@@ -213,25 +210,3 @@ def _host(store: dist.Store) -> str:
         store = store.underlying_store
     assert isinstance(store, dist.TCPStore), f"the grid meets at a TCPStore, not at a {type(store).__name__}"
     return store.host
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine from which `host` is reached. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
-
-
-def _interface(address: str) -> str:
-    """The network interface that has an IPv4 address."""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(packed[20:24]) == address:
-                return name
-    raise RuntimeError(f"no network interface of this machine has the address {address}")

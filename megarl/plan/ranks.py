@@ -38,8 +38,9 @@ class Stage:
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    weights: float  # with what CUDA takes: what stays while engines that share the GPU generate
-    optimizer: float  # of all roles: what leaves while they generate
+    weights: float  # of the models on the device, with what CUDA takes
+    resident: float  # with gradients and optimizer
+    waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
     host: float  # of what waits in host memory by `placement.offload`
 
     @property
@@ -109,7 +110,8 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         phase=phase,
         parts={**phases[phase], "context": context},
         weights=(held[0] if work.offload else everything).weights + context,
-        optimizer=everything.optimizer,
+        resident=(held[0] if work.offload else everything).total + context,
+        waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,
     )
 

@@ -41,6 +41,7 @@ class Plan:
     engine: Engine | None
     engines: int
     receiver: float  # bytes of a weight update on a GPU of an engine
+    beside: float  # of a rank that shares this GPU, meanwhile
     host: Host | None
     times: Times | None
     notes: list[str]  # what is assumed, and no run of this release has
@@ -75,6 +76,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     hf, memory = models["model"], memory_gb * GB
     groups = _groups(config, models)
     engine = engines = receiver = host = times = None
+    beside, taking_turns = 0.0, False
     its, elements = facts(hf), model_elements(hf)
     ranks = sum(group.layout.ranks for group in groups)
     asked = ranks
@@ -84,9 +86,12 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.tp
         receiver = receiver_bytes(hf, config.sync, dtype, config.rollout.tp)
         asked += engines
-        shared = gpus is not None and gpus < asked and max(ranks, engines) <= gpus
+        taking_turns = config.placement.engines == "shared"
+        shared = taking_turns or (gpus is not None and gpus < asked and max(ranks, engines) <= gpus)
+        asked = ranks if taking_turns else asked
         if shared:  # rank 0 sends from a GPU that an engine receives on
             receiver += sender_bytes(hf, config.sync, config.model.dtype)
+            beside = max(stage.resident if taking_turns else stage.weights for stage in groups[0].stages)
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
         host = plan_host(config, its, groups, engines, nodes, shared=shared)
         times = plan_times(config, its, elements, engine, device, max(stage.host for group in groups for stage in group.stages))
@@ -104,20 +109,24 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         engine=engine,
         engines=engines or 0,
         receiver=receiver or 0,
+        beside=beside,
         host=host,
         times=times,
         notes=[],
         faults=[],
     )
-    plan.notes.extend(_notes(plan))
+    plan.notes.extend(_notes(plan, taking_turns))
     plan.faults.extend(_faults(plan, asked))
     return plan
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan, taking_turns: bool) -> list[str]:
     found = []
-    if plan.shared:
-        found.append("engines and ranks take turns on the GPUs, and what waits leaves them; apart, they need more GPUs")
+    if plan.shared and not taking_turns:
+        found.append(
+            f"engines and ranks take turns on {plan.gpus} GPUs, gradients and optimizer leave them in a weight update: more than "
+            "placement.engines=shared does so far; apart, they need more GPUs"
+        )
     if plan.engine is not None and plan.engine.tp > NODE:
         found.append(f"rollout.tp={plan.engine.tp} reaches over nodes of {NODE} GPUs, and an engine starts on one node alone: a plan only")
     return found
@@ -178,12 +187,11 @@ def _engine_faults(plan: Plan, engine: Engine, has: str) -> list[str]:
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
             f"sequence of {engine.longest} tokens takes {engine.token * engine.longest / GB:.1f} GB of keys and values"
         )
-    staying = max(stage.weights for stage in plan.groups[0].stages) if plan.shared else 0
-    if share + staying > plan.memory:
+    if plan.shared and share + ASLEEP > plan.memory:
         found.append(
-            f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {staying / GB:.1f} GB of the rank's weights, {has}"
+            f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {ASLEEP / GB:g} GB of a rank that waits, {has}"
         )
-    update = engine.weights + engine.overhead + staying + plan.receiver if plan.shared else share + plan.receiver
+    update = engine.weights + engine.overhead + plan.beside + plan.receiver if plan.shared else share + plan.receiver
     if update > plan.memory:
         found.append(
             f"rollout.gpu_memory_fraction={engine.share:g}: a weight update takes {plan.receiver / GB:.1f} GB on a GPU of an engine beside "

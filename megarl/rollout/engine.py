@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.sync.fingerprint import Print
 
 RequestId = Hashable
+Part = Literal["weights", "kv_cache"]  # of what an engine holds on its device
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,15 @@ class Engine(Protocol):
         """
 
     async def start(
-        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+        self,
+        model: Path,
+        dtype: str,
+        settings: RolloutSettings,
+        seed: int,
+        *,
+        gpu: bool,
+        report_experts: bool = False,
+        sleeps: bool = False,
     ) -> list[int]:
         """Loads a model and returns when the engine can answer.
 
@@ -90,6 +99,7 @@ class Engine(Protocol):
             seed: of what no request's own seed decides.
             gpu: whether the engine has GPUs.
             report_experts: its samples are to have `routed_experts` where the model has experts.
+            sleeps: `sleep` will be called.
 
         Returns:
             The ids of its processes.
@@ -116,6 +126,15 @@ class Engine(Protocol):
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         """Ends requests where they are: `receive` gives what they have, with the finish reason "abort". Other ids are passed over."""
+
+    async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
+        """Leaves the device to others: the cache is dropped, the weights are kept elsewhere or dropped, too.
+
+        Raises RolloutError where requests are unfinished. Until both parts are awake again no request is taken.
+        """
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        """Takes its place on the device again. Weights that were dropped come back with any values: an update must follow."""
 
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
         """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.

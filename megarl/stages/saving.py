@@ -15,6 +15,7 @@ from megarl import termination
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
+from megarl.config.loading import absolute
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
@@ -166,7 +167,7 @@ def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, An
     """A saved configuration with today's defaults for the keys that it did not know; as it is where it is not valid any more."""
     data = {name: value for name, value in tree.get("data", {}).items() if RETIRED.get(name, ...) != value}
     try:
-        return root.model_validate({**tree, "data": data}).model_dump(mode="json")
+        return absolute(root.model_validate({**tree, "data": data})).model_dump(mode="json")
     except ValidationError:
         return tree
 

@@ -47,7 +47,7 @@ def check_sft(config: SftConfig) -> Conversations:
 
 def sft(config: SftConfig) -> None:
     """Trains on the conversations; leaves the model in runs/<name>/model."""
-    data, objective, settings = check_sft(config), Sft(), config.sft
+    data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
 
     def plan(chosen: Sequence[Conversation]) -> MiniBatch:
         return mini_batch(objective, [sample(one) for one in chosen], [0.0] * len(chosen), config.layout.dp, settings.micro_batch_tokens)

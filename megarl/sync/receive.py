@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Rendezvous, broadcast, join, map_shared, open_cuda, unpack
+from megarl.sync.wire import Header, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack
 
 
 class WeightError(ValueError):
@@ -73,8 +73,10 @@ class BucketReceiver:
 
     def _bytes(self, header: Header) -> Tensor:
         if header.path is not None:
+            self._require(header, torch.device("cpu"), "shm")
             return map_shared(header.path, header.nbytes).clone()
         if header.handle is not None:
+            self._require(header, self._device, "cuda_ipc")
             bytes_B = open_cuda(header.handle, self._device.index).clone()
             torch.accelerator.synchronize(self._device)
             return bytes_B
@@ -83,3 +85,12 @@ class BucketReceiver:
         bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
         broadcast(self._group, bytes_B).wait()
         return bytes_B
+
+    def _require(self, header: Header, device: torch.device, transport: str) -> None:
+        """WeightError where the sender's memory is not this worker's, too."""
+        here = place_of(device)
+        if header.place != here:
+            raise WeightError(
+                f"sync.transport={transport}: shares memory, and the trainer's is on {header.place}, this worker's on {here} "
+                "(nccl and gloo send)"
+            )

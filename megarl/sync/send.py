@@ -144,9 +144,10 @@ class Sender:
         """Announces a bucket and starts moving it; the result blocks until the engines have it."""
         if self._transport == "shm":
             assert isinstance(buffer, _SharedBuffer)
-            return announce(replace(bucket.header(), path=buffer.path).plain())
+            return announce(replace(bucket.header(), path=buffer.path, place=wire.place_of(self._place)).plain())
         if self._transport == "cuda_ipc":
-            return announce(replace(bucket.header(), handle=wire.share_cuda(buffer.bytes_B)).plain())
+            handle, place = wire.share_cuda(buffer.bytes_B), wire.place_of(self._place)
+            return announce(replace(bucket.header(), handle=handle, place=place).plain())
         assert self._group is not None, "connect comes before send"
         taken = announce(bucket.header().plain())
         work = wire.broadcast(self._group, bucket.content_B)

@@ -11,6 +11,7 @@ import mmap
 import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+from megarl.network import interface_towards
+
+GLOO = "GLOO_SOCKET_IFNAME"
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -34,6 +38,7 @@ class Header:
     nbytes: int  # of the whole bucket
     path: str | None = None  # transport shm: the file to map
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
+    place: str | None = None  # where path or handle means anything: see `place_of`
 
     def plain(self) -> dict[str, Any]:
         """As a dictionary of strings, numbers, lists and bytes, which any serializer carries."""
@@ -123,8 +128,16 @@ def map_shared(path: str, nbytes: int) -> Tensor:
         os.close(descriptor)
 
 
+def place_of(device: torch.device) -> str:
+    """Names the memory of a device: this machine since it was started, and of a GPU its UUID."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    if device.type == "cpu":
+        return machine
+    return f"{machine}/GPU-{torch.get_device_module(device).get_device_properties(device).uuid}"
+
+
 def share_cuda(bytes_B: Tensor) -> list[Any]:
-    """A handle with which another process of the same machine opens this CUDA buffer; the reader waits for the writes made so far."""
+    """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far."""
     assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
     return list(bytes_B.untyped_storage()._share_cuda_())
 
@@ -144,7 +157,8 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
 
     With gloo it blocks until all members have joined; NCCL's members meet in their first broadcast.
 
-    The environment variables GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say on which interface it listens.
+    It listens on the interface through which it reaches the trainer. (NCCL reads its variable once in a process's life: an engine, where
+    tensor-parallel workers use NCCL first, has it from its start.)
 
     Args:
         rendezvous: the transport, the number of members, and how many seconds to wait for them.
@@ -153,9 +167,18 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)
+    interface = interface_towards(rendezvous.host)
     if rendezvous.transport == "gloo":
-        return dist.ProcessGroupGloo(members, rank, rendezvous.world, timeout)
+        before = os.environ.get(GLOO)
+        os.environ[GLOO] = interface  # an engine's own groups stay on loopback
+        try:
+            return dist.ProcessGroupGloo(members, rank, rendezvous.world, timeout)
+        finally:
+            del os.environ[GLOO]
+            if before is not None:
+                os.environ[GLOO] = before
     assert rendezvous.transport == "nccl", rendezvous.transport
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)

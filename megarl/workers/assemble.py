@@ -14,9 +14,13 @@ import ray
 import torch
 from torch import Tensor
 
+from megarl.algorithms import PolicyAlgorithm
+from megarl.algorithms.correction import BOUND, Correction
+from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
-from megarl.observe.metrics import Max, Mean, Metric, Std
-from megarl.workers.plan import StepPlan
+from megarl.observe.metrics import Max, Mean, Metric, SampleShare, Std
+from megarl.workers.plan import Split, StepPlan, loss_weights
+from megarl.workers.plan import members as chosen_in
 
 Columns = list[tuple[list[int], Any]]
 """What one group of ranks computed for another: for each micro-batch its responses, and a reference to a dictionary of columns for each."""
@@ -119,6 +123,31 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
     ]
 
 
+def corrections(
+    algorithm: PolicyAlgorithm, correction: Correction, whole: Batch, members: Sequence[int], split: Split, sum_over: SumOver
+) -> dict[str, Tensor]:
+    """What the correction adds to the responses of a data-parallel rank. Collective, but for the simplest ones.
+
+    Args:
+        algorithm: of the run.
+        correction: its own.
+        whole: the responses, with every entry.
+        members: the same, as indices into the N axis.
+        split: of the step.
+        sum_over: joins all data-parallel ranks.
+
+    Returns:
+        "correction" [T], and where it drops tokens from the denominators also "weight" [T], the loss weights of those that stay.
+    """
+    correction_T = correction.weights(whole, sum_over)
+    if correction.denominator == "all":
+        return {"correction": correction_T}
+    count_N = torch.zeros(1 + max(n for mini_batch in split for n in chosen_in(mini_batch)), dtype=torch.int64)
+    count_N[list(members)] = whole.sequence_sum((correction_T > 0).long())
+    weight_N = loss_weights(algorithm, sum_over(count_N), split)[list(members)].to(correction_T.dtype)
+    return {"correction": correction_T, "weight": torch.where(correction_T > 0, whole.spread(weight_N), 0.0)}
+
+
 def known(batch: Batch) -> Batch:
     """The batch with the loss tokens alone whose log-probs this rank computed."""
     return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
@@ -127,7 +156,8 @@ def known(batch: Batch) -> Batch:
 def mismatch(batch: Batch) -> dict[str, Metric]:
     """How far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
 
-    rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2.
+    rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2,
+    chi2 the mean of exp(2 d) - 1 (d no further from 0 than a correction takes it).
     """
     here_T = known(batch).mask_T
     old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
@@ -138,6 +168,7 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
     def mean(value: Tensor) -> Metric:
         return Mean(float(value.sum()), tokens)
 
+    bounded = d.clamp(-BOUND, BOUND)
     return {
         "training/rollout_probs_diff_mean": mean(gap),
         "training/rollout_probs_diff_max": Max(float(gap.max())),
@@ -148,4 +179,52 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
         "rollout_corr/k3_kl": mean(torch.expm1(d) - d),
         "rollout_corr/ratio_gt_2": mean((d.abs() > 0.6931471805599453).double()),
         "rollout_corr/rollout_is_mean": mean(d.exp()),
+        "rollout_corr/chi2": mean(torch.expm1(2 * bounded)),
+    }
+
+
+def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict[str, Metric]:
+    """The same for whole responses: how surprised trainer and engine are by what the engine sampled.
+
+    ppl of either: mean over responses of exp(-mean_t lp); log_ppl_diff: mean of mean_t(rollout - old), log_ppl_abs_diff of its absolute
+    value; ppl_ratio: mean of exp(mean_t(rollout - old)), the trainer's perplexity over the engine's.
+
+    Args:
+        batch: with "old_logp" at every entry.
+        sum_over: joins the ranks that share the sequences; None: they are whole.
+    """
+    here_N = batch.count_N > 0
+    if not here_N.any():
+        return {}
+
+    sums_2N = torch.stack([batch.sequence_sum(batch.extra_T[name].double()) for name in ("old_logp", "rollout_logp")])
+    sums_2N = sums_2N if sum_over is None else sum_over(sums_2N)
+    trainer, engine = (-sums_2N[:, here_N] / batch.count_N[here_N]).unbind()
+
+    def mean(value_N: Tensor) -> Metric:
+        return Mean(float(value_N.sum()), float(len(value_N)))
+
+    return {
+        "rollout_corr/training_ppl": mean(trainer.exp()),
+        "rollout_corr/rollout_ppl": mean(engine.exp()),
+        "rollout_corr/log_ppl_diff": mean(trainer - engine),
+        "rollout_corr/log_ppl_abs_diff": mean((trainer - engine).abs()),
+        "rollout_corr/ppl_ratio": mean((trainer - engine).exp()),
+    }
+
+
+def weight_metrics(weight_T: Tensor, batch: Batch) -> dict[str, Metric]:
+    """The correction's weights at the loss tokens: mean, largest, share of those that are 0, and what share of the tokens they are worth.
+
+    weight_ess is the effective sample size (sum w)^2 / sum w^2 over the number of tokens (Kish): 1 where all weights are alike.
+    """
+    weight = weight_T[batch.mask_T].double()
+    if not len(weight):
+        return {}
+    tokens, total = float(len(weight)), float(weight.sum())
+    return {
+        "rollout_corr/weight_mean": Mean(total, tokens),
+        "rollout_corr/weight_max": Max(float(weight.max())),
+        "rollout_corr/weight_zeroed": Mean(float((weight == 0).sum()), tokens),
+        "rollout_corr/weight_ess": SampleShare(total, float(weight.square().sum()), tokens),
     }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster.placement import Kind
-from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings
 
 if TYPE_CHECKING:
     from megarl.workers.model_worker import Role
+
+ENGINES = "engines"  # their kind
 
 
 def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
@@ -32,8 +36,24 @@ def demand(config: RunSettings) -> list[Kind]:
     if isinstance(config, EvalConfig | PairsConfig):
         return [engine_kind(config.rollout, gpus)]
     if isinstance(config, TrainConfig):
-        return [*(rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)), engine_kind(config.rollout, gpus)]
+        shared = config.placement.engines == "shared" and gpus
+        groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
+        if not shared:
+            return [*groups, engine_kind(config.rollout, gpus)]
+        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine has the GPUs of ranks of one node
+        return [replace(groups[0], blocks=together), *groups[1:]]
     return [rank_kind("model", config.layout, gpus)]
+
+
+def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
+    """What ranks and engines read, and the directories that they write into, by dotted key."""
+    read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
+    if isinstance(config, TrainConfig):
+        source = config.reward.source
+        read |= {"critic.path": config.critic.path if config.critic else None}
+        read |= {"reward.source.path": source.path if isinstance(source, ModelReward) else None}
+    written = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}
+    return {key: path for key, path in read.items() if path is not None}, written
 
 
 def processes(config: RunSettings) -> int:
@@ -53,4 +73,4 @@ def rank_kind(name: str, layout: Layout, gpus: bool) -> Kind:
 
 def engine_kind(settings: RolloutSettings, gpus: bool) -> Kind:
     """The engines: all GPUs of one are on one node."""
-    return Kind("engines", settings.replicas, settings.tp if gpus else 0)
+    return Kind(ENGINES, settings.replicas, settings.tp if gpus else 0)

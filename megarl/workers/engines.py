@@ -16,6 +16,7 @@ from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
 from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
+from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
 
@@ -25,31 +26,47 @@ class Engines:
 
     group: ActorGroup
     settings: RolloutSettings
+    turns: Turns | None = None  # where they share devices with the policy's ranks
 
     @classmethod
     def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
         """Starts the processes; `open` gives them weights.
 
         Args:
-            config: says whether GPUs are used.
+            config: says whether GPUs are used, and whether ranks use the same.
             settings: of the engines.
             places: a scheduling strategy for each engine, of `reserve_workers`.
         """
+        shared = isinstance(config, TrainConfig) and config.placement.engines == "shared"
         actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
+        as_guests = shared and config.cluster.gpus  # in the place of a rank
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guests else {"num_cpus": 1, "num_gpus": gpus}
+        if gpus and config.cluster.deterministic:
+            options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
         actors = [
-            actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(f"engine {index}", ENGINES[settings.engine.type])
+            actor.options(scheduling_strategy=place, **options).remote(f"engine {index}", ENGINES[settings.engine.type])
             for index, place in enumerate(places)
         ]
-        return cls(ActorGroup("engine", actors), settings)
+        group = ActorGroup("engine", actors)
+        return cls(group, settings, Turns(group, config.cluster.phase_timeout_s) if shared else None)
 
-    def open(self, model: Path, config: RunSettings) -> list[Any]:
-        """Starts every engine with the weights of `model`; returns at once, with what to wait for."""
+    def open(self, model: Path, config: RunSettings, devices: Sequence[str] = ()) -> list[Any]:
+        """Starts every engine with the weights of `model`; returns at once, with what to wait for.
+
+        Args:
+            model: a Hugging Face directory.
+            config: of the run.
+            devices: the GPUs of the ranks that they share them with, `rollout.tp` for each engine; none: Ray has given them their own.
+        """
         report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
         dtype = self.settings.dtype or config.model.dtype
-        return self.group.start("open", model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts)
+        tp, told = self.settings.tp, (model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.turns is not None)
+        return [actor.open.remote(*told, devices[index * tp : (index + 1) * tp]) for index, actor in enumerate(self.group.actors)]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
         """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
+        if self.turns is not None:
+            self.turns.to_engines()
         numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
         replicas = len(self.group.actors)
         busy = [(actor, numbered[index::replicas]) for index, actor in enumerate(self.group.actors) if index < len(numbered)]

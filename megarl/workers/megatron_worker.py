@@ -31,6 +31,10 @@ class MegatronWorker:
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads())
 
+    def devices(self) -> list[str]:
+        """The GPUs that Ray has given to this process."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     def listen(self) -> tuple[str, int]:
         """On rank 0: opens the rendezvous of the ranks. Returns its address."""
         from megarl.parallel.grid import listen_store
@@ -47,7 +51,8 @@ class MegatronWorker:
         with uncollected():
             from megarl.parallel import backend
 
-            self._backend = backend.choose()  # before anything imports megatron
+            cluster = self._config.cluster
+            self._backend = backend.choose(cluster.gpus, cluster.deterministic)  # before anything imports megatron
             from megarl.parallel import grid
             from megarl.workers import model  # noqa: F401  # what `_model` will need
 
@@ -61,7 +66,7 @@ class MegatronWorker:
         raise NotImplementedError
 
     def trained(self) -> Mapping[str, ModelState]:
-        """The models with their optimizers, by name, on the device."""
+        """The models with their optimizers, by name."""
         raise NotImplementedError
 
     def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:

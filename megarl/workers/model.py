@@ -22,10 +22,10 @@ from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
-from megarl.parallel.offload import Parking
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf
+from megarl.parking import Parking
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
 Read = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -58,7 +58,7 @@ class Model:
             optimizer: None: the model is frozen.
             updates: optimizer steps of the whole run, for the learning rate.
         """
-        self._path, self._grid, self._parking = path, grid, Parking(backend)
+        self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
@@ -134,10 +134,12 @@ class Model:
             self._parking.park(self._trainable.state())
         for module in self._modules:
             self._parking.park([*module.parameters(), *module.buffers()])
+        self._backend.empty_cache()
 
     def wake(self) -> None:
         """Back on the device, where it was parked."""
         self._parking.wake()
+        self._backend.synchronize()
 
     def stream(self, dtype: str | None) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""

@@ -22,6 +22,7 @@ from megarl.workers.engines import Engines
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted, Response
+from megarl.workers.turns import Turns
 from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
 
 
@@ -32,6 +33,7 @@ class ModelGroups:
     config: TrainConfig
     groups: tuple[WorkerGroup, ...]
     experts: ExpertsWanted | None  # what the ranks want to know of the experts that the engine chose
+    turns: Turns | None = None  # where the policy's ranks share devices with the engines
 
     def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""
@@ -45,18 +47,26 @@ class ModelGroups:
         """The reward model's scores."""
         group = self.of("reward")
         assert group is not None and len(responses)
+        self._take_devices()
         score_N = group.rewards(plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens))
         return [score_N[n] for n in range(len(responses))]
 
-    def forward(self, batch: RolloutBatch) -> tuple[StepPlan, dict[str, Metric]]:
+    def forward(self, batch: RolloutBatch, *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
         """Plans the step and runs every model over its tokens: old log-probs, reference log-probs, values; all groups at the same time.
 
-        Returns the plan, and what the log-probs say about the engine's.
+        Args:
+            batch: the step's responses.
+            score: the policy reads them now, even where its log-probs are not needed before the update.
+            sync_follows: the engines get new weights before they answer again.
+
+        Returns:
+            The plan, and what the log-probs say about the engine's, where the policy has read them.
         """
+        self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         stages = () if self.experts is None else self.experts.stages
         plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), stages) for group in readers]
-        running = [group.forward(plan) for group, plan in zip(readers, plans, strict=True)]
+        running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
             names = [COLUMN[role] for role in group.roles if role in COLUMN]
@@ -102,6 +112,8 @@ class ModelGroups:
 
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
         """Brings the policy's weights into every engine."""
+        if self.turns is not None:
+            self.turns.wake_weights()
         return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
 
     @property
@@ -126,6 +138,7 @@ class ModelGroups:
         Raises:
             SaveError: this save or the one before failed.
         """
+        self._take_devices()
         several = len(set(self.folders.values())) > 1
         # One more, lest the steps that all folders have run out when a run is killed between their last writes.
         keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings
@@ -141,7 +154,13 @@ class ModelGroups:
 
     def load(self, steps: Mapping[str, Verified]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them."""
+        self._take_devices()
         self._wait([group.group.start("load", steps) for group in self._trainers], "load")
+
+    def _take_devices(self, *, keep_weights: bool = True) -> None:
+        """The engines leave the devices, where they are shared."""
+        if self.turns is not None:
+            self.turns.to_ranks(keep_weights=keep_weights)
 
     @property
     def _trainers(self) -> list[WorkerGroup]:
@@ -155,34 +174,48 @@ class ModelGroups:
         """Writes the model of a role as a Hugging Face directory."""
         group = self.of(role)
         assert group is not None
+        self._take_devices()
         group.save(role, directory)
 
 
 def start(config: TrainConfig) -> tuple[ModelGroups, Engines]:
-    """Ranks and engines, ready; all start at the same time. The engines begin with `model.base` where there is one."""
-    *places, engine_places = reserve_workers(config, demand(config))
+    """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
+
+    The engines begin with `model.base` where there is one.
+    """
+    rank_places, engine_places = places_of(config)
     engines = Engines.create(config, config.rollout, engine_places)
-    opening = engines.open(config.model.base or config.model.path, config)
-    models = start_groups(config, places)
+    created = [
+        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
+        for (roles, layout), own in zip(assign_roles(config), rank_places, strict=True)
+    ]
+    shared_gpus = engines.turns is not None and config.cluster.gpus
+    devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s) if shared_gpus else []
+    opening = engines.open(config.model.base or config.model.path, config, [gpu for own in devices for gpu in own])
+    if engines.turns is not None:
+        engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+        engines.turns.to_ranks()
+    models = build_groups(config, created, engines.turns)
     engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
 
 
-def start_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> ModelGroups:
-    """The groups of ranks, ready, one rank at each place."""
-    created = [
-        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
-        for (roles, layout), own in zip(assign_roles(config), places, strict=True)
-    ]
-    return build_groups(config, created)
+def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
+    """The places of each group of ranks, and of the engines. Where GPUs are shared, an engine's is that of the first rank that it joins."""
+    places = reserve_workers(config, demand(config))
+    if config.placement.engines == "shared" and config.cluster.gpus:
+        return places, places[0][: config.rollout.replicas * config.rollout.tp : config.rollout.tp]
+    return places[:-1], places[-1]
 
 
-def build_groups(config: TrainConfig, created: Sequence[ActorGroup]) -> ModelGroups:
+def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None) -> ModelGroups:
     """The models on processes that are there: a group for each of `assign_roles`."""
     build_ranks(created, config)
+    if turns is not None:
+        turns.join(created[0])
     timeout_s, roles = config.cluster.phase_timeout_s, assign_roles(config)
     groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
-    return ModelGroups(config, groups, groups[0].experts_wanted(config.routing.reported))
+    return ModelGroups(config, groups, groups[0].experts_wanted(config.routing.reported), turns)
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:
@@ -205,6 +238,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         critic_updates=critic_updates,
         critic_together=max(1, (wished or 0) // capacity(config, roles)),
         reward=source.path if isinstance(source, ModelReward) else None,
+        old_logp=config.old_logp,
         offload=config.placement.offload,
         routing=config.routing,
     )

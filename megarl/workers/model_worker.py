@@ -8,7 +8,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +18,22 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
-from megarl.algorithms.ops import sequence_kl
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Max, Mean, Metric, merge
-from megarl.workers.assemble import Columns, assemble, columns, known, mismatch, spread, with_columns
+from megarl.workers.assemble import (
+    Columns,
+    assemble,
+    columns,
+    corrections,
+    known,
+    mismatch,
+    mismatch_of_sequences,
+    spread,
+    weight_metrics,
+    with_columns,
+)
 from megarl.workers.critic import Critic, critic_metrics, loss_metrics
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan, StepPlan
@@ -54,6 +65,7 @@ class RLSpec:
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
     routing: RoutingSettings = RoutingSettings()
+    old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
 
 class ModelWorker(MegatronWorker):
@@ -82,21 +94,33 @@ class ModelWorker(MegatronWorker):
         self._publisher: WeightPublisher | None = None
         self._kl_coef = 0.0
 
-    def forward(self, plan: StepPlan) -> dict[str, Metric]:
+    def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
         """Fetches this data-parallel rank's responses and computes what its models say of them: log-probs before the step, values.
 
-        Keeps the mini-batches for `update`. Returns what the policy's log-probs say about the engine's.
+        Keeps the mini-batches for `update`.
+
+        Args:
+            plan: of the step.
+            score: the policy reads the responses even where its old log-probs come from elsewhere.
+
+        Returns:
+            What the policy's log-probs say about the engine's, where it has read them.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
         mini_batches = [[assemble(plan, members, layers) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
+        self._split = plan.split
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
                 flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+        self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
-            flat, metrics = self._score_policy(flat)
+            if self._scored:
+                flat, metrics = self._score_policy(flat)
+            if self._spec.old_logp != "forward":
+                flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
         if "critic" in self._models:
             flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
@@ -116,8 +140,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
-        speaks = self._grid.tp_rank == 0 and self._grid.cp_rank == 0
-        return columns(batches, self._members, names) if speaks else []
+        return columns(batches, self._members, names) if self._speaks else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
         """Adds columns of another group to the scored plan, each number on the rank that computed that token's own."""
@@ -131,11 +154,11 @@ class ModelWorker(MegatronWorker):
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:
-        """sum_t (old_t - ref_t) of each response of the last plan, over the loss tokens that this rank computed and reports."""
+        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports."""
         found: dict[int, float] = {}
         if self._spec.algorithm.needs_reference and self._reports:
-            for members, batch in zip(self._members, self._flat(), strict=True):
-                found |= dict(zip(members, sequence_kl(known(batch)).tolist(), strict=True))
+            for members, batch in zip(self._members, map(known, self._flat()), strict=True):
+                found |= dict(zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True))
         return found
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
@@ -147,7 +170,8 @@ class ModelWorker(MegatronWorker):
             monte_carlo: the critic's targets are what came of each token, whatever its lambda.
 
         Returns:
-            How well the critic's values explain the returns, on the ranks that report; {} elsewhere and without a critic.
+            On the ranks that report: how well the critic's values explain the returns, how far the engine's log-probs of whole responses
+            are from the trainer's, and what the correction does about it.
         """
         algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
@@ -159,11 +183,18 @@ class ModelWorker(MegatronWorker):
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
+        metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
+        if algorithm.correction is not None:
+            members = [n for chosen in self._members for n in chosen]
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._sum_over_replicas)
+            metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
         self._keep(filled, self._mini_batches)
-        return merge([critic_metrics(batch) for batch in filled]) if algorithm.needs_critic and self._reports else {}
+        if algorithm.needs_critic and self._reports:
+            metrics += [critic_metrics(batch) for batch in filled]
+        return merge(metrics)
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
@@ -171,7 +202,8 @@ class ModelWorker(MegatronWorker):
             results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit, routing)
             metrics = merge(results) if self._reports else {}
             if routing is not None:
-                metrics |= routing.metrics("policy")
+                metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
+        self._fresh = False
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -215,12 +247,12 @@ class ModelWorker(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: self._awake(role).state for role in self._roles if role in TRAINED}
+        return {role: replace(self._models[role].state, wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
-    def _awake(self, role: Role) -> Model:
-        """The model of a role on the device, whoever else is there."""
-        self._models[role].wake()
-        return self._models[role]
+    def park(self) -> None:
+        """All models leave the device; each comes back when it is used."""
+        for model in self._models.values():
+            model.park()
 
     def _use(self, role: Role) -> Model:
         """The model of a role, on the device; where models take turns, the others leave it."""
@@ -228,7 +260,7 @@ class ModelWorker(MegatronWorker):
             for other, model in self._models.items():
                 if other != role:
                     model.park()
-            self._models[role].wake()
+        self._models[role].wake()
         return self._models[role]
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
@@ -270,6 +302,11 @@ class ModelWorker(MegatronWorker):
         """The critic, on the device."""
         return Critic(self._use("critic"), self._grid, self._spec.critic_together, replay=self._spec.routing.critic)
 
+    @property
+    def _speaks(self) -> bool:
+        """True on the one rank of each data-parallel replica that reports what is known of whole sequences."""
+        return self._reports and self._grid.cp_rank == 0
+
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
 
@@ -285,6 +322,18 @@ class ModelWorker(MegatronWorker):
         names = [name for name in COLUMN.values() if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
+    def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
+        """The values of the entries whose output this rank computes; NaN for entries of other ranks."""
+        from megarl.parallel.packing import pack_micro
+
+        if not self._grid.is_last_stage:
+            return torch.full_like(value_T, torch.nan)
+        if self._grid.cp_size == 1 or not len(batch):
+            return value_T
+        place = {"cp_rank": self._grid.cp_rank, "cp_size": self._grid.cp_size, "tp": self._grid.layout.tp}
+        entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
+        return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
+
     def _logp(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
         return self._logprobs(logits_RV, row_T, batch)[0]
 
@@ -297,8 +346,15 @@ class ModelWorker(MegatronWorker):
 
     def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
-        loss = self._spec.algorithm.loss(logp_T, entropy_T, batch, self._sum_over, self._kl_coef)
+        seen = batch.with_extra(old_logp=logp_T.detach())
+        loss = self._spec.algorithm.loss(
+            logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
+        )
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted is not None:
             total = total + loss.weighted
-        return total, loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        metrics = loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        if self._fresh and self._spec.old_logp != "forward":  # the weights are those that the step began with
+            of_sequences = mismatch_of_sequences(seen, self._sum_over)
+            metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
+        return total, metrics

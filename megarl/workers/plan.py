@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
 from megarl.config import TrainConfig
@@ -93,17 +95,16 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
-    weight_N = torch.zeros(len(responses), dtype=torch.float64)
+    weight_N = loss_weights(algorithm, count_N, split)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
     for chosen in map(members, split):
         if count_N[chosen].any():
-            weight_N[chosen] = algorithm.weights(count_N[chosen])
             positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
             if positive_N is not None and positive is not None:
                 positive_N[chosen] = positive
-            if value_N is not None:
-                value_N[chosen] = value_weights(count_N[chosen])
+            if value_N is not None and config.critic is not None:
+                value_N[chosen] = value_weights(count_N[chosen], config.critic.aggregation)
     return StepPlan(
         payload_N=[response.payload for response in responses],
         experts_N=[response.experts for response in responses],
@@ -116,6 +117,21 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
     )
+
+
+def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> Tensor:
+    """The weight of a loss token of each response in its mini-batch's policy loss, float64 [N]; 0 in a mini-batch without loss tokens.
+
+    Args:
+        algorithm: of the run.
+        count_N: loss tokens of each response of the step, int64.
+        split: of the step.
+    """
+    weight_N = torch.zeros(len(count_N), dtype=torch.float64)
+    for chosen in map(members, split):
+        if count_N[chosen].any():
+            weight_N[chosen] = algorithm.weights(count_N[chosen])
+    return weight_N
 
 
 def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:

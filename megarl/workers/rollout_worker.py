@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.imports import find
-from megarl.rollout.engine import Engine, RolloutError
+from megarl.network import interface_towards
+from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
 
@@ -54,7 +56,17 @@ class RolloutWorker:
     def __init__(self, label: str, engine: str) -> None:
         self._engine: Engine = find(engine)(label)
 
-    async def open(self, model: Path, dtype: str, settings: RolloutSettings, seed: int, gpu: bool, report_experts: bool) -> None:
+    async def open(
+        self,
+        model: Path,
+        dtype: str,
+        settings: RolloutSettings,
+        seed: int,
+        gpu: bool,
+        report_experts: bool,
+        sleeps: bool,
+        devices: Sequence[str],
+    ) -> None:
         """Starts the engine, as `Engine.start` says, and loads the tokenizer.
 
         Args:
@@ -64,9 +76,14 @@ class RolloutWorker:
             seed: of the run.
             gpu: whether the engine has GPUs.
             report_experts: whether its samples say which experts their tokens were sent to.
+            sleeps: whether it leaves its devices to ranks in between.
+            devices: the GPUs of those ranks; none: those that this process has.
         """
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
-        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
+        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
     async def respond(
         self, share: Sequence[tuple[int, list[int]]], sampling: Sampling, experts: ExpertsWanted | None = None
@@ -103,6 +120,12 @@ class RolloutWorker:
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [ray.put(found[:, list(stage)]) for stage in wanted.stages]
+
+    async def sleep(self, keep_weights: bool, timeout_s: float) -> None:
+        await self._engine.sleep(timeout_s, keep_weights=keep_weights)
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        await self._engine.wake(part, timeout_s)
 
     # A weight update, as the WeightPublisher drives it: see Engine.
 

@@ -44,8 +44,8 @@ class WeightPublisher:
     def publish(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
         """Moves the whole stream into every engine and puts it to work as `version`.
 
-        Raises FingerprintMismatch naming the tensors, where an engine holds other bits than were exported (`sync.verify`), and whatever an
-        engine or the transport raised.
+        With `sync.verify`, FingerprintMismatch names the tensors of which an engine holds other bits than were exported, FloatingPointError
+        those that are not finite. Raises whatever an engine or the transport raised, too.
         """
         begun, timeout_s = time.perf_counter(), self._settings.timeout_s
         prints = Fingerprinter()

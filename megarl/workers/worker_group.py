@@ -13,9 +13,11 @@ import ray
 from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
+from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
+from megarl.workers.demand import files
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
@@ -43,9 +45,9 @@ class WorkerGroup:
         _, _, layers, topk = told[0]
         return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
 
-    def forward(self, plan: StepPlan) -> Running:
-        """Hands the step to the ranks; they compute what their models say of its tokens."""
-        return self.group.start("forward", plan)
+    def forward(self, plan: StepPlan, score: bool) -> Running:
+        """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
+        return self.group.start("forward", plan, score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
@@ -63,7 +65,7 @@ class WorkerGroup:
         self.group.call("take", given, names, timeout_s=self.timeout_s)
 
     def sequence_kl(self, responses: int) -> np.ndarray:
-        """sum_t (old_t - ref_t) of each response of the scored plan, float64 [N]; 0 without a reference."""
+        """Each response's KL to the reference in the scored plan (`old_kl`), float64 [N]; 0 without a reference."""
         kl_N = np.zeros(responses)
         for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
             for n, value in part.items():
@@ -79,7 +81,7 @@ class WorkerGroup:
             monte_carlo: the critic is to learn what came of each token, whatever its lambda.
 
         Returns:
-            What a critic explained of the returns; {} without one.
+            What a critic explained of the returns, and how far engine and trainer are apart on whole responses.
         """
         return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
 
@@ -156,7 +158,7 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
     """Reserves a place for each process.
 
     Args:
-        config: says how long to wait.
+        config: of the run.
         kinds: of `demand`.
 
     Returns:
@@ -164,5 +166,9 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
 
     Raises:
         WorkerLate: the cluster has no room in time.
+        ConfigError: a machine of a cluster that was joined does not see the run's files.
     """
-    return reserve(kinds, config.cluster.start_timeout_s)
+    places = reserve(kinds, config.cluster.start_timeout_s)
+    if config.cluster.address is not None:
+        check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
+    return places

@@ -27,7 +27,7 @@ from megarl.parallel.collectives import summed
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from tests.distributed.tiny_training import TINY, Job, build, global_batch, shares
-from tests.unit.algorithms.cases import ALGORITHMS, contiguous, ragged, weighted, zigzag
+from tests.unit.algorithms.cases import ALGORITHMS, contiguous, corrected, ragged, weighted, zigzag
 
 Cut = Literal["contiguous", "zigzag"]
 LENGTHS = [1, 40, 2, 17, 3, 9, 25, 300, 5, 1, 33, 12, 8]  # with the response without loss tokens 14, so 7 pairs
@@ -35,12 +35,12 @@ LENGTHS = [1, 40, 2, 17, 3, 9, 25, 300, 5, 1, 33, 12, 8]  # with the response wi
 
 @dataclass(frozen=True)
 class Setting:
-    """One loss on its global batch. `advantages` works on whole sequences and sums over data-parallel ranks."""
+    """One loss on its global batch. `prepare` adds what whole sequences give, summed over data-parallel ranks: advantages, a correction."""
 
     batch: Batch
     x_T: Tensor  # log-probs, or what a head puts out
     loss: Callable[[Tensor, Batch, SumOver], Loss]
-    advantages: Callable[[Batch, SumOver], Tensor] | None = None
+    prepare: Callable[[Batch, SumOver], dict[str, Tensor]] | None = None
 
 
 def policy(algorithm: PolicyAlgorithm) -> Setting:
@@ -50,7 +50,9 @@ def policy(algorithm: PolicyAlgorithm) -> Setting:
         weighted(algorithm, batch.with_extra(entropy=entropy_T)),
         logp_T,
         lambda x_T, part, sum_over: algorithm.loss(x_T, part.extra_T["entropy"], part, sum_over, algorithm.kl_coef),
-        lambda part, sum_over: algorithm.token_advantages(part, sum_over, algorithm.kl_coef),
+        lambda part, sum_over: (
+            {"advantage": algorithm.token_advantages(part, sum_over, algorithm.kl_coef)} | corrected(algorithm, part, sum_over)
+        ),
     )
 
 
@@ -123,9 +125,10 @@ def losses(grid: Grid, cut: Cut, micro_batches: int) -> dict[str, Part]:
 def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
     batch, pair_T = given.batch, given.batch.seq_T // 2
     mine_T = (pair_T % grid.dp_size == grid.dp_rank).nonzero().squeeze(1)
-    if given.advantages is not None:
-        made_T = given.advantages(batch.take(mine_T), lambda value: summed(value, grid.groups.dp))
-        batch = batch.with_extra(advantage=torch.zeros(len(batch), dtype=made_T.dtype).index_copy(0, mine_T, made_T))
+    if given.prepare is not None:
+        made = given.prepare(batch.take(mine_T), lambda value: summed(value, grid.groups.dp))
+        nothing_T = torch.zeros(len(batch), dtype=torch.float64)
+        batch = batch.with_extra(**{name: nothing_T.index_copy(0, mine_T, made_T) for name, made_T in made.items()})
     x_T = given.x_T.clone().requires_grad_()
     held_T, place_T = _held(batch, cut, grid.cp_rank, grid.cp_size), pair_T // grid.dp_size % micro_batches
     total, metrics = torch.zeros((), dtype=torch.float64), []
@@ -137,7 +140,7 @@ def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
         metrics.append(shown(loss))
     total.backward()
     assert x_T.grad is not None
-    reported = grid.cp_rank == 0 and given.advantages is not None
+    reported = grid.cp_rank == 0 and given.prepare is not None
     advantage_T = torch.where(batch.mask_T, batch.extra_T["advantage"], 0.0) if reported else torch.zeros(len(batch))
     return Part(float(total.detach()), x_T.grad.numpy(), advantage_T.numpy(), merge(metrics))
 

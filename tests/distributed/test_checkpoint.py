@@ -16,7 +16,7 @@ from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
 
-STEPS = 3  # before the save, and after it
+STEPS = 2  # before the save, and after it
 ONE = Layout()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import Layout
+from megarl.network import own_address
 from tests.distributed.tiny_training import (
     Job,
     compiler_is_imported,
@@ -13,6 +14,7 @@ from tests.distributed.tiny_training import (
     forward_only,
     listening,
     make_checkpoint,
+    meet_for_weights,
     missing,
     not_finite,
     torch_is_untouched,
@@ -31,6 +33,12 @@ def test_every_listening_socket_is_on_loopback(pool: Pool) -> None:
     assert pool.run(listening, Layout(ranks=4, tp=2, pp=2)) == [{LOOPBACK}] * 4
 
 
+def test_engines_meet_the_trainer_on_the_interface_that_it_listens_on(pool: Pool) -> None:
+    host = own_address("198.51.100.1")  # this machine's, as seen from elsewhere; nothing is sent
+    address = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
+    assert pool.run(meet_for_weights, Layout(ranks=2), host) == [set(), {LOOPBACK, address}]
+
+
 def test_training_on_a_cpu_does_not_import_the_compiler(pool: Pool, job: Job) -> None:
     """A second of every rank's start."""
     assert pool.run(compiler_is_imported, Layout(), job) == [False]
@@ -46,6 +54,14 @@ def test_empty_micro_batch_is_run_and_not_visited(pool: Pool, job: Job, layout: 
     assert [len(seen) for seen in visits] == ([2, 2] if layout.cp == 2 else [0, 2] if layout.pp == 2 else [2])
     [one] = pool.run(forward_only, Layout(), job)
     assert sum(map(sum, visits)) == sum(one)
+
+
+def test_spawned_ranks_as_there_are_on_gpus_do_what_forked_ones_do(pool: Pool, job: Job) -> None:
+    spawned = Pool("spawn")
+    try:
+        assert spawned.run(forward_only, Layout(), job) == pool.run(forward_only, Layout(), job)
+    finally:
+        spawned.close()
 
 
 def test_step_with_a_gradient_that_is_not_finite_is_skipped(pool: Pool, job: Job) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from megarl.config import Layout
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid, destroy_grid, init_grid
-from megarl.parallel.offload import Parking
+from megarl.parking import Parking
 from tests.distributed.tiny_training import Job, build, learn, make_checkpoint
 from tests.rank_pool import Pool
 
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 def park_and_wake(policy: Any) -> None:
     """The policy leaves the device and comes back."""
-    parking = Parking(choose())
+    parking = Parking(choose().parking_buffer)
     parking.park(policy.gradients(), keep=False)
     parking.park(policy.state())
     parking.wake()

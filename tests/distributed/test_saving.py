@@ -23,6 +23,7 @@ from megarl.checkpoints.steps import encode, newest, read_manifest
 from megarl.config import Layout
 from megarl.parallel.checkpoint.staging import StagedWriter
 from tests.distributed.checkpoint_work import (
+    all_equal,
     die_in_a_save,
     fail_then_recover,
     load_alone,
@@ -31,6 +32,7 @@ from tests.distributed.checkpoint_work import (
     save_into,
     save_several,
     stale,
+    take_turns,
     verified,
     wait_for_a_rank_that_never_writes,
 )
@@ -81,6 +83,15 @@ def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_pa
         assert "score.weight" in after if head == "value" else "output_layer.weight" in after
         assert {key for key in before if not key.startswith("optimizer.")} == set(after)
         assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+
+
+def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: Pool, path: Path, tmp_path: Path) -> None:
+    together, turns = (pool.run(take_turns, ONE, path, tmp_path / str(offload), offload)[0] for offload in (False, True))
+    assert all(seen == {"policy", "critic"} for seen in together)
+    assert len(turns) == len(together) > 20 and all(len(seen) == 1 for seen in turns)
+    for number in (1, 2):
+        one, other = (tmp_path / str(offload) / f"step_{number:06d}" for offload in (False, True))
+        assert pool.run(all_equal, ONE, one, other) == [True]
 
 
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from megarl.models.hf import read_config
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.grid import Grid
+from megarl.parallel.grid import Grid, connect_store, listen_store
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
+from megarl.sync import wire
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -240,6 +241,22 @@ def listening(grid: Grid) -> set[str]:
             if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
                 found.add(fields[1].split(":")[0])
     return found
+
+
+def meet_for_weights(grid: Grid, host: str) -> set[str]:
+    """Where this process listens once two members of a group for weights have met at `host`: it had itself set gloo to loopback."""
+    assert os.environ[wire.GLOO] == "lo"
+    if grid.rank == 0:
+        store, port = listen_store(host, 2, 60.0)
+        grid.store.set("weights", str(port))
+    else:
+        port = int(grid.store.get("weights"))
+        store = connect_store(host, port, 2, 60.0)
+    group = wire.join(wire.Rendezvous("gloo", host, port, 2, 60.0), store, grid.rank)
+    found = listening(grid)
+    wire.broadcast(group, torch.zeros(8, dtype=torch.uint8)).wait()
+    assert os.environ[wire.GLOO] == "lo"
+    return found if grid.rank else set()  # the other has the store
 
 
 def compiler_is_imported(grid: Grid, job: Job) -> bool:

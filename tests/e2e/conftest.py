@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.job import EVERYTHING, Job
 from tests.e2e.lab import Lab, open_lab
 
 
@@ -15,3 +16,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
     """A Ray session and an engine for the runs of these files."""
     with open_lab(tmp_path_factory.mktemp("lab"), tiny_model) as opened:
         yield opened
+
+
+@pytest.fixture(scope="package")
+def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """One step on one rank."""
+    return lab.run(Job(tmp_path_factory.mktemp("one"), tiny_model, ("train.steps=1",)))
+
+
+@pytest.fixture(scope="package")
+def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """A run that nothing happens to."""
+    return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, EVERYTHING))

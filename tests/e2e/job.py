@@ -46,7 +46,7 @@ reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}
 rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
-train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 256}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512}}
 """
 
 
@@ -74,6 +74,10 @@ class Job:
     verb: str = "train"
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def saves(self) -> Path:
+        return self.runs / "job" / "checkpoints"
 
     def write(self) -> Path:
         """Its configuration."""
@@ -151,13 +155,13 @@ class Job:
         """Of these, the steps of the policy."""
         return [row for row in self.updates() if "actor/grad_norm" in row]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = LIMIT_S, pause_s: float = 0.2) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, what: str, condition: Callable[[], bool], pause_s: float = 0.2) -> None:
+        deadline = time.monotonic() + LIMIT_S
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()[-4000:]}"
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}")
+                raise AssertionError(f"no {what} within {LIMIT_S} s:\n{self.text()[-4000:]}")
             time.sleep(pause_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,8 @@ PHASES: tuple[Phase, ...] = ("rollout", "update", "save", "sync")
 VICTIMS: tuple[Victim, ...] = ("driver", "rank", "engine core")
 TYPICAL_S = 0.15  # a phase of the tiny job
 
+Wait = Callable[[str, Callable[[], bool], float], None]  # what, until when, and how often (s) to look
+
 
 def title(pid: int) -> str:
     """What a process calls itself."""
@@ -31,9 +33,9 @@ def titled(job: Job, start: str) -> list[int]:
     return [pid for pid in job.pids() if title(pid).startswith(start)]
 
 
-def engine_processes(job: Job) -> tuple[int, int]:
-    """The actor of the one engine and its core, a fork that keeps the title of its parent."""
-    pids = titled(job, "ray::RolloutWorker")
+def engine_processes(pids: Sequence[int]) -> tuple[int, int]:
+    """The actor of the one engine and its core, a fork that keeps the title of its parent, among processes of a run."""
+    pids = [pid for pid in pids if title(pid).startswith(("ray::RolloutWorker", "ray::EngineHost"))]
     [core] = [pid for pid in pids if any(f"\nPPid:\t{parent}\n".encode() in read(f"/proc/{pid}/status") for parent in pids)]
     [actor] = [pid for pid in pids if pid != core]
     return actor, core
@@ -41,8 +43,9 @@ def engine_processes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Processes:
-    """Those of a job with one engine, once all of them are there, and one of its ranks."""
+    """Those of a run with one engine, and one of its ranks."""
 
+    driver: int
     rank: int
     actor: int
     core: int
@@ -50,8 +53,9 @@ class Processes:
 
     @classmethod
     def of(cls, job: Job, rank: int = 0) -> Processes:
-        """With the rank that was started as `rank`-th."""
-        return cls(titled(job, "ray::ModelWorker")[rank], *engine_processes(job), job.runs / "job" / "checkpoints")
+        """Those of the command line, once all of them are there, with the rank that was started as `rank`-th."""
+        actor, core = engine_processes(job.pids())
+        return cls(job.process.pid, titled(job, "ray::ModelWorker")[rank], actor, core, job.saves)
 
     def unfinished(self) -> list[str]:
         """The saves that are being written."""
@@ -59,12 +63,12 @@ class Processes:
 
     def phases(self) -> set[Phase]:
         """Where the job is now. A save goes on behind the next phases' back."""
-        rank, found = title(self.rank), set[Phase]()
-        if title(self.actor) == "ray::RolloutWorker.respond":
+        method, found = title(self.rank).partition(".")[2], set[Phase]()
+        if title(self.actor).endswith(".respond"):
             found.add("rollout")
-        if rank.startswith("ray::ModelWorker.update"):
+        if method.startswith("update"):
             found.add("update")
-        if rank == "ray::ModelWorker.sync":
+        if method == "sync":
             found.add("sync")
         if self.unfinished():
             found.add("save")
@@ -79,14 +83,19 @@ class Aim:
     victim: Victim
     step: int
 
-    def hit(self, job: Job, random: np.random.Generator) -> str:
-        """Kills at a random moment inside the phases and says what was met. A moment that came too late is awaited anew."""
-        job.wait_for("actors", lambda: "sync ..." in job.text())
-        processes = Processes.of(job)
-        pid = {"driver": job.process.pid, "rank": processes.rank, "engine core": processes.core}[self.victim]
-        job.wait_for(f"step {self.step}", lambda: done(job) >= self.step - 1, pause_s=0.02)
+    def hit(self, job: Job, processes: Processes, wait: Wait, random: np.random.Generator) -> str:
+        """Kills at a random moment inside the phases and says what was met. A moment that came too late is awaited anew.
+
+        Args:
+            job: whose metrics say which step is under way.
+            processes: of its run.
+            wait: raises where the run ends meanwhile.
+            random: draws the moment.
+        """
+        pid = {"driver": processes.driver, "rank": processes.rank, "engine core": processes.core}[self.victim]
+        wait(f"step {self.step}", lambda: done(job) >= self.step - 1, 0.02)
         for delay_s in pauses(random):
-            job.wait_for(" + ".join(self.phases), lambda: self.phases <= processes.phases(), pause_s=0.002)
+            wait(" + ".join(self.phases), lambda: self.phases <= processes.phases(), 0.002)
             time.sleep(delay_s)
             met = processes.phases()
             if not self.phases <= met:

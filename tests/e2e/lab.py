@@ -7,20 +7,23 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from megarl import cli
-from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.placement import Kind
 from megarl.cluster.session import ray_session
+from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
+from megarl.rollout.registry import ENGINES
 from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
@@ -30,14 +33,17 @@ from megarl.stages.saving import resume_point
 from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
-from megarl.workers.demand import assign_roles
+from megarl.workers.demand import assign_roles, engine_kind
 from megarl.workers.engines import Engines, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
+from megarl.workers.rollout_worker import RolloutWorker
+from megarl.workers.turns import Turns
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
 
+IDLE_S = 10.0  # for ranks of a run that has failed to end their part: those that wait for others never do
 ACTORS = 64  # over all runs: places are not given back
 LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
 
@@ -48,23 +54,25 @@ class Lab:
     def __init__(self, model: Path, config: TrainConfig) -> None:
         self._model, self._config = model, config
         self.engines = start_engines(config)
+        self._host: Any = None  # the process of engines that one run has for itself: an actor of EngineHost
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
         self.playing: list[int] = []  # process ids of those that were taken last
+        self.serving: int | None = None  # process id of the engine's actor, while a run has it
 
-    def run(self, job: Job) -> Job:
+    def run(self, job: Job, own_engine: bool = False) -> Job:
         """`megarl train` in this process, to the end."""
-        self.train(load(job.write(), list(job.overrides), TrainConfig))
+        self.train(load(job.write(), list(job.overrides), TrainConfig), own_engine)
         return job
 
-    def train(self, config: TrainConfig) -> None:
-        """The same from a configuration; a model of another shape has an engine of its own."""
+    def train(self, config: TrainConfig, own_engine: bool = False) -> None:
+        """The same from a configuration."""
         data = check_train(config)
         resume = resume_point(config, "train", len(data.train))
         with (
             pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward, run.note) as scorers,
-            self.workers(config) as (models, engines),
+            self.workers(config, own_engine) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
@@ -108,20 +116,38 @@ class Lab:
                 yield
 
     @contextmanager
-    def workers(self, config: TrainConfig) -> Iterator[tuple[ModelGroups, Engines]]:
-        """The ranks and engines of a run."""
-        own = shape(config.model.path) != shape(self._model)
-        engines = start_engines(config) if own else Engines(self.engines.group, config.rollout)
+    def workers(self, config: TrainConfig, own_engine: bool = False) -> Iterator[tuple[ModelGroups, Engines]]:
+        """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
+        own = own_engine or shape(config.model.path) != shape(self._model)
+        turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
+        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns)
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
                 groups = _dealt(ranks, [layout.ranks for _, layout in assign_roles(config)])
                 for group, (roles, layout) in zip(groups, assign_roles(config), strict=True):
                     _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
-                yield build_groups(config, groups), engines
+                if turns is not None:
+                    turns.to_ranks()
+                models = build_groups(config, groups, turns)
+                self.serving = ray.get(engines.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+                yield models, engines
+                if turns is not None:
+                    turns.to_engines()  # for the next run
         finally:
+            self.serving = None
             if own:
-                _kill(engines.group.actors)
+                ray.get(self._host.close.remote())
+
+    def _start_engine(self, config: TrainConfig) -> Engines:
+        """An engine of the run's own, in a process that has vLLM imported from the second one on."""
+        if self._host is None:
+            [[place]] = reserve_workers(config, [engine_kind(config.rollout, gpus=False)])
+            actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
+            self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout)
+        engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+        return engines
 
     def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
@@ -135,14 +161,30 @@ class Lab:
 
     @contextmanager
     def _returned(self, ranks: Sequence[Any]) -> Iterator[None]:
-        """Ranks that were taken wait again after it; where it fails they are not used again."""
+        """Ranks that were taken wait again after it, unless it fails and leaves one of them dead or busy."""
         try:
             yield
-            ray.get([actor.end.remote() for actor in ranks])
-        except BaseException:
-            _kill(ranks)
+        except BaseException as error:
+            if isinstance(error, (WorkerDied, StandsStill)) or not _ended(ranks):
+                _kill(ranks)
+            else:
+                self._ranks += ranks
             raise
+        ray.get([actor.end.remote() for actor in ranks])
         self._ranks += ranks
+
+
+class EngineHost(RolloutWorker):
+    """A process that has one engine after the other."""
+
+    def __init__(self, label: str, engine: str) -> None:
+        super().__init__(label, engine)
+        self._arguments = label, engine
+
+    async def close(self) -> None:
+        await self._engine.close()
+        super().__init__(*self._arguments)
+        gc.collect()
 
 
 class Player:
@@ -213,6 +255,16 @@ def _begin(group: ActorGroup, kind: type[MegatronWorker], config: RunSettings, l
 def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[ActorGroup]:
     rest = iter(actors)
     return [ActorGroup("rank", [next(rest) for _ in range(size)]) for size in sizes]
+
+
+def _ended(ranks: Sequence[Any]) -> bool:
+    """Ends the parts of ranks that are alive and idle; whether all were."""
+    ends = [actor.end.remote() for actor in ranks]
+    ready, busy = ray.wait(ends, num_returns=len(ends), timeout=IDLE_S)
+    with suppress(RayError):
+        ray.get(ready)
+        return not busy
+    return False
 
 
 def _kill(actors: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pytest tests/e2e/test_faults.py --long
 
-In the suite's own time the same is shown of a few: kills in test_resume.py, Ctrl-C in test_job.py, stopped ranks in test_watch.py.
+In the suite's own time the same is shown of a few: kills in test_kills.py, Ctrl-C in test_job.py, stopped ranks in test_watch.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, Job
 from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
 from tests.e2e.lab import Lab
-from tests.e2e.test_resume import assert_same
 
 SEED = 12
 STILL_S = 3

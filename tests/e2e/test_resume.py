@@ -1,4 +1,4 @@
-"""A run that was killed goes on from its newest whole checkpoint as if nothing had been: metrics and weights, bit for bit."""
+"""A run that has ended early goes on from its newest whole checkpoint as if nothing had been, or says why not. Kills: test_kills.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -29,93 +27,12 @@ from megarl.config import SftConfig, load
 from megarl.errors import SaveError
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
-from tests.e2e.job import EVERYTHING, STEPS, TIMED, Job
-from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Victim, done
+from tests.e2e.comparing import assert_same
+from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
 from tests.unit.rewards.test_http import reply, serving
-
-SEED = 20
-
-
-def numbers(job: Job) -> list[dict[str, Any]]:
-    """Every row of the metrics, without what measures the clock."""
-    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in job.rows()]
-
-
-def weights(job: Job, *models: str) -> dict[str, bytes]:
-    """The final weights."""
-    return {name: (job.runs / "job" / name / "model.safetensors").read_bytes() for name in models}
-
-
-def outcome(job: Job) -> dict[str, Any]:
-    """What the summary says of the run as a whole, the clock and the memory aside."""
-    summary = json.loads((job.runs / "job" / "summary.json").read_text())
-    return {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb")}
-
-
-def assert_same(job: Job, straight: Job, *models: str) -> None:
-    mine, theirs = numbers(job), numbers(straight)
-    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
-    for one, other in zip(mine, theirs, strict=True):
-        assert one == other
-    assert weights(job, *models) == weights(straight, *models)
-    assert outcome(job) == outcome(straight)
-
-
-@pytest.fixture(scope="module")
-def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    """The run that is never killed."""
-    return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, EVERYTHING))
-
-
-def killed(runs: Path, model: Path, aims: Sequence[Aim], random: np.random.Generator) -> tuple[Job, list[str]]:
-    """The job, which has not come to its end yet, and the moments at which it was killed on the way."""
-    met = []
-    for aim in aims:
-        job = Job(runs, model, EVERYTHING).start()
-        met.append(aim.hit(job, random))
-        assert job.finish() == (-9 if aim.victim == "driver" else 1), job.text()[-4000:]
-        assert job.gone(), met
-        if aim.victim == "engine core":
-            assert "EngineDead" in job.text() and "engine 0" in job.text()
-    return job, met
-
-
-SHORT: tuple[frozenset[Phase], ...] = (frozenset(["rollout", "save"]), frozenset(["update"]), frozenset(["sync"]))
-
-
-def chosen(every: bool) -> list[tuple[frozenset[Phase], Victim]]:
-    """Every phase through every victim, in random order; for the suite each once, the save while the next rollout is under way."""
-    random = np.random.default_rng(SEED)
-    if every:
-        pairs = list(product((frozenset([phase]) for phase in PHASES), VICTIMS))
-        return [pairs[n] for n in random.permutation(len(pairs))]
-    return [(SHORT[n], VICTIMS[m]) for n, m in zip(random.permutation(3), random.permutation(3), strict=True)]
-
-
-def test_a_run_killed_at_random_moments_is_the_run_that_was_not(
-    lab: Lab, straight: Job, tmp_path: Path, tiny_model: Path, long: bool
-) -> None:
-    """Kills at random moments, spread over the steps of one run; with --long each phase is hit through each victim, over two runs."""
-    pairs, runs = chosen(every=long), 2 if long else 1
-    steps = np.linspace(1, STEPS - 2, len(pairs) // runs).astype(int)
-
-    def chain(number: int) -> tuple[Job, list[str]]:
-        aims = [Aim(phases, victim, int(step)) for (phases, victim), step in zip(pairs[number::runs], steps, strict=True)]
-        return killed(tmp_path / str(number), tiny_model, aims, np.random.default_rng([SEED, number]))
-
-    with ThreadPoolExecutor(runs) as pool:
-        ends = list(pool.map(chain, range(runs)))
-    for job, met in ends:
-        print(f"seed {SEED}, killed:", *met, sep="\n  ")
-        lab.run(job)
-        try:
-            assert_same(job, straight, "model", "critic")
-        except AssertionError as error:
-            raise AssertionError("\n".join([f"seed {SEED}, killed:", *met])) from error
-    hits = [moment for _, met in ends for moment in met]
-    assert len(hits) == len(pairs) and all(any(phase in moment for moment in hits) for phase in PHASES)
 
 
 def prefix(job: Job, straight: Job, but: Sequence[str] = ()) -> None:
@@ -139,7 +56,7 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     """The critic has a rank of its own, and so a folder: of three steps one has a flipped bit and one has lost its critic."""
     apart = (*EVERYTHING, "placement.critic={ranks: 1}")
     lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=5")))
-    saves = tmp_path / "job" / "checkpoints"
+    saves = Job(tmp_path, tiny_model).saves
     [oldest, middle, newest] = sorted(path for path in saves.glob("step_??????"))
     shutil.rmtree(saves.with_name("checkpoints-critic") / middle.name)
     flip(next((newest / "policy").glob("*.distcp")))
@@ -182,7 +99,7 @@ def test_a_reward_server_that_dies_stops_the_run_with_a_checkpoint(
         refused = rf"^reward\.source\.url: {re.escape(server.url)}: ConnectionRefusedError"
         with when(lambda: done(job) >= 3, server.stop), pytest.raises(RewardUnavailable, match=refused):
             lab.run(job)
-    [saved] = (tmp_path / "job" / "checkpoints").glob("step_*")
+    [saved] = job.saves.glob("step_*")
     assert saved.name == f"step_{(stopped := done(job)):06d}" and stopped < 7
     with serving(letters, server.http.server_port):
         capsys.readouterr()
@@ -281,7 +198,8 @@ def test_a_save_that_fails_stops_the_run_or_is_told_and_leaves_the_last_one(
     failed = pytest.raises(SaveError, match=r"^checkpoint: step \d+ was not saved: .*File too large: ")
     with when(lambda: done(job) >= 2, lambda: fill_the_disk(lab.playing, full=True)), failed:
         lab.run(job)
-    assert list((job.runs / "job" / "checkpoints").glob("step_??????")) and verify([str(job.runs / "job")]) == 0
+    fill_the_disk(lab.playing, full=False)  # these ranks are used again
+    assert list(job.saves.glob("step_??????")) and verify([str(job.runs / "job")]) == 0
 
 
 SFT = """

@@ -19,16 +19,7 @@ from megarl.workers.plan import RolloutBatch
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
-
-
-def greedy(model: torch.nn.Module, prompt: list[int], length: int, end: int) -> list[int]:
-    """Token after token without a cache: as plain as it gets."""
-    tokens = list(prompt)
-    for _ in range(length):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        if tokens[-1] == end:
-            break
-    return tokens[len(prompt) :]
+from tests.rollout.transformers_reference import assert_greedy
 
 
 @pytest.mark.parametrize("layout", [("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo")], ids=["tp2-ep2-gloo"])
@@ -65,7 +56,6 @@ def agreed_answers(saved: Path, prompts: list[Prompt], engines: Engines) -> list
     responses = engines.generate(prompts, Sampling(1, 0.0, 12, 0))
     for prompt, response in zip(prompts, responses, strict=True):
         sample = ray.get(response.payload)
-        mine = sample.tokens[sample.prompt_length :].tolist()
-        assert mine == greedy(model, prompt.tokens, 12, model.config.eos_token_id), saved.name
+        assert_greedy(model, sample.tokens[sample.prompt_length :].tolist(), prompt.tokens, 12, model.config.eos_token_id)
         answers.append(response.text)
     return answers

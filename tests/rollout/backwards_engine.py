@@ -12,7 +12,7 @@ import torch
 
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings, Section
-from megarl.rollout.engine import Engine, Finished, Request, RequestId
+from megarl.rollout.engine import Engine, Finished, Part, Request, RequestId
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.wire import Header
@@ -38,9 +38,23 @@ class BackwardsEngine(Engine):
             raise ConfigError(f"rollout.tp={settings.tp}: the engine has one worker")
 
     async def start(
-        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+        self,
+        model: Path,
+        dtype: str,
+        settings: RolloutSettings,
+        seed: int,
+        *,
+        gpu: bool,
+        report_experts: bool = False,
+        sleeps: bool = False,
     ) -> list[int]:
         return [os.getpid()]
+
+    async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
+        pass
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        pass
 
     def check_health(self) -> None:
         pass

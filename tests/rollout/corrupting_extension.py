@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from itertools import accumulate
+
+import pytest
 import torch
 
+from megarl.rollout.vllm import weight_reader
 from megarl.rollout.vllm.worker_extension import WorkerExtension
+from megarl.sync import fingerprint
 
 
 class CorruptingExtension(WorkerExtension):
@@ -24,6 +31,10 @@ class CorruptingExtension(WorkerExtension):
             experts.w2_weight[5].view(-1)[64:80] += 0.5
         elif what == "expert_bias":  # of the router, after the layers were loaded
             layer.mlp.gate.e_score_correction_bias[3] += 1e-3
+        elif what == "absorbed":  # what multi-latent attention decodes with, which vLLM has made of kv_b_proj
+            attention = layer.self_attn.mla_attn.mla_attn
+            attention.W_UV = torch.nn.Parameter(attention.W_UV.clone(), requires_grad=False)  # it was a view of the weight
+            attention.W_UV[1, 2, 3] += 0.5
         elif what == "swap":  # two experts change places
             experts.w13_weight[[2, 3]] = experts.w13_weight[[3, 2]]
             experts.w2_weight[[2, 3]] = experts.w2_weight[[3, 2]]
@@ -38,3 +49,20 @@ class CorruptingExtension(WorkerExtension):
         linear = self.get_model().get_submodule(f"model.layers.1.{name}")
         linear.weight = torch.nn.Parameter(torch.tensor(weight, dtype=linear.params_dtype), requires_grad=False)
         dispatch_cpu_unquantized_gemm(linear, remove_weight=True)
+
+    def megarl_peak(self, tied: bool, together: int) -> tuple[int, int]:
+        """Most bytes that `megarl_fingerprints` takes beside what the engine holds, unpacking so many experts together, and the bytes of
+        one layer's experts."""
+        experts = self.get_model().model.layers[1].mlp.experts.routed_experts
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weight_reader, "_UNPACKED_BYTES", together * experts.w13_weight[0].nbytes)
+            patch.setitem(fingerprint._CHUNK, "cpu", 1 << 10)
+            with torch.profiler.profile(profile_memory=True) as profile:
+                self.megarl_fingerprints(tied)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+        return max(held), experts.w13_weight.nbytes + experts.w2_weight.nbytes
+
+    def megarl_temporary(self) -> bool:
+        """Whether what is compiled later would find a directory for its files."""
+        return os.path.isdir(tempfile.gettempdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import check_engine
+from megarl.rollout.vllm import engine
 from megarl.sync.fingerprint import compare
 from tests.rollout.engine_host import Host
-from tests.rollout.test_updates import SETTINGS, _check_update, _start, check_plan
+from tests.rollout.test_updates import SETTINGS, Corruptible, _check_update, _start, check_plan
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
 from tools.make_tiny_model import build
 
@@ -99,6 +101,37 @@ async def _bias(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_expert_bias_is_float32_in_every_engine_and_checked(host: Host, tmp_path: Path, dtype: str) -> None:
     host.run(_bias, tmp_path, dtype)
+
+
+class Latent(Corruptible):
+    """On a CPU vLLM's reference kernel takes latents of the published size; `check` refuses all of them."""
+
+    @staticmethod
+    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        pass
+
+
+async def _latents(tmp_path: Path) -> list[list[str]]:
+    """What differs after an update, and after what the engine made of it was changed."""
+    published = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    for seed, name in ((1, "model"), (2, "other")):
+        build(tmp_path / name, **SIZES, seed=seed, family="deepseek_v3", **published)
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = engine.engine_arguments
+        patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
+        latent = Latent("engine 0")
+        await latent.start(tmp_path / "model", "float32", SETTINGS, 1, gpu=False)
+    try:
+        digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
+        updated = compare(digest, await latent.fingerprints(TIMEOUT_S))
+        await latent._call("megarl_corrupt", "absorbed", timeout_s=TIMEOUT_S)
+        return [updated, compare(digest, await latent.fingerprints(TIMEOUT_S))]
+    finally:
+        await latent.close()
+
+
+def test_what_latent_attention_makes_of_a_weight_is_held_against_it(host: Host, tmp_path: Path) -> None:
+    assert host.run(_latents, tmp_path) == [[], ["model.layers.1.self_attn.mla_attn.mla_attn.W_UV"]]
 
 
 def test_multi_latent_attention_on_a_cpu_is_refused_before_an_engine_starts(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_se
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm.engine import VllmEngine
+from megarl.rollout.vllm.launch import launch
 from tests.rollout.engine_host import Host
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, generate
 
@@ -31,7 +32,7 @@ END = 1
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
     engine = VllmEngine("engine 0")
-    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False)
+    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True)
     return engine, pids
 
 
@@ -283,6 +284,19 @@ def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> No
         with pytest.raises(ConfigError, match=message):
             check_engine(hf, "float32", SETTINGS.model_copy(update=update), gpu=False)
     check_engine(hf, "float32", SETTINGS.model_copy(update={"tp": 4}), gpu=False)  # KV heads are copied
+
+
+async def _another_build() -> str:
+    try:
+        launch("engine 0", {}, {}, gpu=True)
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def test_another_build_of_vllm_than_the_hardware_asks_for_is_refused_by_name(host: Host) -> None:
+    told = host.run(_another_build)
+    assert told.startswith("engine 0: cluster.gpus=true: vLLM finds the platform cpu here") and told.endswith("the package vllm 0.30.0")
 
 
 async def _narrow(tiny: Path) -> None:

@@ -1,9 +1,9 @@
-"""What the rollout tests compare with: transformers' model with other weights, its greedy tokens and log-probs, and a local sender."""
+"""What the rollout tests compare with: transformers' model with other weights, its most likely tokens and log-probs, and a local sender."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +96,11 @@ class Trainer:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompts: Iterable[TokenPrompt], count: int, end: int) -> list[list[int]]:
-    """transformers' most likely tokens, up to and with the end token."""
-    responses = []
-    for prompt in prompts:
-        tokens = list(prompt.tokens)
-        while len(tokens) < len(prompt.tokens) + count and (len(tokens) == len(prompt.tokens) or tokens[-1] != end):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        responses.append(tokens[len(prompt.tokens) :])
-    return responses
+def assert_greedy(model: Any, response: Sequence[int], prompt: Sequence[int], count: int, end: int) -> None:
+    """Every token is transformers' most likely one after those before it, up to and with the end token or the `count`-th."""
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    assert list(response) == logits.argmax(-1).tolist()
+    assert end not in response[:-1] and (response[-1] == end or len(response) == count)
 
 
 @torch.no_grad()

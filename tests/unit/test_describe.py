@@ -34,7 +34,7 @@ def test_every_key_of_every_verb_has_a_meaning(verb: str, capsys: pytest.Capture
 
 def test_a_key_is_told_with_what_it_takes_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "train", "rollout.temperature").splitlines()[0] == "rollout.temperature: number > 0 = 1.0"
-    assert told(capsys, "train", "train.steps").splitlines()[0] == "train.steps: integer > 0"
+    assert told(capsys, "train", "train.steps").splitlines()[0] == "train.steps: integer > 0 <= 1000000000"
     assert "model.dtype: float32 | bfloat16 = bfloat16" in told(capsys, "serve", "model").splitlines()
     critic = told(capsys, "train", "critic")
     assert "critic: section | null = null" in critic and "critic.optimizer.lr: number > 0 = 2e-06\n" in critic

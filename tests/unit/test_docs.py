@@ -17,7 +17,9 @@ from tests.unit.examples.test_configurations import root_of
 from tools import list_attacks
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(page for page in ROOT.rglob("*.md") if not {".venv", ".pytest_cache", "runs"} & set(page.relative_to(ROOT).parts))
+PAGES = sorted(
+    page for page in ROOT.rglob("*.md") if not {".venv", ".venv-gpu", ".pytest_cache", "runs"} & set(page.relative_to(ROOT).parts)
+)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4}((?:megarl|bash|python) .*)$", re.MULTILINE)
 QUOTED = re.compile(r"`([^`\n]+)`")

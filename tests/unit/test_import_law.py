@@ -99,6 +99,15 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_no_deadline_reads_a_clock_that_jumps() -> None:
+    """Neither NTP nor a person who sets the clock ends or stretches a wait: what is measured is time.monotonic."""
+    wall = re.compile(r"\btime\.(time|time_ns|gmtime|localtime|ctime)\(|\b(datetime|date)\.(now|utcnow|today)\(|CLOCK_REALTIME")
+    text = {file: (ROOT / file).read_text() for file in FILES}
+    assert [file for file in FILES if wall.search(text[file])] == []
+    assert sum("time.monotonic()" in one for one in text.values()) > 10
+    assert not any(inside(name, "time.time") for file in FILES for name in imported(file))
+
+
 def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]

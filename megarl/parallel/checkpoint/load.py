@@ -27,6 +27,7 @@ def load(step: Verified, models: Mapping[str, ModelState], grid: Grid) -> None:
     """
     for name, model in models.items():
         saved = _saved(step, name, model)
+        model.wake()
         state: dict[str, Any] = {"model": sharded.model_state(model.chunks, grid)}
         if model.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(model.trainable, state["model"])

@@ -56,7 +56,7 @@ class Saver:
 
         Args:
             step: its number.
-            models: by the name of their folder.
+            models: by the name of their folder; one after the other is awake.
             extra: further files by plain name, rank 0's.
 
         Returns:
@@ -67,17 +67,20 @@ class Saver:
         """
         self.wait()
         begun = time.perf_counter()
-        planned = {name: self._plan(name, model) for name, model in models.items()}
+        planned, described = dict[str, list[Tensor]](), dict[str, Any]()
+        for name, model in models.items():
+            model.wake()
+            planned[name], described[name] = self._plan(name, model), _description(model)
         size = sum(tensor.nbytes for tensors in planned.values() for tensor in tensors)
         writer = StepWriter(self._root, step)
         files = {f"{name}/{HF}/{file}": data for name, model in models.items() for file, data in model.described.items()}
         self._begin(writer, [*models, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
         staged = StagedWriter(writer.path, self._grid.rank, self._settings.staging_mb << 20)
-        for name, tensors in planned.items():
-            for tensor in tensors:
+        for name in reversed(planned):  # the last one is awake
+            models[name].wake()
+            for tensor in planned[name]:
                 staged.put(name, tensor)
         staged.close()
-        described = {name: _description(model) for name, model in models.items()}
         barrier = SaveBarrier(self._grid, self._root, self._saves)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,3 +20,4 @@ class ModelState:
     hf: Mapping[str, Any]  # config.json
     trainable: Trainable | None = None
     described: Mapping[str, bytes] = field(default_factory=dict)  # what is saved beside the weights (rank 0's): see `hf.described`
+    wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, from which those of other models may go

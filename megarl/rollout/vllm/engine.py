@@ -20,6 +20,7 @@ from megarl.rollout.engine import (
     Engine,
     EngineDead,
     Finished,
+    Part,
     Request,
     RequestId,
     RolloutError,
@@ -46,6 +47,7 @@ class VllmEngine(Engine):
         self.label = label
         self._llm: Any = None
         self._version = 0
+        self._asleep: set[Part] = set()  # what has left the device
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._count = 0  # requests so far
         self._open: dict[RequestId, tuple[Any, asyncio.Task[None]]] = {}  # not yet received: vLLM's queue, who waits at it
@@ -61,7 +63,15 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- life
 
     async def start(
-        self, model: Path, dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool = False
+        self,
+        model: Path,
+        dtype: str,
+        settings: RolloutSettings,
+        seed: int,
+        *,
+        gpu: bool,
+        report_experts: bool = False,
+        sleeps: bool = False,
     ) -> list[int]:
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
         assert self._llm is None, "start comes once"
@@ -75,7 +85,7 @@ class VllmEngine(Engine):
             os.environ.setdefault(name, value)
         directory = Path(tempfile.mkdtemp(prefix="megarl-"))  # mode 0700: sockets and rendezvous files
         os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
-        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts)
+        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
         arguments["worker_extension_cls"] = self.extension
         try:
             self._llm = launch(self.label, arguments, hf, gpu=gpu)
@@ -128,6 +138,8 @@ class VllmEngine(Engine):
             self.check_health()
             if self._updating:
                 raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
+            if self._asleep:
+                raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
             taken = set(self._open)
             for request in requests:
                 check_request(request, self._limit)
@@ -192,6 +204,23 @@ class VllmEngine(Engine):
         names = [self._open[id_][0].request_id for id_ in ids if id_ in self._open]
         await self._bounded(self._llm.abort(names, internal=True), timeout_s, lambda: f"aborting {len(names)} requests")
 
+    # ---------------------------------------------------------------- the device
+
+    async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
+        async with self._lock:
+            self.check_health()
+            if self._open:
+                raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
+            await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
+            self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        async with self._lock:
+            self.check_health()
+            if part in self._asleep:
+                await self._bounded(self._llm.wake_up(tags=[part]), timeout_s, lambda: f"waking its {part}")
+                self._asleep.remove(part)
+
     # ---------------------------------------------------------------- weights
 
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
@@ -202,6 +231,8 @@ class VllmEngine(Engine):
             self.check_health()
             if self._open:
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: new weights come between requests")
+            if "weights" in self._asleep:
+                raise RolloutError(f"{self.label}: asleep: new weights come into an engine whose weights are awake")
             self._updating = True
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
             await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)

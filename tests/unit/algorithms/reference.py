@@ -45,25 +45,28 @@ def sequences(batch: Batch, logp_T: Tensor, entropy_T: Tensor) -> list[Sequence]
 
 
 def ppo(algorithm: Any, s: Sequence) -> Tensor:
-    ratio = (s.lp - s.old_logp).exp()
+    return surrogate(algorithm, bounded(algorithm, s.lp - s.old_logp).exp(), s.advantage)
+
+
+def bounded(algorithm: Any, d: Tensor) -> Tensor:
+    return torch.clamp(d, -algorithm.ratio_bound, algorithm.ratio_bound)
+
+
+def surrogate(algorithm: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
     clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    loss = torch.max(-ratio * s.advantage, -clipped * s.advantage)
+    loss = torch.max(-ratio * advantage, -clipped * advantage)
     if algorithm.dual_clip is not None:
-        loss = torch.where(s.advantage < 0, torch.min(loss, -algorithm.dual_clip * s.advantage), loss)
+        loss = torch.where(advantage < 0, torch.min(loss, -algorithm.dual_clip * advantage), loss)
     return loss
 
 
 def gspo(algorithm: Any, s: Sequence) -> Tensor:
     """Through the sequence's ratio itself; every token carries the sequence's loss."""
-    ratio = (s.lp - s.old_logp).mean().exp()
-    clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return torch.max(-ratio * s.advantage[0], -clipped * s.advantage[0]).expand(len(s))
+    return surrogate(algorithm, bounded(algorithm, (s.lp - s.old_logp).mean()).exp(), s.advantage[0]).expand(len(s))
 
 
 def gspo_token(algorithm: Any, s: Sequence) -> Tensor:
-    ratio = (s.lp - s.old_logp).mean().exp().detach() * (s.lp - s.lp.detach()).exp()
-    clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return torch.max(-ratio * s.advantage, -clipped * s.advantage)
+    return surrogate(algorithm, (s.lp - s.old_logp).mean().exp().detach() * (s.lp - s.lp.detach()).exp(), s.advantage)
 
 
 def gmpo(algorithm: Any, s: Sequence) -> Tensor:
@@ -72,16 +75,16 @@ def gmpo(algorithm: Any, s: Sequence) -> Tensor:
         d = torch.clamp(d, max=algorithm.clip_high)
     elif s.advantage[0] < 0:
         d = torch.clamp(d, min=-algorithm.clip_low)
-    return (-s.advantage[0] * d.mean().exp()).expand(len(s))
+    return (-s.advantage[0] * bounded(algorithm, d.mean()).exp()).expand(len(s))
 
 
 def cispo(algorithm: Any, s: Sequence) -> Tensor:
-    ratio = (s.lp - s.old_logp).exp()
+    ratio = bounded(algorithm, s.lp - s.old_logp).exp()
     return -torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high).detach() * s.advantage * s.lp
 
 
 def reinforce(algorithm: Any, s: Sequence) -> Tensor:
-    return -(s.lp - s.old_logp).exp().detach() * s.advantage * s.lp
+    return -bounded(algorithm, s.lp - s.old_logp).exp().detach() * s.advantage * s.lp
 
 
 def nll(algorithm: Any, s: Sequence) -> Tensor:
@@ -105,53 +108,86 @@ MEANS = {
 }
 
 
-def aggregate(algorithm: Any, losses: list[Tensor]) -> Tensor:
-    """The four means, each as it is defined."""
+def aggregate(algorithm: Any, losses: list[Tensor], responses: int) -> Tensor:
+    """The four means, each as it is defined; by default the paper's. `responses`: of the batch, those without a loss token too."""
     [mean] = [mean for mean, types in MEANS.items() if algorithm.type in types]
-    if algorithm.type == "vapo":
-        mean = algorithm.aggregation  # a setting
+    if "aggregation" in algorithm.model_fields_set:
+        mean = algorithm.aggregation
     if mean == "token-mean":
         return torch.cat(losses).mean()
     if mean == "seq-mean-token-mean":
         return torch.stack([loss.mean() for loss in losses]).mean()
-    total = torch.stack([loss.sum() for loss in losses]).mean()
-    return total if mean == "seq-mean-token-sum" else total / algorithm.horizon
+    if mean == "seq-mean-token-sum":
+        return torch.stack([loss.sum() for loss in losses]).mean()
+    return torch.cat(losses).sum() / (responses * algorithm.horizon)
 
 
-def correction(settings: Any, s: Sequence) -> Tensor:
-    """The weight of each token of one response."""
+def corrections(settings: Any, responses: list[Sequence]) -> list[Tensor]:
+    """The weight of each token of every response."""
+    gaps = [[float(old - roll) for old, roll in zip(s.old_logp, s.rollout_logp, strict=True)] for s in responses]
     if settings is None:
-        return torch.ones(len(s), dtype=torch.float64)
-    gaps = [float(old - roll) for old, roll in zip(s.old_logp, s.rollout_logp, strict=True)]
-    weights = []
-    for gap in gaps:
-        ratio = math.exp(sum(gaps) if settings.level == "sequence" else gap)
-        if settings.type == "tis":
-            weights.append(min(ratio, settings.cap))
-        else:
-            weights.append(ratio if settings.lo <= ratio <= settings.hi else 0.0)
-    if settings.veto is not None and any(math.exp(gap) < settings.veto for gap in gaps):
-        weights = [0.0] * len(gaps)
-    return torch.tensor(weights, dtype=torch.float64)
+        return [torch.ones(len(s), dtype=torch.float64) for s in responses]
+    weights = [before_rejection(settings, gap) for gap in gaps]
+    if getattr(settings, "normalise", False):
+        spoken = [w for row in weights for w in (row if settings.level == "token" else row[:1])]
+        weights = [[w * len(spoken) / math.fsum(spoken) for w in row] for row in weights]
+    rows = []
+    for gap, row in zip(gaps, weights, strict=True):
+        for rule in settings.reject:
+            row = [w * kept for w, kept in zip(row, survivors(rule, gap), strict=True)]
+        if settings.veto is not None and any(math.exp(g) < settings.veto for g in gap):
+            row = [0.0] * len(row)
+        rows.append(torch.tensor(row, dtype=torch.float64))
+    return rows
+
+
+def before_rejection(settings: Any, gap: list[float]) -> list[float]:
+    if settings.type == "rejection":
+        return [1.0] * len(gap)
+    whole = {"token": None, "sequence": math.fsum(gap), "geometric": math.fsum(gap) / len(gap)}[settings.level]
+    ratios = [math.exp(max(-20.0, min(20.0, g if whole is None else whole))) for g in gap]
+    if settings.type == "tis":
+        return [min(max(ratio, settings.floor), settings.cap) for ratio in ratios]
+    return [ratio if settings.lo <= ratio <= settings.hi else 0.0 for ratio in ratios]
+
+
+def survivors(rule: Any, gap: list[float]) -> list[bool]:
+    """Which tokens of a response a rejection keeps."""
+
+    def inside(value: float) -> bool:
+        value = math.exp(min(value, 700)) if rule.by == "k1" else value
+        return (rule.lo is None or value >= rule.lo) and (rule.hi is None or value <= rule.hi)
+
+    values = [{"k1": g, "k2": g * g / 2, "k3": math.exp(g) - 1 - g}[rule.by] for g in gap]
+    if rule.over == "token":
+        return [inside(value) for value in values]
+    whole = {"sum": math.fsum(values), "mean": math.fsum(values) / len(values)}
+    return [inside(whole[rule.over]) if rule.over in whole else all(map(inside, values))] * len(gap)
 
 
 def kl(algorithm: Any, s: Sequence) -> Tensor:
     d = s.lp - s.ref_logp
     kinds = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}
-    chosen = kinds[algorithm.kl_kind]
-    return chosen.detach() + kinds["k2"] - kinds["k2"].detach() if algorithm.kl_straight_through else chosen
+    chosen, through = kinds[algorithm.kl_kind], kinds["k2"]
+    inside = chosen.abs() <= algorithm.kl_clamp
+    if algorithm.kl_straight_through:
+        chosen = chosen.detach() + through - through.detach()
+    chosen = torch.where(inside, chosen, torch.clamp(chosen.detach(), -algorithm.kl_clamp, algorithm.kl_clamp))
+    return chosen * bounded(algorithm, s.lp - s.old_logp).exp() if algorithm.kl_importance_weighted else chosen
 
 
 def total(algorithm: PolicyAlgorithm, batch: Batch, logp_T: Tensor, entropy_T: Tensor) -> Tensor:
     """The whole loss of a global batch, a scalar."""
     settings: Any = algorithm
     losses, responses = [], sequences(batch, logp_T, entropy_T)
-    for s in responses:
-        loss = correction(settings.correction, s) * POLICY[settings.type](settings, s)
+    for s, weight in zip(responses, corrections(settings.correction, responses), strict=True):
+        loss = weight * POLICY[settings.type](settings, s)
         if settings.kl_coef > 0 and settings.kl_in == "loss":
             loss = loss + settings.kl_coef * kl(settings, s)
-        losses.append(loss - settings.entropy_coef * s.entropy)
-    value = aggregate(settings, losses)
+        loss = loss - settings.entropy_coef * s.entropy
+        dropped_leave = settings.correction is not None and settings.correction.denominator == "kept"
+        losses.append(loss[weight > 0] if dropped_leave else loss)
+    value = aggregate(settings, [loss for loss in losses if len(loss)], len(batch.length_N))
     correct = [s for s in responses if s.reward[0] > 0]
     if settings.type == "vapo" and correct:
         value = value - settings.mu * torch.cat([s.lp for s in correct]).mean()
@@ -168,9 +204,14 @@ def gae(reward: list[float], value: list[float], gamma: float, lam: float) -> li
     return out[::-1]
 
 
-def token_rewards(s: Sequence, last: float, beta: float) -> list[float]:
-    """-beta k1 at every token, and `last` more at the last one."""
-    rewards = [-beta * float(old - ref) if beta else 0.0 for old, ref in zip(s.old_logp, s.ref_logp, strict=True)]
+def token_rewards(algorithm: Any, s: Sequence, last: float, beta: float) -> list[float]:
+    """-beta KL at every token, and `last` more at the last one."""
+
+    def estimated(d: float) -> float:
+        value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_kind]
+        return value if algorithm.kl_kind == "k1" else min(value, algorithm.kl_clamp)
+
+    rewards = [-beta * estimated(float(old - ref)) if beta else 0.0 for old, ref in zip(s.old_logp, s.ref_logp, strict=True)]
     rewards[-1] += last
     return rewards
 

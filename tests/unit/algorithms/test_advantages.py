@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import ActorCritic
-from megarl.algorithms.ops import SumOver, sequence_kl
+from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import ALGORITHMS, LENGTHS, make, ragged, same, together
@@ -62,6 +62,47 @@ def test_advantage_of_a_response_is_the_formula(kind: str, rewards: str) -> None
     assert advantage_N.tolist() == pytest.approx(expected(kind, [float(reward) for reward in REWARDS[rewards]]), rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.parametrize("rewards", REWARDS)
+def test_baseline_and_scale_are_the_formulas(rewards: str) -> None:
+    """Every pair of both, and another epsilon."""
+    values = [float(reward) for reward in REWARDS[rewards]]
+    for baseline in ("group", "leave_one_out"):
+        rows = [
+            ([r for r, g in zip(values, GROUPS, strict=True) if g == GROUPS[n]], statistics.fmean(left) if left else values[n], left)
+            for n, left in enumerate([r for m, r in enumerate(values) if GROUPS[m] == GROUPS[n] and m != n] for n in range(len(values)))
+        ]
+        centred = [
+            r - (statistics.fmean(group) if baseline == "group" else other) for r, (group, other, _) in zip(values, rows, strict=True)
+        ]
+        stds = {
+            "none": [1.0 - 0.01] * len(values),
+            "group": [statistics.stdev(group) if len(group) > 1 else 1.0 for group, _, _ in rows],
+            "leave_one_out": [statistics.stdev(left) if len(set(left)) > 1 else 1.0 for _, _, left in rows],
+            "batch": [statistics.stdev(values)] * len(values),
+            "centred": [statistics.stdev(centred)] * len(values),
+        }
+        for scale, std in stds.items():
+            algorithm = make({"type": "rloo", "baseline": baseline, "scale": scale, "scale_eps": 0.01})
+            found = algorithm.advantages(torch.tensor(values), torch.tensor(GROUPS)).tolist()
+            assert found == pytest.approx([c / (s + 0.01) for c, s in zip(centred, std, strict=True)], rel=1e-5, abs=1e-6), (
+                baseline,
+                scale,
+            )
+
+
+def test_others_that_do_not_vary_have_no_scale() -> None:
+    """One right answer of four: the other three rewards have no spread, and it is not divided by an epsilon."""
+    algorithm = make({"type": "rloo", "scale": "leave_one_out"})
+    found = algorithm.advantages(torch.tensor([0.1, 0.1, 1.1, 0.1, 3.0, 5.0]), torch.tensor([0, 0, 0, 0, 1, 1])).tolist()
+    assert found[2] == pytest.approx(1.0, rel=1e-5) and found[4:] == pytest.approx([-2.0, 2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce"])
+def test_reward_that_is_no_number_is_not_swallowed(kind: str) -> None:
+    algorithm = make({"type": kind, **({"horizon": 8} if kind == "dr_grpo" else {})})
+    assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))[:2].isnan().all())
+
+
 def test_grpo_by_hand() -> None:
     reward, group = torch.tensor([1.0, 0.0, 1.0, 1.0, 5.0, 0.0]), torch.tensor([7, 7, 3, 3, 9, 7])
     std = math.sqrt(((1 - 1 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
@@ -74,18 +115,24 @@ def test_raft_keeps_the_best_or_all_above_the_threshold() -> None:
     assert make({"type": "raft"}).keep(reward_N, group_N).tolist() == [False, True, False, True, False, True]
     assert make({"type": "raft", "threshold": 0.1}).keep(reward_N, group_N).tolist() == [False, True, True, True, False, False]
     assert make({"type": "grpo"}).keep(reward_N, group_N).all()
+    best_two = make({"type": "raft", "best": 2, "threshold": 0.15})
+    assert best_two.keep(reward_N, group_N).tolist() == [False, True, True, True, False, False]
+    assert make({"type": "raft", "best": 2}).keep(reward_N, group_N).tolist() == [False, True, True, True, True, True]
+    assert make({"type": "raft", "best": 1, "threshold": 0.0}).keep(reward_N, group_N).tolist() == [False, True, False, True, False, False]
 
 
 KL = {"kl_coef": 0.2, "kl_in": "reward"}
 BY_TOKEN: dict[str, dict[str, Any]] = {
     "reinforce": {"type": "reinforce", "gamma": 0.9},
     "reinforce_kl": {"type": "reinforce", "gamma": 0.9, **KL},
+    "reinforce_k3": {"type": "reinforce", "gamma": 0.9, **KL, "kl_kind": "k3", "kl_clamp": 0.2},
     "reinforce_no_baseline": {"type": "reinforce", "baseline": "none", **KL},
     "reinforce_pp": {"type": "reinforce_pp"},
     "reinforce_pp_kl": {"type": "reinforce_pp", "gamma": 0.95, **KL},
     "baseline": {"type": "reinforce_pp_baseline"},
     "baseline_kl": {"type": "reinforce_pp_baseline", **KL},
     "ppo": {"type": "ppo"},
+    "ppo_k2": {"type": "ppo", **KL, "kl_kind": "k2"},
     "ppo_kl": {"type": "ppo", "gamma": 0.98, **KL},
     "vc_ppo": {"type": "vc_ppo"},
     "vapo": {"type": "vapo"},
@@ -121,12 +168,14 @@ def token_advantages(algorithm: Any, batch: Batch) -> list[list[float]]:
         reward, number = float(s.reward[0]), float(s.advantage[0])
         if kind in ("ppo", "vc_ppo", "vapo"):
             rows.append(
-                reference.gae(reference.token_rewards(s, reward, beta), s.value.tolist(), algorithm.gamma, policy_lambda(algorithm, s))
+                reference.gae(
+                    reference.token_rewards(algorithm, s, reward, beta), s.value.tolist(), algorithm.gamma, policy_lambda(algorithm, s)
+                )
             )
         elif kind in ("reinforce", "reinforce_pp", "reinforce_pp_baseline"):
             last = reward if kind == "reinforce" else number
             gamma = 1.0 if kind == "reinforce_pp_baseline" else algorithm.gamma
-            to_go = reference.gae(reference.token_rewards(s, last, beta), [0.0] * len(s), gamma, 1.0)
+            to_go = reference.gae(reference.token_rewards(algorithm, s, last, beta), [0.0] * len(s), gamma, 1.0)
             rows.append([x - (reward - number) for x in to_go] if kind == "reinforce" else to_go)
         else:
             rows.append([number] * len(s))
@@ -153,7 +202,7 @@ def test_critic_targets_are_the_formula(name: str) -> None:
     beta, rows = algorithm.kl_coef, []
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
         lam = policy_lambda(algorithm, s) if name.startswith("ppo") or name == "vapo_coupled" else 1.0
-        advantage = reference.gae(reference.token_rewards(s, float(s.reward[0]), beta), s.value.tolist(), algorithm.gamma, lam)
+        advantage = reference.gae(reference.token_rewards(algorithm, s, float(s.reward[0]), beta), s.value.tolist(), algorithm.gamma, lam)
         rows.append([a + v for a, v in zip(advantage, s.value.tolist(), strict=True)])
     assert_rows(algorithm.returns(batch, algorithm.kl_coef), batch, rows)
 
@@ -163,7 +212,7 @@ def test_outcomes_are_the_rewards_to_come(name: str) -> None:
     algorithm, batch = driven(BY_TOKEN[name], 1)
     rows = []
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
-        rewards = reference.token_rewards(s, float(s.reward[0]), algorithm.kl_coef)
+        rewards = reference.token_rewards(algorithm, s, float(s.reward[0]), algorithm.kl_coef)
         rows.append([sum(algorithm.gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))])
     assert_rows(algorithm.outcomes(batch, algorithm.kl_coef), batch, rows)
 
@@ -187,10 +236,15 @@ def test_whitening_spans_the_ranks() -> None:
         torch.testing.assert_close(value_T, whole_T[half], rtol=1e-10, atol=1e-12)
 
 
-def test_kl_of_a_response_is_the_sum_over_its_tokens() -> None:
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "in the loss"])
+def test_kl_of_a_response_is_the_sum_over_its_tokens(kind: str) -> None:
+    """By the reward's estimator, or by k1 where the loss has the KL."""
     batch, _, _ = ragged(3, [1, 5, 20])
-    expected = [float((s.old_logp - s.ref_logp).sum()) for s in reference.sequences(batch, batch.extra_T["value"], batch.extra_T["value"])]
-    assert sequence_kl(batch).tolist() == pytest.approx([*expected, 0.0])
+    algorithm = make({"type": "grpo", "kl_coef": 0.1} if kind == "in the loss" else {"type": "grpo", **KL, "kl_kind": kind})
+    rows = reference.sequences(batch, batch.extra_T["value"], batch.extra_T["value"])
+    estimates = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: torch.exp(-d) - 1 + d, "in the loss": lambda d: d}
+    expected = [float(estimates[kind](s.old_logp - s.ref_logp).sum()) for s in rows]
+    assert batch.sequence_sum(algorithm.old_kl(batch)).tolist() == pytest.approx([*expected, 0.0])
 
 
 def test_who_subtracts_the_kl_from_the_reward() -> None:
@@ -207,5 +261,5 @@ def test_adaptive_kl_coefficient_by_hand() -> None:
     assert algorithm.next_kl_coef(0.1, 6.6, 100) == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
     assert algorithm.next_kl_coef(0.1, 60.0, 100) == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))
     assert algorithm.next_kl_coef(0.1, -5.0, 100) == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
-    assert algorithm.next_kl_coef(0.1, 0.0, 10**6) == 0.0
+    assert algorithm.next_kl_coef(0.1, 0.0, 10**6) == pytest.approx(0.01)  # 0 would stay 0
     assert make({"type": "ppo", "kl_coef": 0.1}).next_kl_coef(0.1, 60.0, 100) == 0.1

@@ -61,18 +61,20 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, seed: int) -> N
 
 class ClippedFormula(Grpo):
     def policy_loss(self, block: Block) -> Tensor:
-        ratio_T = block.d_T.exp()
-        clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss_T = torch.maximum(-ratio_T * block.advantage_T, -clipped_T * block.advantage_T)
-        bounded_T = torch.minimum(loss_T, -self.dual_clip * block.advantage_T) if self.dual_clip is not None else loss_T
-        return torch.where(block.advantage_T < 0, bounded_T, loss_T)
+        return pessimistic(self, block.d_T.exp(), block.advantage_T)
+
+
+def pessimistic(algorithm: Grpo | Gspo, ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
+    clipped_T = ratio_T.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    loss_T = torch.maximum(-ratio_T * advantage_T, -clipped_T * advantage_T)
+    bounded_T = torch.minimum(loss_T, -algorithm.dual_clip * advantage_T) if algorithm.dual_clip is not None else loss_T
+    return torch.where(advantage_T < 0, bounded_T, loss_T)
 
 
 class GspoFormula(Gspo):
     def policy_loss(self, block: Block) -> Tensor:
         assert block.mean_T is not None
-        ratio_T = block.mean_T.exp()
-        return torch.maximum(-ratio_T * block.advantage_T, -ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high) * block.advantage_T)
+        return pessimistic(self, block.mean_T.exp(), block.advantage_T)
 
 
 class GmpoFormula(Gmpo):
@@ -153,8 +155,8 @@ def test_float32_is_near_float64(name: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("shift", [30.0, -30.0])
-def test_log_ratios_of_thirty_stay_finite(name: str, shift: float) -> None:
+@pytest.mark.parametrize("shift", [30.0, -30.0, 100.0, -100.0])
+def test_log_ratios_of_a_hundred_stay_finite(name: str, shift: float) -> None:
     algorithm = ALGORITHMS[name]
     batch, logp_T, entropy_T = ragged(3, [1, 2, 40, 40, 7])
     moved = {key: batch.extra_T[key] - shift for key in ("old_logp", "ref_logp")}
@@ -238,15 +240,13 @@ def test_advantage_may_differ_from_token_to_token(name: str) -> None:
 
 
 def test_metrics_are_what_they_say() -> None:
-    algorithm: Any = make({"type": "dapo", "dual_clip": 1.3, "kl_coef": 0.1, "correction": {"type": "mis", "lo": 0.95, "hi": 1.1}})
+    algorithm: Any = make({"type": "dapo", "dual_clip": 1.3, "kl_coef": 0.1})
     batch, logp_T, entropy_T = ragged(8, LENGTHS)
     _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
     kept = batch.mask_T
     d, ref = (logp_T - batch.extra_T["old_logp"])[kept], (logp_T - batch.extra_T["ref_logp"])[kept]
     r, a = d.exp(), batch.extra_T["advantage"][kept]
     high, low, dual = (r > 1.28) & (a > 0), (r < 0.8) & (a < 0), (r > 1.3) & (a < 0)
-    w = (batch.extra_T["old_logp"] - batch.extra_T["rollout_logp"])[kept].exp()
-    w = torch.where((w < 0.95) | (w > 1.1), 0.0, w)
     expected = {
         "actor/pg_clipfrac": (high | low).double(),
         "actor/pg_clipfrac_high": high.double(),
@@ -256,13 +256,11 @@ def test_metrics_are_what_they_say() -> None:
         "actor/ratio_gt_2": ((r > 2) | (r < 0.5)).double(),
         "actor/kl_loss": torch.exp(-ref) - 1 + ref,
         "actor/entropy": entropy_T[kept],
-        "rollout_corr/weight_mean": w,
-        "rollout_corr/weight_zeroed": (w == 0).double(),
     }
     assert loss.mean.keys() == expected.keys()
     for name, value in expected.items():
         assert 0 != mean_of(loss, name) == pytest.approx(float(value.mean()), rel=1e-12), name
-    peaks = {"actor/ratio_max": r.max(), "actor/ratio_inverse_max": (1 / r).max(), "rollout_corr/weight_max": w.max()}
+    peaks = {"actor/ratio_max": r.max(), "actor/ratio_inverse_max": (1 / r).max()}
     assert {name: float(peak) for name, peak in loss.peak.items()} == pytest.approx({name: float(peak) for name, peak in peaks.items()})
 
 
@@ -272,7 +270,7 @@ def test_clip_fractions_of_both_sides(name: str) -> None:
     algorithm: Any = ALGORITHMS[name]
     batch, logp_T, entropy_T = ragged(9, LENGTHS[:-1])
     _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
-    high, low = 0, 0
+    high, low, cut = 0, 0, 0
     for s in reference.sequences(batch, logp_T, entropy_T):
         d, advantage = s.lp - s.old_logp, float(s.advantage[0])
         d = d.mean().expand(len(s)) if algorithm.type == "gspo" else d
@@ -280,10 +278,13 @@ def test_clip_fractions_of_both_sides(name: str) -> None:
         upper, lower = (algorithm.clip_high, -algorithm.clip_low) if algorithm.type == "gmpo" else map(math.log, bounds)
         high += int((d > upper).sum()) if advantage > 0 or algorithm.type == "cispo" else 0
         low += int((d < lower).sum()) if advantage < 0 or algorithm.type == "cispo" else 0
+        cut += bool(d[0] > upper and advantage > 0 or d[0] < lower and advantage < 0)
     tokens = int(batch.mask_T.sum())
     assert 0.01 < high / tokens < 0.6 and 0.01 < low / tokens < 0.6
     found = [mean_of(loss, f"actor/pg_clipfrac{side}") for side in ("_high", "_low", "")]
     assert found == pytest.approx([high / tokens, low / tokens, (high + low) / tokens])
+    if algorithm.type == "gspo":
+        assert mean_of(loss, "actor/seq_clipfrac") == pytest.approx(cut / int((batch.count_N > 0).sum()))
 
 
 def test_positive_examples_are_counted_over_the_global_batch() -> None:
@@ -322,28 +323,8 @@ def test_token_weights_by_hand() -> None:
     assert token_weights(count, "token-mean").tolist() == pytest.approx([1 / 6, 0, 1 / 6])
     assert token_weights(count, "seq-mean-token-mean").tolist() == pytest.approx([1 / 4, 0, 1 / 8])
     assert token_weights(count, "seq-mean-token-sum").tolist() == pytest.approx([1 / 2, 0, 1 / 2])
-    assert token_weights(count, "seq-mean-token-sum-norm", 10).tolist() == pytest.approx([1 / 20, 0, 1 / 20])
+    assert token_weights(count, "seq-mean-token-sum-norm", 10).tolist() == pytest.approx([1 / 30, 0, 1 / 30])  # a constant denominator
     with pytest.raises(ValueError, match="no loss token in 2 sequences"):
         token_weights(torch.zeros(2, dtype=torch.int64), "token-mean")
     with pytest.raises(ValueError, match="needs a horizon"):
         token_weights(count, "seq-mean-token-sum-norm")
-
-
-def test_correction_by_hand() -> None:
-    """ln 2 and -ln 2 in one sequence, ln 4 in another: product 1 and 4."""
-    gap = torch.tensor([math.log(2), -math.log(2), math.log(4)], dtype=torch.float64)
-    seq = torch.tensor([0, 0, 1])
-
-    def weights(**config: Any) -> list[float]:
-        settings = make({"type": "grpo", "correction": config}).correction
-        assert settings is not None
-        sums = [torch.zeros(2, dtype=torch.float64).index_add(0, seq, term)[seq] for term in settings.sequence_terms(gap)]
-        return settings.weight(gap, sums).tolist()
-
-    assert weights(type="tis", cap=3.0) == pytest.approx([2, 0.5, 3])
-    assert weights(type="tis", cap=3.0, level="sequence") == pytest.approx([1, 1, 3])
-    assert weights(type="tis", cap=3.0, veto=0.6) == pytest.approx([0, 0, 3])
-    assert weights(type="tis", cap=3.0, level="sequence", veto=0.6) == pytest.approx([0, 0, 3])
-    assert weights(type="mis", lo=0.6, hi=3.0) == pytest.approx([2, 0, 0])
-    assert weights(type="mis", lo=0.6, hi=3.0, level="sequence") == pytest.approx([1, 1, 0])
-    assert weights(type="icepop", lo=0.4) == pytest.approx([2, 0.5, 4])

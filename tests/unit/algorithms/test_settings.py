@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from megarl.algorithms import Algorithm, PolicyAlgorithm
 from tests.unit.algorithms.cases import ALGORITHMS, make
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k1 as a plain loss": ({"type": "grpo", "kl_coef": 0.1, "kl_kind": "k1"}, "kl_kind=k1 with kl_in=loss: its gradient has expectation 0"),
     "k1 in the loss of a reward algorithm": ({"type": "rloo", "kl_in": "loss", "kl_kind": "k1"}, "kl_kind=k1 with kl_in=loss"),
-    "k3 in the reward": ({"type": "grpo", "kl_in": "reward", "kl_kind": "k3"}, "kl_kind=k3 with kl_in=reward: in the reward"),
+    "weighted in the reward": ({"type": "rloo", "kl_importance_weighted": True}, "kl_importance_weighted=true with kl_in=reward"),
+    "weighted and straight through": (
+        {"type": "grpo", "kl_importance_weighted": True, "kl_straight_through": True},
+        "kl_straight_through=true with kl_importance_weighted=true",
+    ),
+    "no bound": ({"type": "grpo", "ratio_bound": 90}, "ratio_bound\n.*less than or equal to 40"),
+    "infinite KL": ({"type": "grpo", "kl_coef": float("inf")}, "kl_coef\n.*finite"),
+    "threshold that is no number": ({"type": "raft", "threshold": float("nan")}, "threshold\n.*finite"),
+    "best of none": ({"type": "raft", "best": 0}, "best\n.*greater than 0"),
+    "no epsilon": ({"type": "rloo", "scale": "group", "scale_eps": 0}, "scale_eps\n.*greater than 0"),
+    "constant without a horizon": ({"type": "grpo", "aggregation": "seq-mean-token-sum-norm"}, "horizon: required by aggregation=seq-"),
+    "horizon of nothing": ({"type": "grpo", "horizon": 8}, "horizon=8: aggregation=seq-mean-token-mean has none"),
     "straight through in the reward": ({"type": "ppo", "kl_straight_through": True}, "kl_straight_through=true with kl_in=reward"),
     "target without a coefficient": ({"type": "ppo", "kl_target": 6.0}, "kl_target=6 with kl_coef=0: .* 0 stays 0"),
     "negative target": ({"type": "ppo", "kl_coef": 0.1, "kl_target": -6.0}, "kl_target\n.*greater than 0 .*input_value=-6.0"),
@@ -28,13 +40,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gamma above 1": ({"type": "ppo", "gamma": 1.1}, "gamma\n.*less than or equal to 1 .*input_value=1.1"),
     "lambda above 1": ({"type": "vc_ppo", "lambda_policy": 2}, "lambda_policy\n.*input_value=2"),
     "value clip 0": ({"type": "ppo", "value_clip": 0}, "value_clip\n.*greater than 0 .*input_value=0"),
-    "Dr.GRPO without its constant": ({"type": "dr_grpo"}, "horizon\n.*required"),
+    "Dr.GRPO without its constant": ({"type": "dr_grpo"}, "horizon: required by aggregation=seq-mean-token-sum-norm"),
     "Dr.GRPO over nothing": ({"type": "dr_grpo", "horizon": 0}, "horizon\n.*greater than or equal to 1"),
     "empty interval": ({"type": "grpo", "correction": {"type": "mis", "lo": 3.0, "hi": 2.0}}, "lo=3 is not below hi=2: every token"),
     "IcePop of sequences": ({"type": "grpo", "correction": {"type": "icepop", "level": "sequence"}}, "level\n.*'token'"),
     "cap 0": ({"type": "grpo", "correction": {"type": "tis", "cap": 0}}, "cap\n.*greater than 0"),
     "veto of everything": ({"type": "grpo", "correction": {"type": "tis", "veto": 1.0}}, "veto\n.*less than 1"),
-    "unknown correction": ({"type": "grpo", "correction": {"type": "is"}}, "'tis', 'mis', 'icepop'"),
+    "unknown correction": ({"type": "grpo", "correction": {"type": "is"}}, "'tis', 'mis', 'icepop', 'rejection'"),
+    "all weights alike": ({"type": "grpo", "correction": {"type": "tis", "floor": 2.0}}, "floor=2 is not below cap=2"),
+    "rejection of nothing": ({"type": "grpo", "correction": {"type": "rejection"}}, "without reject or veto: nothing would be"),
+    **{
+        f"rejection {rule}": ({"type": "grpo", "correction": {"type": "tis", "reject": [rule]}}, said)
+        for rule, said in (
+            ({"by": "k1"}, "neither lo nor hi: nothing would be dropped"),
+            ({"lo": 2.0, "hi": 1.0}, "lo=2 is not below hi=1: every token"),
+            ({"by": "k2", "lo": 0.1, "hi": 1.0}, "by=k2 has one bound, hi"),
+            ({"by": "k3"}, "by=k3 has one bound, hi"),
+            ({"by": "k4", "hi": 1.0}, "'k1', 'k2' or 'k3'"),
+        )
+    },
     "unknown algorithm": ({"type": "grop"}, "'ppo', 'vc_ppo', 'vapo', 'grpo'"),
     "unknown key": ({"type": "raft", "clip_low": 0.2}, "clip_low\n.*not permitted"),
 }
@@ -49,8 +73,9 @@ def test_senseless_settings_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_resolved_settings_load_again(name: str) -> None:
-    resolved = ALGORITHMS[name].model_dump(mode="json")
-    assert make(resolved) == ALGORITHMS[name]
+    """As a configuration file is read: strictly, from JSON."""
+    adapter = TypeAdapter[PolicyAlgorithm](Algorithm)
+    assert adapter.validate_json(adapter.dump_json(ALGORITHMS[name]), strict=True) == ALGORITHMS[name]
 
 
 def test_estimator_in_the_reward_need_not_be_said() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megarl.algorithms import Loss
 from megarl.algorithms.dpo import Dpo
-from megarl.algorithms.ops import SumOver
+from megarl.algorithms.ops import Averaging, SumOver
 from megarl.algorithms.pairs import pair_weights
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
@@ -99,8 +99,9 @@ def test_sums_of_explained_variance_add_up() -> None:
     assert found == pytest.approx(float(expected), rel=1e-12) and count == int(mask_T.sum())
 
 
-@pytest.mark.parametrize("margin", [False, True])
-def test_reward_model_loss_is_the_formula(margin: bool) -> None:
+@pytest.mark.parametrize(("margin", "centre"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+def test_reward_model_loss_is_the_formula(margin: bool, centre: float) -> None:
+    objective = BradleyTerry(centre)
     batch, score_T = scored(2)
     if not margin:
         batch = batch.without("margin")
@@ -108,9 +109,10 @@ def test_reward_model_loss_is_the_formula(margin: bool) -> None:
     def formula(x_T: Tensor) -> Tensor:
         score = [x_T[s.entry[-1]] for s in reference.sequences(batch, score_T, score_T)]
         extra = [s.margin[-1] if margin else 0.0 for s in reference.sequences(batch, score_T, score_T)]
-        return torch.stack([-torch.log(torch.sigmoid(score[k] - score[k + 1] - extra[k])) for k in range(0, 40, 2)]).mean()
+        ranked = [-torch.log(torch.sigmoid(score[k] - score[k + 1] - extra[k])) for k in range(0, 40, 2)]
+        return torch.stack([loss + centre * (score[2 * k] + score[2 * k + 1]) ** 2 for k, loss in enumerate(ranked)]).mean()
 
-    loss = assert_formula(BradleyTerry().loss, formula, score_T, batch, BradleyTerry().weights(batch.count_N))
+    loss = assert_formula(objective.loss, formula, score_T, batch, objective.weights(batch.count_N))
     assert float(loss.mean["rm/loss"].total) == pytest.approx(20 * float(formula(score_T)))
     assert float(loss.mean["rm/loss"].weight) == pytest.approx(20)
     gaps = [float(score_T[(batch.seq_T == n) & batch.mask_T] - score_T[(batch.seq_T == n + 1) & batch.mask_T]) for n in range(0, 40, 2)]
@@ -118,18 +120,22 @@ def test_reward_model_loss_is_the_formula(margin: bool) -> None:
     assert float(loss.mean["rm/gap"].total) == pytest.approx(sum(gaps))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_loss_is_the_formula(smoothing: float) -> None:
-    dpo = Dpo(beta=0.3, label_smoothing=smoothing)
+@pytest.mark.parametrize(("smoothing", "average"), [(0.0, False), (0.1, False), (0.0, True)])
+def test_dpo_loss_is_the_formula(smoothing: float, average: bool) -> None:
+    dpo = Dpo(beta=0.3, label_smoothing=smoothing, average=average)
     batch, logp_T = pairs(3)
 
+    def implied(shift: Tensor) -> Tensor:
+        return shift.mean() if average else shift.sum()
+
     def formula(x_T: Tensor) -> Tensor:
-        gain = [(s.lp - s.ref_logp).sum() for s in reference.sequences(batch, x_T, x_T)]
+        gain = [implied(s.lp - s.ref_logp) for s in reference.sequences(batch, x_T, x_T)]
         z = torch.stack([0.3 * (gain[k] - gain[k + 1]) for k in range(0, 40, 2)])
         return (-(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)).mean()
 
     loss = assert_formula(dpo.loss, formula, logp_T, batch, dpo.weights(batch.count_N))
-    gain = [0.3 * float((s.lp - s.ref_logp).sum()) for s in reference.sequences(batch, logp_T, logp_T)]
+    responses = reference.sequences(batch, logp_T, logp_T)
+    gain, shift = [0.3 * float(implied(s.lp - s.ref_logp)) for s in responses], [float((s.lp - s.ref_logp).sum()) for s in responses]
     margins = [gain[k] - gain[k + 1] for k in range(0, 40, 2)]
     expected = {
         "dpo/loss": 20 * float(formula(logp_T)),
@@ -137,8 +143,8 @@ def test_dpo_loss_is_the_formula(smoothing: float) -> None:
         "dpo/margin": sum(margins),
         "dpo/chosen_reward": sum(gain[0::2]),
         "dpo/rejected_reward": sum(gain[1::2]),
-        "dpo/chosen_shift": sum(gain[0::2]) / 0.3,
-        "dpo/rejected_shift": sum(gain[1::2]) / 0.3,
+        "dpo/chosen_shift": sum(shift[0::2]),
+        "dpo/rejected_shift": sum(shift[1::2]),
     }
     assert {name: float(mean.total) for name, mean in loss.mean.items()} == pytest.approx(expected)
     assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())
@@ -182,3 +188,17 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
         return Sft().loss(x_T, part.with_extra(entropy=entropy_T.to(x_T.dtype)), sum_over)
 
     assert_formula(loss_of, lambda x_T: -x_T[batch.mask_T].mean(), logp_T, batch, Sft().weights(batch.count_N))
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_sft_and_critic_average_as_they_are_told(aggregation: Averaging) -> None:
+    batch, logp_T, _ = ragged(5, LENGTHS)
+    weight_N = Sft(aggregation).weights(batch.count_N)
+    assert torch.equal(weight_N, value_weights(batch.count_N, aggregation))
+
+    def formula(x_T: Tensor) -> Tensor:
+        rows = [-s.lp for s in reference.sequences(batch, x_T, x_T)]
+        return torch.stack([row.mean() if aggregation == "seq-mean-token-mean" else row.sum() for row in rows]).mean()
+
+    with_entropy = batch.with_extra(entropy=logp_T)
+    assert_formula(lambda x_T, part, sum_over: Sft(aggregation).loss(x_T, part, sum_over), formula, logp_T, with_entropy, weight_N)

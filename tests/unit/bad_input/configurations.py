@@ -102,6 +102,18 @@ TABLE = [
     Case("a configuration with a long name", "train", lambda room: [f"{room.here}/{LONG}"], r"^config: .*File name too long$"),
     Case("an unreadable configuration", "train", lambda room: ["/proc/self/mem"], r"^config: /proc/self/mem: Input/output error$"),
     Case("a directory as a configuration", "train", lambda room: [str(room.here)], r"^config: no such file: "),
+    Case(
+        "the engine's log-probs corrected by themselves",
+        "train",
+        given("train.old_logp=rollout", "algorithm.correction={type: tis}"),
+        r"^train\.old_logp=rollout: algorithm\.correction\.type=tis weighs old by rollout",
+    ),
+    Case(
+        "replay of a pass that is left out",
+        "train",
+        given("train.old_logp=rollout", "routing.replay=r2"),
+        r"^train\.old_logp=rollout: routing\.replay=r2 replays",
+    ),
     # --- numbers without end
     *(
         Case(f"{key}={value}", "train", given(f"{key}={value}"), rf"^{key.replace('.', '[.]')}: Input should be a finite number")

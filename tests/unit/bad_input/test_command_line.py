@@ -61,6 +61,15 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("algorithm.type=rloo rollout.samples_per_prompt=1", "^rollout.samples_per_prompt=1: algorithm.type=rloo .* at least 2"),
         ("algorithm.kl_kind=k1 algorithm.kl_coef=0.1", "^algorithm: kl_kind=k1 with kl_in=loss: its gradient has expectation 0"),
         ("placement.critic.ranks=2", "^placement.critic: algorithm.type=gspo has no critic; leave this out"),
+        (
+            "placement.engines=shared rollout.replicas=2",
+            r"^placement.engines=shared: rollout.replicas\*rollout.tp=2\*1=2 is more than layout.ranks=1",
+        ),
+        ("placement.engines=shared cluster.gpus=true layout.ranks=2", "^placement.engines=shared with layout.ranks=2: one rank so far"),
+        (
+            "placement.engines=shared cluster.gpus=true sync.transport=nccl",
+            "^sync.transport=nccl with placement.engines=shared: on one GPU only",
+        ),
         ("placement.reference.ranks=2", "^placement.reference: algorithm.kl_coef=0 keeps no reference"),
         ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is no reward model"),
         ("algorithm.kl_coef=0.1 placement.reference.ranks=32", "^placement.reference.ranks=32: 32 data-parallel ranks for 16 sequences"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -99,6 +100,15 @@ def test_few_files_are_refused(
     assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
     line = "megarl: error: cluster: this process may open 64 files (ulimit -n); Ray and the engines need 1024\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_full_dev_shm_is_refused(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage("/dev/shm")._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", {"/dev/shm": usage}.__getitem__)
+    assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
+    assert capsys.readouterr().err == "megarl: error: cluster: /dev/shm has 1 MB free; Ray and the engines need 32\n"
 
 
 @pytest.mark.parametrize("line", [b"[" * 100_000, b"3", b'{"step": [1]}', b'{"step": 1, "step": 2}', b"\xff"])

@@ -32,6 +32,19 @@ def test_what_an_older_version_did_not_know_has_its_default() -> None:
     assert len(compare(resolved(saved, TrainConfig), tree())) == 3, "a key that nobody knows any more is told"
 
 
+def test_relative_paths_are_those_of_where_the_command_ran_and_a_run_that_was_saved_with_them_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, here = load(EXAMPLE, ["model.path=models/m", "run_dir=runs"], TrainConfig), Path.cwd()
+    assert (config.model.path, config.run_dir, config.model.weights) == (here / "models/m", here / "runs", None)
+    assert config.directory == here / "runs" / config.name
+    older = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("models/m")})}).model_dump(mode="json")
+    now = config.model_dump(mode="json")
+    assert compare(older, now) != [] and compare(resolved(older, TrainConfig), now) == []
+    monkeypatch.chdir(tmp_path)
+    assert load(EXAMPLE, ["model.path=models/m"], TrainConfig).model.path == tmp_path / "models/m"
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -12,7 +12,8 @@ from megarl.cluster.placement import Kind, Node, NoRoom, place
 from megarl.config import Layout, RolloutSettings
 from megarl.workers.demand import engine_kind, rank_kind
 
-SHAPES: dict[str, tuple[list[dict[str, int]], tuple[int, int], list[int]]] = {
+Shape = tuple[list[dict[str, int]], tuple[int, int], list[int]]
+SHAPES: dict[str, Shape] = {
     # name: (groups of ranks, (engines, tp of each), GPUs of each node)
     "one rank, one engine": ([{}], (1, 1), [2]),
     "one node": ([{"ranks": 4, "tp": 2}], (2, 2), [8]),

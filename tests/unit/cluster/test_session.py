@@ -48,6 +48,70 @@ KILLED = """
 """
 
 
+# Where /dev/shm has room for the object store, until somebody fills it.
+FULL = """
+    import contextlib, subprocess, numpy as np, ray
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=240m", "small", "/dev/shm"], check=True)
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
+        with open("/dev/shm/hog", "wb", buffering=0) as hog, contextlib.suppress(OSError):
+            while True:
+                hog.write(bytes(1 << 20))
+        print(ray.get(ray.remote(lambda: np.ones(60 << 20, np.uint8)).remote(), timeout=300).sum() >> 20)
+"""
+
+
+# Asks every listening port of a session, without its token and with a wrong one, for what would control it. Then ends Ray's server by a
+# call that it looks at before it looks for a token (ray_syncer_server.cc:30).
+UNINVITED = """
+    import os, time, grpc, http.client, psutil, ray
+    from megarl.cluster import watch
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    METHODS = (
+        "NodeInfoGcsService/GetAllNodeInfo", "InternalKVGcsService/InternalKVPut", "ActorInfoGcsService/RegisterActor",
+        "NodeManagerService/RequestWorkerLease", "CoreWorkerService/PushTask", "CoreWorkerService/KillActor", "ObjectManagerService/Pull",
+    )
+
+    def listening():
+        ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return {one.laddr.port: process for process in ours for one in process.net_connections("tcp") if one.status == "LISTEN"}
+
+    def asked(port, method, token):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=60, metadata=[("authorization", token)] if token else [])
+                return "answered"
+            except grpc.RpcError as error:
+                return error.code().name
+
+    def posted(port, token):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/get_or_create_runtime_env", b"x", {"Authorization": token} if token else {})
+        return connection.getresponse().status
+
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=1), actors=1):
+        actor = ray.remote(type("Worker", (), {"here": lambda self: True})).remote()
+        ray.get(actor.here.remote())
+        ports = listening()
+        print(oct(os.stat(os.environ["TMPDIR"]).st_mode & 0o777), len(ports))
+        for port, process in ports.items():
+            web = process.cmdline()[0].startswith("ray::RuntimeEnvAgent")
+            tried = [(method, token) for method in METHODS for token in (None, "Bearer x")]
+            print(*sorted({str(posted(port, token)) if web else asked(port, method, token) for method, token in tried}))
+        print(ray.get(actor.here.remote()))
+        [server] = [port for port, process in ports.items() if process.name() == "gcs_server"]
+        asked(server, "syncer.RaySyncer/StartSync", None)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            watch.check("sync", "rank", [])
+"""
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A temporary directory of a short name: Ray's sockets live below it."""
@@ -56,9 +120,9 @@ def place() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def run(program: str, place: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, place: Path, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT), **more}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [*before, sys.executable, "-c", textwrap.dedent(program)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -71,6 +135,25 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     assert restored == "True" and not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
     assert f"megarl: a run was killed: removed {left}, ended " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []
+
+
+def test_nobody_without_its_token_controls_a_session_and_who_ends_it_is_seen(place: Path) -> None:
+    done = run(UNINVITED, place)
+    [modes, *answers, still] = done.stdout.splitlines()
+    mode, ports = modes.split()
+    assert mode == "0o700", "where the Unix sockets are"
+    assert int(ports) == len(answers) >= 6 and set(answers) == {"UNAUTHENTICATED UNIMPLEMENTED", "401 403"}, done.stdout
+    assert still == "True" and done.returncode == 1
+    assert "StandsStill: sync: Ray's gcs_server has ended (exit code " in done.stderr
+    assert members(str(place)) == [] and list(place.iterdir()) == []
+
+
+def test_a_full_dev_shm_does_not_end_the_object_store(place: Path) -> None:
+    own_mounts = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = run(FULL, place, *own_mounts)
+    assert done.returncode == 0 and done.stdout == "60\n", done.stderr
 
 
 def test_below_a_temporary_directory_of_a_long_name_there_is_no_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

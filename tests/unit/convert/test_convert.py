@@ -408,7 +408,7 @@ def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path)
 
 
 def test_memory_is_twice_the_largest_layer_whatever_the_model(tmp_path: Path) -> None:
-    hf = {**config_of(MODELS["Qwen3-30B-A3B"]), "hidden_size": 512, "num_hidden_layers": 20, "vocab_size": 4096, "num_experts": 16}
+    hf = {**config_of(MODELS["Qwen3-30B-A3B"]), "hidden_size": 512, "num_hidden_layers": 16, "vocab_size": 4096, "num_experts": 8}
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(hf))

@@ -270,9 +270,11 @@ def test_a_run_directory_that_cannot_be_written_to_is_named(config: TrainConfig)
             pass
 
 
-def test_the_console_is_plain_where_there_is_no_terminal() -> None:
+@pytest.mark.parametrize("dumb", [False, True])
+def test_the_console_is_plain_where_there_is_no_terminal_or_a_dumb_one(dumb: bool) -> None:
     screen = io.StringIO()
-    with Console("r", 3, lambda: ("rollout", 1.0), RichConsole(file=screen, width=200)) as console:
+    rich = RichConsole(file=screen, width=200, force_terminal=dumb, _environ={"TERM": "dumb"})
+    with Console("r", 3, lambda: ("rollout", 1.0), rich) as console:
         console.phase("start")
         console.step(1, {"reward/mean": 0.5, "perf/tokens_per_second": 12345.6}, {"rollout": 1.25, "sync": 0.001})
         console.phase("rollout")

@@ -321,6 +321,15 @@ def a_hundred_children(meta: dict[str, Any]) -> float:
 
 
 @hostile
+def a_fork_bomb(meta: dict[str, Any]) -> float:
+    for _ in range(1000):
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+    return 1.0
+
+
+@hostile
 def a_child_that_dies_later(meta: dict[str, Any]) -> float:
     if os.fork() == 0:
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -45,6 +46,17 @@ def _key(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return (z ^ (z >> 31)) | 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
+    prints, ruined = Fingerprinter(), _weight(dtype)
+    ruined[17, 1] = value
+    for name, weight in (("a", _weight(dtype)), ("b", ruined), ("c", _weight(dtype))):
+        prints.add(name, weight)
+    with pytest.raises(FloatingPointError, match="^weights that are not finite: b$"):
+        prints.digest()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -168,6 +168,18 @@ def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config
     assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
 
 
+@pytest.mark.parametrize(("aggregation", "weights"), [("token-mean", [1 / 6, 1 / 6]), ("seq-mean-token-mean", [1 / 8, 1 / 4])])
+def test_the_critic_averages_as_it_is_told(config: TrainConfig, aggregation: str, weights: list[float]) -> None:
+    tree = yaml.safe_load(
+        changed(config, train={"prompts_per_step": 1, "mini_batches": 1}, rollout={"samples_per_prompt": 2}).model_dump_json()
+    )
+    tree |= {"algorithm": {"type": "ppo"}, "critic": {"aggregation": aggregation}}
+    config, scores = TrainConfig.model_validate(tree), [Score(1.0), Score(0.0)]
+    batch = RolloutBatch([response(0, 0, 4), response(0, 1, 2)], scores, None, {})
+    plan = plan_step(config, batch, dp=1, capacity=config.train.micro_batch_tokens)
+    assert plan.value_weight_N is not None and plan.value_weight_N.tolist() == pytest.approx(weights)
+
+
 def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 1, "mini_batches": 1}, rollout={"samples_per_prompt": 2})
     tree = yaml.safe_load(config.model_dump_json())

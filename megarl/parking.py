@@ -1,23 +1,26 @@
-"""Models that wait for their turn leave the device, bit for bit."""
+"""Tensors that wait for their turn leave the device, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from megarl.parallel.backend import Backend
-
 
 class Parking:
-    """Moves storages out of the device's memory into the backend's parking buffers, and back.
+    """Moves storages out of the device's memory, and back.
 
-    Whole storages are moved, not tensors, so that every view into Megatron's buffers stays what it was.
+    Whole storages are moved, not tensors, so that every view into them stays what it was.
+
+    Args:
+        buffer: gives room for so many bytes elsewhere, as uint8.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, buffer: Callable[[int], Tensor]) -> None:
+        self._buffer = buffer
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         self._places: dict[int, Tensor] = {}  # where a storage went before: a buffer is slow to get
 
@@ -28,7 +31,6 @@ class Parking:
             if size:  # else it is out already
                 self._away.append((storage, size, self._copy(storage) if keep else None))
                 storage.resize_(0)
-        self._backend.empty_cache()
 
     def wake(self) -> None:
         """Brings everything back."""
@@ -37,13 +39,23 @@ class Parking:
             if place is not None:
                 _bytes(storage).copy_(place)
         self._away.clear()
-        self._backend.synchronize()
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         place = self._places.get(storage._cdata)
         if place is None or len(place) != storage.nbytes():
-            place = self._places[storage._cdata] = self._backend.parking_buffer(storage.nbytes())
+            place = self._places[storage._cdata] = self._buffer(storage.nbytes())
         return place.copy_(_bytes(storage))
+
+
+def file_buffer(size: int) -> Tensor:
+    """Room for `size` bytes where the device is the CPU: in an unnamed file of TMPDIR, whose pages the kernel may drop."""
+    handle, path = tempfile.mkstemp()
+    try:
+        os.truncate(handle, size)
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(handle)
+        os.unlink(path)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,0 +1,96 @@
+"""Advantages from the rewards of the other responses to a prompt: a baseline that is subtracted and a scale that divides.
+
+Axes: N sequences. All is float64 inside; a reward that is no number makes its whole group no number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from megarl.algorithms.base import PolicyAlgorithm
+
+Baseline = Annotated[
+    Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the others in it.")
+]
+Scale = Annotated[
+    Literal["none", "group", "leave_one_out", "batch", "centred"],
+    Field(
+        description="Divides the centred rewards: the standard deviation of nothing, the group's rewards, the others' rewards in it, all "
+        "rewards of the step, all centred rewards of the step."
+    ),
+]
+
+
+class GroupRelative(PolicyAlgorithm):
+    """A_i = (R_i - baseline) / (std + scale_eps), without the division where `scale` is none."""
+
+    min_group: ClassVar[int] = 2
+
+    baseline: Baseline = "group"
+    scale: Scale = "group"
+    scale_eps: PositiveFloat = 1e-6
+    """Added to the standard deviation."""
+
+    def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        centred_N = (group_centred if self.baseline == "group" else leave_one_out)(reward_N, group_N)
+        if self.scale == "none":
+            return centred_N.float()
+        if self.scale == "group":
+            std_N = group_mean_std(reward_N, group_N)[1]
+        elif self.scale == "leave_one_out":
+            std_N = leave_one_out_std(reward_N, group_N)
+        else:
+            std_N = batch_std(reward_N if self.scale == "batch" else centred_N)
+        return (centred_N / (std_N + self.scale_eps)).float()
+
+
+def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation (n - 1; 0 for a group of one) and size of each sequence's group, all float64 [N].
+
+    `group_N` int [N] names the group (the prompt) of each sequence; groups may be uneven and in any order.
+    """
+    reward = reward_N.double()
+    names, index = torch.unique(group_N, return_inverse=True)
+    zero = torch.zeros(len(names), dtype=torch.float64)
+    size = zero.index_add(0, index, torch.ones_like(reward))
+    mean = zero.index_add(0, index, reward) / size
+    square = zero.index_add(0, index, (reward - mean[index]) ** 2)
+    std = (square / (size - 1).clamp(min=1)).sqrt()
+    return mean[index], std[index], size[index]
+
+
+def group_centred(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """Dr.GRPO's advantage (arXiv:2503.20783): A_i = R_i - mean_group, float64 [N]; exactly 0 in a group of equal rewards."""
+    mean, std, _ = group_mean_std(reward_N, group_N)
+    return torch.where(std == 0, torch.zeros_like(mean), reward_N.double() - mean)
+
+
+def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """RLOO's advantage (arXiv:2402.14740, eq. 8): A_i = R_i - mean of the other G - 1 rewards = (R_i - mean_group) G / (G - 1).
+
+    Returns float64 [N]; 0 in a group of one.
+    """
+    size = group_mean_std(reward_N, group_N)[2]
+    return group_centred(reward_N, group_N) * size / (size - 1).clamp(min=1)
+
+
+def leave_one_out_std(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """The standard deviation (n - 1) of the other G - 1 rewards of each sequence's group, float64 [N].
+
+    With c the rewards less their group's mean, the others' squares about their own mean add up to sum_j c_j^2 - c_i^2 G / (G - 1). Where
+    the others do not vary (always in a group of two) it is 1: they say nothing of the scale, and a division would give 1e6 (NeMo-RL).
+    """
+    _, std, size = group_mean_std(reward_N, group_N)
+    whole = std.square() * (size - 1)
+    square = whole - group_centred(reward_N, group_N).square() * size / (size - 1).clamp(min=1)
+    others = (square / (size - 2).clamp(min=1)).clamp(min=0).sqrt()
+    return torch.where((square <= 1e-12 * whole) | (size <= 2), torch.ones_like(others), others)
+
+
+def batch_std(value_N: Tensor) -> Tensor:
+    """The standard deviation (n - 1) of all values, float64, 0-dim; 0 of a single one."""
+    return value_N.double().std() if len(value_N) > 1 else torch.zeros((), dtype=torch.float64)

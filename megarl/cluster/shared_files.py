@@ -1,0 +1,76 @@
+"""Whether every machine of a run sees the files of the one that started it."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megarl.config import ConfigError
+
+SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
+POLL_S = 0.5
+
+
+def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> dict[str, str]:
+    """The nodes that hold reserved places: id -> address."""
+    groups = {place.placement_group.id: place.placement_group for place in places}
+    used = {node for group in groups.values() for node in placement_group_table(group)["bundles_to_node_id"].values()}
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in used}
+
+
+def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Mapping[str, Path], timeout_s: float) -> None:
+    """Looks from every node.
+
+    Args:
+        nodes: id -> address.
+        read: files and directories by their dotted key; each node must see the same.
+        written: directories likewise; each node must see a file that is made there now.
+        timeout_s: for all answers.
+
+    Raises:
+        ConfigError: naming key, path and node.
+    """
+    with ExitStack() as made:
+        wanted = {key: (path, _content(path)) for key, path in read.items()}
+        for key, path in written.items():
+            canary = Path(made.enter_context(tempfile.NamedTemporaryFile(dir=path, prefix=".seen-")).name)
+            wanted[key] = (canary, _content(canary))
+        look: Any = ray.remote(_differences)
+        asked = {
+            node: look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(wanted)
+            for node in nodes
+        }
+        for node, differing in zip(asked, ray.get(list(asked.values()), timeout=timeout_s), strict=True):
+            for key in differing:
+                path = written.get(key) or read[key]
+                raise ConfigError(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
+
+
+def _differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
+    """The keys whose files are others on this machine."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        differing = [key for key, (path, content) in wanted.items() if _content(path) != content]
+        if not differing or time.monotonic() > deadline:
+            return differing
+        time.sleep(POLL_S)
+
+
+def _content(path: Path) -> str:
+    """What is there, by sizes and a directory's names; "" where there is nothing."""
+    try:
+        if path.is_dir():
+            files = sorted((one.name, one.stat().st_size) for one in path.iterdir() if one.is_file())
+            return hashlib.sha256(repr(files).encode()).hexdigest()
+        return f"a file of {path.stat().st_size} bytes"
+    except OSError:
+        return ""

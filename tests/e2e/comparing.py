@@ -1,0 +1,33 @@
+"""Whether two runs are the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.e2e.job import TIMED, Job
+
+
+def numbers(job: Job) -> list[dict[str, Any]]:
+    """Every row of the metrics, without what measures the clock."""
+    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in job.rows()]
+
+
+def weights(job: Job, *models: str) -> dict[str, bytes]:
+    """The final weights."""
+    return {name: (job.runs / "job" / name / "model.safetensors").read_bytes() for name in models}
+
+
+def outcome(job: Job) -> dict[str, Any]:
+    """What the summary says of the run as a whole, the clock and the memory aside."""
+    summary = json.loads((job.runs / "job" / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb")}
+
+
+def assert_same(job: Job, straight: Job, *models: str) -> None:
+    mine, theirs = numbers(job), numbers(straight)
+    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        assert one == other
+    assert weights(job, *models) == weights(straight, *models)
+    assert outcome(job) == outcome(straight)

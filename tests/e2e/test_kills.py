@@ -1,0 +1,122 @@
+"""A run that is killed again and again, wherever it is, is the run that was not, and ends as a run ends from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from megarl.cluster.actor_group import WorkerDied
+from megarl.rollout.engine import EngineDead
+from tests.e2e.comparing import assert_same
+from tests.e2e.job import EVERYTHING, STEPS, Job
+from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Processes, Victim, engine_processes
+from tests.e2e.lab import Lab
+
+SEED = 20
+DEATHS = {"rank": (WorkerDied, "rank 0 died"), "engine core": (EngineDead, "engine 0")}
+SHORT: tuple[frozenset[Phase], ...] = (frozenset(["rollout", "save"]), frozenset(["update"]), frozenset(["sync"]))
+
+
+def chosen(every: bool) -> list[tuple[frozenset[Phase], Victim]]:
+    """Every phase through every victim, in random order; for the suite each once, the save while the next rollout is under way."""
+    random = np.random.default_rng(SEED)
+    if every:
+        pairs = list(product((frozenset([phase]) for phase in PHASES), VICTIMS))
+        return [pairs[n] for n in random.permutation(len(pairs))]
+    return [(SHORT[n], VICTIMS[m]) for n, m in zip(random.permutation(3), random.permutation(3), strict=True)]
+
+
+def killed(job: Job, aim: Aim, random: np.random.Generator) -> str:
+    """The command line is started and killed; the moment at which it was."""
+    job.start().wait_for("actors", lambda: "sync ..." in job.text())
+    met = aim.hit(job, Processes.of(job), job.wait_for, random)
+    assert job.finish() == (-9 if aim.victim == "driver" else 1), job.text()[-4000:]
+    assert job.gone(), met
+    if aim.victim == "engine core":
+        assert "EngineDead" in job.text() and "engine 0" in job.text()
+    return met
+
+
+def killed_in(lab: Lab, job: Job, aim: Aim, random: np.random.Generator) -> str:
+    """The same of a rank or an engine of the lab's session."""
+    ended = threading.Event()
+
+    def wait(what: str, condition: Callable[[], bool], pause_s: float) -> None:
+        while not condition():
+            assert not ended.wait(pause_s), f"ended before {what}"
+
+    def hit() -> str:
+        wait("actors", lambda: lab.serving is not None, 0.02)
+        assert lab.serving is not None
+        engine = psutil.Process(lab.serving)
+        actor, core = engine_processes([engine.pid, *(child.pid for child in engine.children())])
+        return aim.hit(job, Processes(os.getpid(), lab.playing[0], actor, core, job.saves), wait, random)
+
+    error, line = DEATHS[aim.victim]
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(hit)
+        try:
+            with pytest.raises(error, match=line):
+                lab.run(job, own_engine=aim.victim == "engine core")
+        finally:
+            ended.set()
+    return met.result()
+
+
+@pytest.fixture(scope="module")
+def ends(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
+    """Runs that were killed at random moments, spread over their steps, and then came to their end; and these moments.
+
+    With --long each phase is hit through each victim, over two runs and always from the command line.
+    """
+    pairs, runs = chosen(every=long), 2 if long else 1
+    steps = np.linspace(1, STEPS - 2, len(pairs) // runs).astype(int)
+    places = [tmp_path_factory.mktemp("killed") for _ in range(runs)]
+
+    def chain(number: int) -> tuple[Job, list[str]]:
+        random, met = np.random.default_rng([SEED, number]), list[str]()
+        for (phases, victim), step in zip(pairs[number::runs], steps, strict=True):
+            job, aim = Job(places[number], tiny_model, EVERYTHING), Aim(phases, victim, int(step))
+            met.append(killed(job, aim, random) if long or victim == "driver" else killed_in(lab, job, aim, random))
+        return Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true")).run(), met
+
+    with ThreadPoolExecutor(runs) as pool:
+        found = list(pool.map(chain, range(runs)))
+    hits = [moment for _, met in found for moment in met]
+    assert len(hits) == len(pairs) and all(any(phase in moment for moment in hits) for phase in PHASES)
+    return found
+
+
+def test_a_run_killed_at_random_moments_is_the_run_that_was_not(ends: Sequence[tuple[Job, list[str]]], straight: Job) -> None:
+    for job, met in ends:
+        print(f"seed {SEED}, killed:", *met, sep="\n  ")
+        try:
+            assert_same(job, straight, "model", "critic")
+        except AssertionError as error:
+            raise AssertionError("\n".join([f"seed {SEED}, killed:", *met])) from error
+
+
+def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tuple[Job, list[str]]]) -> None:
+    for job, _ in ends:
+        directory = job.runs / "job"
+        summary = json.loads((directory / "summary.json").read_text())
+        assert summary["rl_steps"] == STEPS - 1 and set(summary["pass_rate_rl"]) == {"sampled", "greedy"}
+        assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
+        assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
+        assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])
+        before, after = load_file(job.model / "model.safetensors"), load_file(directory / "model" / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert any((before[name] != after[name]).any() for name in before)
+        assert all(row["routing/rollout_changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in job.steps())
+        assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
+        assert job.gone()

