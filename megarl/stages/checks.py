@@ -41,6 +41,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
+from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
@@ -269,6 +270,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
         check_trained_head(config.reward.source.path, "reward.source.path")
         read_range(config.reward.source.path, "reward.source.path")
+    check_fits(config)
     check_reward(config.reward)
     data = check_data(config)
     normalise = config.reward.normalise

@@ -24,6 +24,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
+from megarl.plan.fits import check_fits
 from megarl.stages.checks import check_model
 from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
 from megarl.workers.demand import processes
@@ -224,6 +225,7 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
         raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
     if learn.batch_size < config.layout.dp:
         raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
+    check_fits(config)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")

@@ -1,14 +1,9 @@
-"""The plan of the large published models, without their weights: names, shapes, parameters, and who holds which slice of them.
-
-Each configuration is the published config.json's, as far as it says anything about shapes.
-"""
+"""The weight maps of the large published models, without their weights: names, shapes, parameters, and who holds which slice of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,180 +17,8 @@ from megarl.models.families import check_layout, family_of
 from megarl.models.weight_map import Shape, Weight
 from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
-
-
-@dataclass(frozen=True)
-class Published:
-    """A model of the model hub."""
-
-    kind: str  # config.json's model_type
-    architecture: str
-    config: dict[str, Any]
-    parameters: int  # as published; without layers of multi-token prediction
-    layout: Layout  # a sensible large one
-    first: int | None = None  # layers of its first pipeline stage, where the stages are not equal
-
-
-def qwen3(layers: int, hidden: int, heads: int, expert: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": expert,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 151936,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    }
-
-
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-MODELS = {
-    "Qwen3-30B-A3B": Published(
-        "qwen3_moe", "Qwen3MoeForCausalLM", qwen3(48, 2048, 32, 768), 30_532_122_624, Layout(ranks=64, tp=4, pp=4, ep=8)
-    ),
-    "Qwen3-235B-A22B": Published(
-        "qwen3_moe", "Qwen3MoeForCausalLM", qwen3(94, 4096, 64, 1536), 235_093_634_560, Layout(ranks=128, tp=4, pp=4, ep=8), first=22
-    ),
-    "DeepSeek-V3": Published(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        {
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-            "num_nextn_predict_layers": 1,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "n_shared_experts": 1,
-            "n_routed_experts": 256,
-            "routed_scaling_factor": 2.5,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "qk_nope_head_dim": 128,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 3,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000,
-            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-            "max_position_embeddings": 163840,
-            "tie_word_embeddings": False,
-        },
-        671_026_419_200,
-        Layout(ranks=256, tp=4, pp=4, ep=8),
-        first=13,
-    ),
-    "Llama-3-70B": Published(
-        "llama",
-        "LlamaForCausalLM",
-        {
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": False,
-        },
-        70_553_706_496,
-        Layout(ranks=64, tp=8, pp=4, vpp=5),
-    ),
-    "Phi-4": Published(
-        "phi3",
-        "Phi3ForCausalLM",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 10,
-            "sliding_window": None,
-            "vocab_size": 100352,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 250000,
-            "max_position_embeddings": 16384,
-            "tie_word_embeddings": False,
-        },
-        14_659_507_200,
-        Layout(ranks=16, tp=2, pp=4, vpp=5),
-    ),
-    "Mixtral-8x7B": Published(
-        "mixtral",
-        "MixtralForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "sliding_window": None,
-            "vocab_size": 32000,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": False,
-        },
-        46_702_792_704,
-        Layout(ranks=64, tp=4, pp=4, ep=8, etp=2),
-    ),
-    "GLM-4.5-Air": Published(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 46,
-            "num_nextn_predict_layers": 1,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": True,
-            "use_qk_norm": False,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 1,
-            "vocab_size": 151552,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
-        106_852_251_264,  # the model hub counts 110,468,824,832 with the layer of multi-token prediction
-        Layout(ranks=64, tp=4, pp=4, ep=8),
-        first=10,
-    ),
-}
-
-
-def config_of(model: Published) -> dict[str, Any]:
-    return {"architectures": [model.architecture], "model_type": model.kind, **model.config}
+from megarl.plan.parameters import stage_layers
+from tests.published_models import MODELS, Published, config_of
 
 
 def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
@@ -272,5 +95,6 @@ def test_ranks_of_a_large_layout_hold_every_element_once(name: str) -> None:
     for weight in {(weight.op, weight.expert is None): weight for weight in weights}.values():
         assert_covered(weight, layout)
     assert sorted(stages(config, layout)) == list(range(config.num_layers))
+    assert stages(config, layout) == [one for stage in stage_layers(config.num_layers, layout, megatron) for part in stage for one in part]
     assert config.num_moe_experts is None or config.num_moe_experts % layout.ep == 0
     assert len({weight.name for weight in weights}) == len(weights)

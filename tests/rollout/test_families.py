@@ -18,7 +18,7 @@ from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm import engine
 from megarl.sync.fingerprint import compare
 from tests.rollout.engine_host import Host
-from tests.rollout.test_updates import SETTINGS, Corruptible, _check_update, _start
+from tests.rollout.test_updates import SETTINGS, Corruptible, _check_update, _start, check_plan
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
 from tools.make_tiny_model import build
 
@@ -74,6 +74,7 @@ async def _fused(tmp_path: Path, tp: int) -> None:
             await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", weight.tolist(), timeout_s=TIMEOUT_S)
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [FUSED]
         await _check_update(engine, trainer, other(tmp_path / "other", "phi3"), stored(tmp_path / "other"))
+        await check_plan(engine, tmp_path / "model", tp)
     finally:
         trainer.close()
         await engine.close()

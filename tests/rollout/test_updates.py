@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megarl.config import RolloutSettings
+from megarl.models.hf import read_config
+from megarl.plan.engines import cache_bytes, engine_weights
+from megarl.plan.facts import facts
 from megarl.rollout.engine import WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
@@ -24,6 +27,7 @@ from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, as
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
+CPU_BLOCK = 128  # tokens (vllm/platforms/cpu.py)
 
 
 class Corruptible(VllmEngine):
@@ -59,6 +63,17 @@ async def _check_update(engine: VllmEngine, trainer: Trainer, model: Any, tensor
     assert float(torch.cat(gaps).mean()) <= 1e-5 and float(torch.cat(gaps).max()) <= 1e-3
 
 
+async def check_plan(engine: VllmEngine, path: Path, tp: int) -> None:
+    """Every worker holds as many bytes of weights as `megarl plan` says, and its cache as many tokens."""
+    hf = read_config(path)
+    for held in await engine._call("megarl_fingerprints", False, timeout_s=TIMEOUT_S):
+        elements = sum(rows * columns for places in held.values() for _, _, rows, columns, *_ in places)
+        assert engine_weights(hf, tp, "float32") == pytest.approx(4 * elements, rel=0.05)
+    tokens = engine._llm.vllm_config.cache_config.num_gpu_blocks * CPU_BLOCK
+    assert SETTINGS.kv_cache_mb is not None
+    assert tokens * cache_bytes(facts(hf), tp, "float32") == pytest.approx(SETTINGS.kv_cache_mb << 20, rel=0.05)
+
+
 async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
     engine = await _start(tiny, tp=tp)
     trainer = Trainer(engine, transport, tp)
@@ -67,6 +82,7 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
             await _check_update(engine, trainer, other_weights(tiny, seed))
         last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         assert {answer.samples[0].weight_versions[0].version for answer in last} == {5}
+        await check_plan(engine, tiny, tp)
     finally:
         trainer.close()
         await engine.close()

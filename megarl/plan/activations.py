@@ -1,0 +1,148 @@
+"""Bytes that autograd keeps of one layer and of the head for backward, on one rank.
+
+Two specs: Megarl's local one (CPU; plain torch operations), which the tests measure to the byte, and Transformer Engine's (CUDA), read from
+its sources and Megatron's and not measured yet.
+
+Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp rows of its sequence-parallel shard, T routed tokens that a
+rank's experts take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.config import Layout
+from megarl.plan.facts import Facts
+from megarl.plan.states import ITEM
+
+Spec = Literal["local", "te"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One micro-batch on one rank."""
+
+    rows: int  # R
+    longest: int  # tokens of a sequence
+    layout: Layout
+    dtype: str
+    spec: Spec
+    imbalance: float = 1.0  # tokens of the busiest rank's experts, against the mean
+
+    @property
+    def shard(self) -> int:
+        """S"""
+        return self.rows // self.layout.tp
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number."""
+        return ITEM[self.dtype]
+
+
+def layer_bytes(facts: Facts, shape: Shape, *, experts: bool) -> dict[str, int]:
+    """What one layer keeps, by part. `experts`: its MLP is a mixture."""
+    attention = _latent_attention if facts.latents else _attention
+    parts = {"norms": _norms(facts.n.hidden, 2, shape), "attention": attention(facts, shape)}
+    if not experts:
+        return {**parts, "mlp": _mlp(facts.n.ffn or 0, shape)}
+    return {
+        **parts,
+        "router": _router(facts, shape),
+        "experts": _experts(facts, shape),
+        "shared experts": _mlp(facts.n.shared_ffn, shape),
+    }
+
+
+def routed(facts: Facts, shape: Shape) -> int:
+    """T: each expert-parallel rank brings S * topk tokens, and those of an expert-tensor-parallel group are gathered."""
+    return int(shape.shard * facts.topk * shape.layout.etp * shape.imbalance)
+
+
+def head_bytes(facts: Facts, shape: Shape, *, value: bool, fp32: bool) -> dict[str, int]:
+    """What the last norm and the head keep. The gradient is written over the logits."""
+    n, tp = facts.n, shape.layout.tp
+    columns = -(-n.vocab // tp)
+    kept = {"norms": _norms(n.hidden, 1, shape)}
+    if value:
+        return {**kept, "logits": 4 * (shape.shard * n.hidden + n.hidden + shape.rows)}
+    if fp32 and shape.item < 4:
+        kept["norms"] += 4 * shape.rows * n.hidden + 4 * columns * n.hidden  # input and weight, cast
+    return {**kept, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
+
+
+def working_bytes(facts: Facts, shape: Shape, local_experts: int, *, experts: bool) -> int:
+    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine."""
+    n, rows = facts.n, 2 * shape.rows * facts.n.hidden
+    if not experts:
+        return shape.item * (rows + 3 * shape.rows * (n.ffn or 0) // shape.layout.tp + 2 * n.hidden * (n.ffn or 0) // shape.layout.tp)
+    width = n.expert_ffn // shape.layout.etp
+    return shape.item * (rows + routed(facts, shape) * (2 * n.hidden + 3 * width) + local_experts * 2 * width * n.hidden)
+
+
+def _norms(width: int, count: int, shape: Shape) -> int:
+    """`count` RMSNorms: their input (torch's: input and normalised input in float32), and their output, which a linear layer keeps."""
+    return count * shape.shard * _norm(width, shape)
+
+
+def _norm(width: int, shape: Shape) -> int:
+    return 4 + width * ((8 + shape.item) if shape.spec == "local" else 2 * shape.item)
+
+
+def _attention(facts: Facts, shape: Shape) -> int:
+    """Grouped-query attention between its norm and its residual, a row times R."""
+    n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec == "local"
+    query, key, heads, groups = n.heads * n.head_dim // tp, n.groups * n.head_dim // tp, n.heads // tp, n.groups // tp
+    packed = item * (query + 2 * key)  # the projection's output, of which values (and keys) are views
+    turned, out = item * (query + key), item * query
+    scales = 4 * heads  # logarithms of the softmax's sums
+    if not local:
+        normed = item * (query + key) + 4 * (heads + groups) if facts.head_norm else 0
+        whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the ring's last step
+        return shape.rows * (packed + turned + out + scales + normed + whole)
+    mask, normed = 0, 0
+    if shape.layout.cp > 1:
+        turned = item * (query + 2 * key * shape.layout.cp)  # keys and values of all ranks
+        packed = packed if item == 4 and facts.head_norm else 0
+        mask = item * shape.longest**2 // shape.layout.cp
+    if facts.head_norm:  # in float32 the keys are still a view of the projection's output
+        normed = 4 * (2 * query + (1 if item == 4 else 2) * key + heads + groups)
+    rotary = 4 * item * facts.rotary  # cosine and sine, for queries and for keys
+    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + mask
+
+
+def _latent_attention(facts: Facts, shape: Shape) -> int:
+    """Multi-latent attention (MLA)."""
+    n, tp, item, latents = facts.n, shape.layout.tp, shape.item, facts.latents
+    assert latents is not None
+    heads = n.heads // tp
+    width, value = heads * (latents.plain + latents.rotary), heads * latents.value
+    if shape.spec == "te":
+        small = _norm(latents.query, shape) + _norm(latents.key_value, shape) + item * latents.rotary
+        keys_values = heads * (latents.plain + latents.value)  # of which the values are a view
+        return shape.shard * small + shape.rows * (item * (2 * width + keys_values + value) + 4 * heads)
+    small = (_norm(latents.query, shape) if latents.query else 0) + _norm(latents.key_value, shape)
+    small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
+    # torch's attention of heads that differ in width: scaled queries and keys, values and probabilities in float32
+    core = 4 * (width + (width + value) * shape.layout.cp + heads * shape.longest)
+    return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary)
+
+
+def _mlp(width: int, shape: Shape) -> int:
+    """A gated MLP: both projections and what goes into the last one; plain torch also keeps the activation, its cast and the product."""
+    return shape.rows * (width // shape.layout.tp) * (5 if shape.spec == "local" else 3) * shape.item
+
+
+def _router(facts: Facts, shape: Shape) -> int:
+    """Scores, probabilities and the map of chosen experts; where each token goes."""
+    chosen = facts.topk * (8 + 4 + 8)
+    everywhere = facts.n.experts * (4 + 1 if shape.spec == "local" else 4 * 3 + 1 + 8)
+    return shape.shard * (chosen + everywhere)
+
+
+def _experts(facts: Facts, shape: Shape) -> int:
+    """The experts' tokens, both projections, the activation (plain torch: and its parts), weighted: what goes into the last projection."""
+    width = facts.n.expert_ffn // shape.layout.etp
+    kept = facts.n.hidden + width * (6 if shape.spec == "local" else 3)
+    return routed(facts, shape) * (kept * shape.item + 4)

@@ -1,0 +1,45 @@
+"""What a GPU can do, as its maker says, and which part of it such work reaches: the figures that times follow from.
+
+Every figure is an assumption that `megarl plan` prints beside what follows from it; none was measured by megarl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB = 1_000_000_000
+NODE = 8  # GPUs of a node
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU of a node of 8 (SXM); bytes and FLOPs a second."""
+
+    name: str
+    memory_gb: float
+    flops: float  # dense, bfloat16
+    bandwidth: float  # of its memory
+    link: float = 450e9  # to the GPUs of its node, one way
+    network: float = 50e9  # to other nodes, one way: 400 Gbit/s a GPU
+
+
+# NVIDIA's data sheets; dense figures, without structured sparsity.
+DEVICES = {
+    one.name: one
+    for one in (
+        Device("A100", 80, 312e12, 2.04e12, 300e9, 25e9),
+        Device("H100", 80, 989e12, 3.35e12),
+        Device("H200", 141, 989e12, 4.8e12),
+        Device("B200", 180, 2250e12, 8.0e12, 900e9),
+    )
+}
+TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that matrix products of a MoE of this kind reach
+DECODE_SHARE, NETWORK_SHARE = 0.5, 0.6  # of `bandwidth`; of `link` and `network`
+HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and its host's pinned memory
+IMBALANCE = 1.5  # tokens of the busiest rank's experts, against the mean
+MEAN_LENGTH = 0.5  # of a response, as a share of the longest
+
+
+def device_of(memory_gb: float) -> Device:
+    """The first GPU of the table with so much memory, or the largest."""
+    return next((one for one in DEVICES.values() if one.memory_gb >= memory_gb and one.name != "A100"), DEVICES["B200"])

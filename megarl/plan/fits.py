@@ -1,0 +1,20 @@
+"""What a check refuses because no GPU of the run could hold it."""
+
+from __future__ import annotations
+
+from megarl.config import ConfigError, RunSettings
+from megarl.plan.devices import device_of
+from megarl.plan.whole import build, models_of
+
+
+def check_fits(config: RunSettings) -> None:
+    """ConfigError, a line for each fault, where ranks or engines exceed `cluster.gpu_memory_gb`; without it nothing is known.
+
+    The memory is a setting and is not asked of this machine: a check also runs where there is no GPU, or another one.
+    """
+    memory = config.cluster.gpu_memory_gb
+    if not config.cluster.gpus or memory is None:
+        return
+    plan = build(config, models_of(config), device_of(memory), memory)
+    if plan.faults:
+        raise ConfigError("\n".join(f"{fault} (`megarl plan` ranks layouts that fit)" for fault in plan.faults))

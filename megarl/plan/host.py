@@ -1,0 +1,59 @@
+"""Host memory of a node, and what a step puts into Ray's object store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import TrainConfig
+from megarl.plan.devices import GB, MEAN_LENGTH, NODE
+from megarl.plan.facts import Facts
+from megarl.plan.ranks import Group
+
+RANK, ENGINE = 6 * GB, 8 * GB  # a process with torch, Megatron or vLLM, and CUDA's host memory: estimates
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node, in bytes."""
+
+    ranks: float  # processes
+    staging: float  # checkpoints on their way
+    waiting: float  # models of placement.offload
+    engines: float
+    store: float  # Ray's object store, as configured
+    step: float  # what the engines of all nodes put into the object stores in a step
+    nodes: int  # with engines
+
+    @property
+    def total(self) -> float:
+        return self.ranks + self.staging + self.waiting + self.engines + self.store
+
+    @property
+    def spills(self) -> bool:
+        """Whether a step exceeds the object stores."""
+        return self.step > self.store * self.nodes
+
+
+def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus: int, nodes: int, *, shared: bool) -> Host:
+    """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node."""
+    ranks = sum(group.layout.ranks for group in groups)
+    here, there = min(NODE, ranks), min(NODE, engine_gpus)
+    stages = [stage for group in groups for stage in group.stages]
+    waiting = max(stage.host or (stage.waiting if shared else 0) for stage in stages)
+    return Host(
+        ranks=here * RANK,
+        staging=here * (config.save.staging_mb << 20) if config.save.every else 0,
+        waiting=here * waiting,
+        engines=there * ENGINE if shared or nodes == 1 else 0,
+        store=config.cluster.object_store_mb << 20,
+        step=_step(config, its),
+        nodes=-(-engine_gpus // NODE),
+    )
+
+
+def _step(config: TrainConfig, its: Facts) -> float:
+    """Tokens and log-probs of all responses, and their experts as far as they are reported."""
+    rollout, layers = config.rollout, its.n.layers - its.n.dense if its.n.experts else 0
+    tokens = (rollout.max_prompt_tokens + rollout.max_response_tokens) * MEAN_LENGTH
+    experts = layers * its.topk * (1 if its.n.experts <= 256 else 2) * config.routing.reported
+    return config.train.prompts_per_step * rollout.samples_per_prompt * tokens * (4 + 4 + experts)

@@ -1,0 +1,85 @@
+"""`megarl plan`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.cli import VERBS
+from megarl.config import ConfigError, RunSettings, TrainConfig, load
+from megarl.imports import find
+from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.plan.devices import DEVICES, device_of
+from megarl.plan.search import Found, search
+from megarl.plan.whole import Plan, build, models_of
+from megarl.stdout import say
+
+MEMORY_GB = 80.0  # of a GPU that nobody has said anything of
+MOST = 1_000_000  # of --gpus and --gpu-gb
+PLANNED = ("train", "sft", "rm", "dpo")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="megarl plan",
+        description="What a configuration needs, from config.json alone: bytes on each rank, engine and node, seconds of a step, what "
+        "does not fit, and layouts that do. Starts nothing and needs neither weights nor GPUs.",
+    )
+    top.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
+    top.add_argument("--verb", choices=PLANNED, default="train", help="whose configuration it is (default: train)")
+    top.add_argument("--gpus", type=int, metavar="N", help="GPUs that there are (default: what the configuration asks for)")
+    top.add_argument("--gpu-gb", type=float, metavar="M", help="memory of each (default: cluster.gpu_memory_gb, or 80)")
+    top.add_argument("--device", choices=DEVICES, help="whose speed the times follow from (default: by memory)")
+    top.add_argument("--json", action="store_true", help="for programs")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan. Returns 0, also where something does not fit."""
+    given = parser().parse_intermixed_args(arguments)
+    for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
+        if value is not None and not 0 < value <= MOST:
+            raise ConfigError(f"plan: {option} {value} is not between 1 and {MOST:,}")
+    root: Any = find(VERBS[given.verb].config)
+    config: RunSettings = load(given.config, given.overrides, root)
+    memory = given.gpu_gb or (DEVICES[given.device].memory_gb if given.device else config.cluster.gpu_memory_gb or MEMORY_GB)
+    device = DEVICES[given.device] if given.device else device_of(memory)
+    models = models_of(config)
+    check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout))
+    plan = build(config, models, device, memory, given.gpus)
+    found = search(config, models, device, memory, plan.gpus, shared=plan.shared) if isinstance(config, TrainConfig) else []
+    say(json.dumps(_plain(plan, found), indent=1)) if given.json else _show(plan, found)
+    return 0
+
+
+def _plain(plan: Plan, found: Sequence[Found]) -> dict[str, Any]:
+    layouts = [{**asdict(one), "layout": one.layout.model_dump()} for one in found]
+    groups = [
+        {
+            "name": group.name,
+            "layout": group.layout.model_dump(),
+            "stages": [{**asdict(stage), "total": stage.total} for stage in group.stages],
+            "worst": group.worst.rank,
+        }
+        for group in plan.groups
+    ]
+    return {**asdict(plan), "groups": groups, "layouts": layouts}
+
+
+def _show(plan: Plan, found: Sequence[Found]) -> None:
+    from rich.console import Console
+
+    from megarl.plan.show import tables
+
+    console = Console(width=None if os.isatty(1) else 160, highlight=False)
+    with console.capture() as text:
+        for part in tables(plan, found):
+            console.print(part, soft_wrap=isinstance(part, str), markup=False)
+    say(text.get().rstrip("\n"))

@@ -1,0 +1,130 @@
+"""How many parameters each rank holds: a function of config.json's weight map and of the layout.
+
+Ranks of one pipeline stage hold equally many, whatever their tensor- and expert-parallel place: what does not divide is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any
+
+from megarl.config import Layout
+from megarl.models.families import family_of
+from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
+
+ALIGNED, BUCKET = 64, 128  # elements: where a parameter begins in Megatron's buffer, and what its end is a multiple of
+EMBEDDING = "embedding.word_embeddings.weight"
+
+Sizes = tuple[tuple[int, int], ...]
+"""Parameters by size: (elements, how many have so many)."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The parameters of one model chunk on one rank, dense ones and those of experts apart, since other ranks hold copies of them."""
+
+    dense: Sizes
+    experts: Sizes
+    buffers: int = 0  # float32 elements that are no parameters
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return count(self.dense) + count(self.experts)
+
+
+def count(sizes: Sizes) -> int:
+    """The elements of all these parameters."""
+    return sum(size * times for size, times in sizes)
+
+
+def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
+    """The parameters of the whole model."""
+    n = family_of(hf).sizes(hf)
+    return sum(
+        prod(one.op.packed_shape) * _layers(one, n.layers) * _experts(one, n.experts)
+        for one in _mappings(hf, head)
+        if not one.alias and not one.float32
+    )
+
+
+def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> list[list[range]]:
+    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset)."""
+    chunks, last = layout.vpp or 1, layout.pp - 1
+    given = {0: _number(megatron, "num_layers_in_first_pipeline_stage"), last: _number(megatron, "num_layers_in_last_pipeline_stage")}
+    uneven = {stage: count for stage, count in given.items() if count}
+    between = layout.pp - len(uneven)
+    each = (layers - sum(uneven.values())) // between if between else 0
+    sizes = [uneven.get(stage, each) // chunks for stage in range(layout.pp)]
+    starts = [[chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)] for stage in range(layout.pp)]
+    return [[range(start, start + size) for start in own] for own, size in zip(starts, sizes, strict=True)]
+
+
+def _number(fields: Mapping[str, Any], key: str) -> int:
+    """A number of `model.megatron`; 0 where it is not given."""
+    return int(fields.get(key) or 0)
+
+
+def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[Shard]]:
+    """What a rank of each pipeline stage holds, chunk by chunk.
+
+    Args:
+        hf: config.json of a known family, which the layout divides (`families.check_layout`).
+        head: of the model.
+        layout: of its ranks.
+        megatron: `model.megatron`, for stages of unequal size.
+    """
+    mappings, layers = _mappings(hf, head), family_of(hf).sizes(hf).layers
+    stages = stage_layers(layers, layout, megatron)
+    first, last = stages[0][0], stages[-1][-1]
+    return [[_chunk(hf, mappings, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
+
+
+def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> Shard:
+    experts = family_of(hf).sizes(hf).experts
+    dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
+    for one in mappings:
+        if "{layer}" in one.megatron:
+            times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
+        elif one.megatron == EMBEDDING:
+            times = int(first)
+        elif one.megatron == OUTPUT and one.alias and first:  # tied, and the embedding is in this chunk
+            times = 0
+        else:
+            times = int(last)
+        if "{expert}" in one.megatron:
+            routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
+        elif one.float32:
+            buffers += 2 * times * experts  # the bias, and how many tokens each expert was given
+        else:
+            dense.append((prod(one.op.shard_shape(layout.tp)), times))
+    return Shard(tuple(dense), tuple(routed), buffers)
+
+
+def replicas(layout: Layout) -> tuple[int, int]:
+    """How many ranks hold the same dense parameters, and the same experts: over so many Megatron shards the optimizer's state."""
+    return layout.ranks // (layout.tp * layout.pp), layout.ranks // (layout.etp * layout.ep * layout.pp)
+
+
+def buffer_elements(parameters: Sizes, copies: int) -> int:
+    """The length of Megatron's buffer of these parameters (param_and_grad_buffer.py: _ParamAndGradBuffer): alignment, and equal shards."""
+    aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
+    unit = lcm(copies, BUCKET)
+    return -(-aligned // unit) * unit
+
+
+def _mappings(hf: dict[str, Any], head: HeadKind) -> list[WeightMapping]:
+    family = family_of(hf)
+    return [*family.weight_map(hf), family.heads[head].mapping(hf)]
+
+
+def _layers(mapping: WeightMapping, layers: int) -> int:
+    if "{layer}" not in mapping.megatron:
+        return 1
+    return layers if mapping.layers is None else len(mapping.layers)
+
+
+def _experts(mapping: WeightMapping, experts: int) -> int:
+    return experts if "{expert}" in mapping.megatron else 1

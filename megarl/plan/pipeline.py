@@ -1,0 +1,95 @@
+"""What a pipeline stage keeps of all micro-batches that are in flight, with the recomputation chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megarl.config import Layout
+from megarl.plan.activations import Shape, head_bytes, layer_bytes
+from megarl.plan.facts import Facts
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """`model.recompute`, and how many layers are recomputed together."""
+
+    kind: str  # none, selective, full
+    together: int = 1
+    modules: tuple[str, ...] = ("core_attn",)  # of selective recomputation
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands on the last stage."""
+
+    value: bool = False
+    fp32: bool = False
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
+    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up)."""
+    if layout.vpp is None:
+        return [min(layout.pp - stage, micro_batches)]
+    passes = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
+    chunk = Counter(turn % (layout.pp * layout.vpp) // layout.pp for turn in range(passes))
+    return [chunk[index] for index in range(layout.vpp)]
+
+
+def stage_bytes(
+    facts: Facts, shape: Shape, chunks: list[range], flying: list[int], recompute: Recompute, head: Head | None
+) -> dict[str, int]:
+    """Bytes by part at the stage's peak.
+
+    Args:
+        facts: the model.
+        shape: of a micro-batch.
+        chunks: the stage's layers.
+        flying: of `in_flight`.
+        recompute: what is computed again.
+        head: None on all stages but the last.
+    """
+    heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
+    layers = {
+        mixture: _kept(facts, shape, recompute, experts=mixture) for mixture in {facts.has_experts(one) for part in chunks for one in part}
+    }
+    counts = Counter[bool]()
+    for part, times in zip(chunks, flying, strict=True):
+        counts.update({mixture: times * sum(facts.has_experts(one) == mixture for one in part) for mixture in layers})
+    if recompute.kind != "full":
+        total = Counter(heads)
+        for mixture, count in counts.items():
+            total.update({part: count * size for part, size in layers[mixture].items()})
+        return dict(total)
+    entry = shape.shard * facts.n.hidden * shape.item
+    inputs = sum(times * -(-len(part) // recompute.together) for part, times in zip(chunks, flying, strict=True)) * entry
+    again = {part: recompute.together * size for part, size in max(layers.values(), key=lambda parts: sum(parts.values())).items()}
+    if shape.spec == "te" or shape.item == 4:
+        again["norms"] -= entry  # a layer's first norm keeps the very input that was stored
+    largest = max(again, heads, key=lambda parts: sum(parts.values()))
+    return {"layer inputs": inputs, **largest}
+
+
+def _kept(facts: Facts, shape: Shape, recompute: Recompute, *, experts: bool) -> dict[str, int]:
+    parts = layer_bytes(facts, shape, experts=experts)
+    return parts if recompute.kind != "selective" else {part: _spared(facts, shape, recompute, part, size) for part, size in parts.items()}
+
+
+def _spared(facts: Facts, shape: Shape, recompute: Recompute, part: str, size: int) -> int:
+    """What selective recomputation leaves of a part."""
+    n, tp = facts.n, shape.layout.tp
+    if part == "attention" and "core_attn" in recompute.modules:
+        out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # which the output projection keeps in any case
+        if facts.latents is not None and shape.spec == "local":
+            width = facts.latents.plain + facts.latents.rotary
+            out = n.heads // tp * ((4 - shape.item) * (2 * width + facts.latents.value) + 4 * shape.longest - 4)
+        return size - shape.rows * (out + 4 * n.heads // tp)
+    if part == "norms" and "layernorm" in recompute.modules:
+        return size - 2 * shape.shard * n.hidden * shape.item
+    if part == "experts" and shape.spec == "te" and "moe_act" in recompute.modules:
+        return size - size * n.expert_ffn // (n.hidden + 3 * n.expert_ffn)
+    if "moe" in recompute.modules and part in ("experts", "router", "shared experts"):
+        return 0
+    if part == "mlp" and "mlp" in recompute.modules:
+        return 0
+    return size

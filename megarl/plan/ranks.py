@@ -1,0 +1,147 @@
+"""What each rank of a group needs in each phase of a step: weights, gradients, optimizer, activations, what is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config import Layout, ModelSettings
+from megarl.plan.activations import Shape, Spec, working_bytes
+from megarl.plan.devices import GB, IMBALANCE
+from megarl.plan.facts import facts
+from megarl.plan.parameters import shards, stage_layers
+from megarl.plan.pipeline import Head, Recompute, in_flight, stage_bytes
+from megarl.plan.states import States, states
+
+CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
+LOGPROB_CHUNKS = 64 << 20  # megarl.parallel.logprobs.CHUNK_ELEMENTS_ELSEWHERE, two buffers
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model on the ranks of a group."""
+
+    name: str
+    hf: Mapping[str, Any] = field(repr=False)
+    trained: bool
+    value: bool  # a scalar head
+    micro_batch_tokens: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of one pipeline stage, the busiest: bytes by part, at the phase that needs most."""
+
+    stage: int
+    rank: int  # the first of the stage
+    parameters: int  # of the first role
+    phase: str
+    parts: dict[str, float]
+    weights: float  # of the models on the device, with what CUDA takes
+    resident: float  # with gradients and optimizer
+    waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
+    host: float  # of what waits in host memory by `placement.offload`
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that hold models together."""
+
+    name: str
+    layout: Layout
+    stages: list[Stage]
+
+    @property
+    def worst(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.total)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks of a run do, as far as memory depends on it."""
+
+    longest: int  # tokens of a sequence
+    micro_batches: int  # of a mini-batch on one data-parallel rank
+    sync_bytes: int  # of a weight update on rank 0
+    offload: bool = False  # models that wait lie in host memory
+    spec: Spec = "te"
+
+
+def plan_group(roles: Sequence[Role], layout: Layout, settings: ModelSettings, work: Work) -> Group:
+    """The memory of a group of ranks, whose models `roles` are. The layout divides them."""
+    models = [_Model(role, layout, settings) for role in roles]
+    return Group(
+        "+".join(role.name for role in roles), layout, [_stage(models, layout, settings, stage, work) for stage in range(layout.pp)]
+    )
+
+
+class _Model:
+    """A role with what follows from its config.json and the layout."""
+
+    def __init__(self, role: Role, layout: Layout, settings: ModelSettings) -> None:
+        self.role, self.facts = role, facts(dict(role.hf))
+        self.chunks = shards(dict(role.hf), "value" if role.value else "lm", layout, settings.megatron)
+        self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
+
+
+def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> Stage:
+    held = [states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained) for model in models]
+    everything = sum(held, States(0))
+    phases: dict[str, dict[str, float]] = {}
+    for model, own in zip(models, held, strict=True):
+        doing = "update" if model.role.trained else "forward"
+        there = own if work.offload else everything
+        phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work)
+        if model.role.trained:  # Megatron copies the weights into its buffers
+            phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
+    if stage == 0 and work.sync_bytes:
+        phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    context = CONTEXT if work.spec == "te" else 0
+    return Stage(
+        stage=stage,
+        rank=stage * layout.ranks // layout.pp,
+        parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
+        phase=phase,
+        parts={**phases[phase], "context": context},
+        weights=(held[0] if work.offload else everything).weights + context,
+        resident=(held[0] if work.offload else everything).total + context,
+        waiting=everything.total - everything.gradients,
+        host=everything.total - everything.gradients if work.offload else 0,
+    )
+
+
+def _parts(held: States) -> dict[str, float]:
+    return {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+
+
+def recompute_of(settings: ModelSettings) -> Recompute:
+    """What `model` says is computed again; `model.megatron` may say it more exactly."""
+    fields = settings.megatron
+    kind = fields.get("recompute_granularity", settings.recompute) or "none"
+    together = int(fields.get("recompute_num_layers") or 1) if kind == "full" else 1
+    return Recompute(kind, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
+
+
+def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:
+    role, its, layers, cuda = model.role, model.facts, model.layers[stage], work.spec == "te"
+    shape = Shape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, work.spec, IMBALANCE if cuda else 1.0)
+    head = Head(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
+    # Without gradients one layer's activations are there at a time, as where all but the layers' inputs is recomputed.
+    recompute = recompute_of(settings) if role.trained else Recompute("full")
+    flying = in_flight(layout, stage, work.micro_batches)
+    kept: dict[str, float] = {**stage_bytes(its, shape, layers, flying, recompute, head)}
+    if not role.trained:
+        kept.pop("layer inputs", None)
+    logits = kept.pop("logits", 0)
+    working = 0.0
+    if cuda and role.trained:
+        mixture = any(its.has_experts(layer) for part in layers for layer in part)
+        working = working_bytes(its, shape, its.n.experts // layout.ep, experts=mixture)
+    chunks = LOGPROB_CHUNKS if cuda and head is not None and not role.value else 0
+    return {"activations": sum(kept.values()), "logits": logits + chunks, "working set": working}

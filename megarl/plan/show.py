@@ -1,0 +1,141 @@
+"""The tables of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from megarl.plan.devices import DECODE_SHARE, GB, IMBALANCE, MEAN_LENGTH, NETWORK_SHARE, PREFILL_MFU, TRAIN_MFU
+from megarl.plan.ranks import Group
+from megarl.plan.search import Found
+from megarl.plan.whole import Plan
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "context")
+
+
+def tables(plan: Plan, found: Sequence[Found]) -> Iterator[Table | str]:
+    """What `megarl plan` prints, from top to bottom."""
+    ranks = sum(group.layout.ranks for group in plan.groups)
+    where = f"{ranks} for ranks, {plan.engines} for engines" + (", the same ones" if plan.shared else "")
+    yield (
+        f"{plan.architecture}: {plan.parameters / 1e9:.1f} B parameters, {plan.active / 1e9:.1f} B active; {plan.gpus} GPUs of "
+        f"{plan.memory / GB:g} GB ({where}). GB are 10^9 bytes."
+    )
+    for group in plan.groups:
+        yield _group(group, plan.memory)
+    if plan.engine is not None:
+        yield _engine(plan)
+    if plan.host is not None:
+        yield _host(plan)
+    if plan.times is not None:
+        yield _times(plan)
+        yield _assumptions(plan)
+    if found:
+        yield _found(found)
+        yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
+    yield from (f"assumed: {note}" for note in plan.notes)
+    yield from (f"does not fit: {fault}" for fault in plan.faults)
+    if not plan.faults:
+        yield "fits"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _group(group: Group, memory: float) -> Table:
+    layout, stages, worst = group.layout, group.stages, group.worst
+    parts = [part for part in PARTS if any(part in stage.parts for stage in stages)]
+    shape = ", ".join(
+        f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(layout, key) not in (1, None)
+    )
+    table = _table(
+        f"GB on a rank of {group.name}: {layout.ranks} ranks, {shape}", "stage", "rank", "parameters", "phase", *parts, "sum", ""
+    )
+    for stage in stages:
+        sizes = [f"{stage.parts[part] / GB:.1f}" if part in stage.parts else "" for part in parts]
+        mark = ("> " if stage.total > memory else "") + ("worst" if stage is worst else "")
+        table.add_row(
+            str(stage.stage), str(stage.rank), f"{stage.parameters / 1e9:.2f} B", stage.phase, *sizes, f"{stage.total / GB:.1f}", mark
+        )
+    return table
+
+
+def _engine(plan: Plan) -> Table:
+    engine = plan.engine
+    assert engine is not None
+    table = _table(
+        f"GB on a GPU of an engine: {plan.engines // engine.tp} engines of tp {engine.tp}",
+        *("share", "weights", "buffers", "keys, values", "live sequences", "weight update"),
+    )
+    table.add_row(
+        f"{plan.memory * engine.share / GB:.1f}",
+        f"{engine.weights / GB:.1f}",
+        f"{engine.overhead / GB:.1f}",
+        f"{engine.cache / GB:.1f}",
+        f"{engine.live:.0f} of {engine.longest} tokens",
+        f"{plan.receiver / GB:.1f}",
+    )
+    return table
+
+
+def _host(plan: Plan) -> Table:
+    host = plan.host
+    assert host is not None
+    table = _table(
+        "GB of host memory on a node",
+        "processes",
+        "checkpoint staging",
+        "waiting models",
+        "object store",
+        "sum",
+        "a step's payload",
+    )
+    table.add_row(
+        f"{(host.ranks + host.engines) / GB:.0f}",
+        f"{host.staging / GB:.0f}",
+        f"{host.waiting / GB:.0f}",
+        f"{host.store / GB:.1f}",
+        f"{host.total / GB:.0f}",
+        f"{host.step / GB:.1f}" + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
+    )
+    return table
+
+
+def _times(plan: Plan) -> Table:
+    times = plan.times
+    assert times is not None
+    table = _table("seconds of a step", "generate", "score", "update", "sync", "park", "step")
+    table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.park, times.step)))
+    return table
+
+
+def _assumptions(plan: Plan) -> str:
+    device = plan.device
+    return (
+        f"assumed, and not measured: {device.name} of {device.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU}), "
+        f"{device.bandwidth / 1e12:.1f} TB/s x {DECODE_SHARE}, {device.link / 1e9:.0f} GB/s in a node and {device.network / 1e9:.0f} "
+        f"between nodes x {NETWORK_SHARE}; mean lengths {MEAN_LENGTH} of the longest; busiest experts {IMBALANCE} of the mean"
+    )
+
+
+def _found(found: Sequence[Found]) -> Table:
+    table = _table(
+        "layouts that fit, the quickest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step"
+    )
+    for number, one in enumerate(found, 1):
+        layout = one.layout
+        sizes = [layout.ranks, layout.tp, layout.pp, layout.cp, layout.ep, layout.dp]
+        table.add_row(
+            str(number),
+            *map(str, sizes),
+            f"{one.replicas} x tp {one.engine_tp}",
+            f"{one.bytes / GB:.1f}",
+            f"{one.live:.0f}",
+            f"{one.seconds:.0f}",
+        )
+    return table

@@ -1,0 +1,50 @@
+"""Bytes of weights, gradients and optimizer on a rank, as Megatron's distributed optimizer holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config import Layout
+from megarl.plan.parameters import Shard, buffer_elements, replicas
+
+ITEM = {"float32": 4, "bfloat16": 2}  # bytes
+MOMENTS = 8  # bytes an element: Adam's two, in float32
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one model on one rank."""
+
+    weights: int
+    gradients: int = 0  # in float32, on every copy
+    optimizer: int = 0  # moments, and beside bfloat16 weights their float32 copies: this rank's share
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: States) -> States:
+        return States(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+
+def states(chunks: Sequence[Shard], layout: Layout, dtype: str, *, trained: bool) -> States:
+    """What a rank holds of a model that is trained or frozen.
+
+    Args:
+        chunks: the rank's parameters.
+        layout: of the model's ranks.
+        dtype: of the weights.
+        trained: with gradients and optimizer.
+    """
+    held = [_chunk(chunk, layout, ITEM[dtype], trained=trained) for chunk in chunks]
+    return sum(held, States(0))
+
+
+def _chunk(chunk: Shard, layout: Layout, item: int, *, trained: bool) -> States:
+    buffers = 4 * chunk.buffers
+    if not trained:
+        return States(chunk.elements * item + buffers)
+    lengths = [buffer_elements(sizes, copies) for sizes, copies in zip((chunk.dense, chunk.experts), replicas(layout), strict=True)]
+    shares = sum(length // copies for length, copies in zip(lengths, replicas(layout), strict=True))
+    return States(sum(lengths) * item + buffers, sum(lengths) * 4, shares * (MOMENTS + (4 if item < 4 else 0)))

@@ -1,0 +1,31 @@
+"""What a weight update takes beside the weights, on rank 0 and on a GPU of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import SyncSettings
+from megarl.models.families import family_of
+from megarl.plan.states import ITEM
+
+GATHERED = 256 << 20  # megarl.parallel.export.GATHER_BYTES, which importing Megatron alone would give
+HASHED = (1 << 26) * 20  # bytes of the temporaries of megarl.sync.fingerprint: two of int64 and two of int16 for each of 2^26 elements
+
+
+def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
+    """On rank 0: two buckets, the largest tensor or a part of a layer's experts, gathered and joined, fingerprints."""
+    table = largest_tensor(hf, dtype)
+    return 2 * max(sync.bucket_mb << 20, table) + 2 * max(GATHERED, table) + HASHED * sync.verify
+
+
+def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) -> int:
+    """On a GPU of an engine: a bucket, the experts of one layer as they are unpacked, fingerprints."""
+    n = family_of(hf).sizes(hf)
+    layer = 3 * n.experts * n.expert_ffn * n.hidden * ITEM[dtype] // tp
+    return max(sync.bucket_mb << 20, largest_tensor(hf, dtype)) + (layer + HASHED) * sync.verify
+
+
+def largest_tensor(hf: dict[str, Any], dtype: str) -> int:
+    """Bytes of the embedding, which no expert or projection exceeds."""
+    n = family_of(hf).sizes(hf)
+    return n.vocab * n.hidden * ITEM[dtype]

@@ -1,0 +1,128 @@
+"""Seconds of a step from FLOPs, bytes and the assumptions of `devices`: to compare layouts, not to promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import Layout, TrainConfig
+from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
+from megarl.plan.engines import Engine
+from megarl.plan.facts import Facts
+from megarl.plan.parameters import replicas
+
+TAIL = 1 / 8  # of an engine's sequences still run while the longest responses end
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the phases of a step, which follow each other."""
+
+    generate: float
+    score: float  # old log-probs, reference, values
+    update: float
+    sync: float
+    park: float  # models that take turns
+
+    @property
+    def step(self) -> float:
+        return self.generate + self.score + self.update + self.sync + self.park
+
+
+def active_parameters(its: Facts, elements: int) -> float:
+    """Parameters that a token is multiplied with: without the embedding, and of the experts those it is sent to."""
+    n = its.n
+    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - its.topk) if n.experts else 0
+    return elements - inactive - (0 if its.tied else n.vocab * n.hidden)
+
+
+def forward_flops(its: Facts, elements: int, length: float) -> float:
+    """Of one token in a sequence of `length`: two for each active parameter, and causal attention."""
+    n, width = its.n, its.n.head_dim if its.latents is None else (its.n.head_dim + its.latents.value) / 2
+    return 2 * active_parameters(its, elements) + 4 * n.layers * n.heads * width * length / 2
+
+
+def micro_batches(config: TrainConfig, layout: Layout) -> int:
+    """Of a mini-batch on one data-parallel rank, at the mean length."""
+    return max(1, round(_tokens(config) / config.train.mini_batches / layout.dp / config.train.micro_batch_tokens))
+
+
+def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float) -> Times:
+    """The phases of a step of `megarl train`.
+
+    Args:
+        config: of the run.
+        its: the policy.
+        elements: its parameters.
+        engine: a GPU of its engines.
+        device: every GPU.
+        waiting: bytes of a rank's models that wait in host memory.
+    """
+    layout, tokens = config.layout, _tokens(config)
+    passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
+    forward = tokens * forward_flops(its, elements, _length(config)) / layout.ranks / (device.flops * TRAIN_MFU)
+    forward += tokens / layout.dp * _exchanged(its, layout, device)
+    bubble = 1 + (layout.pp - 1) / (micro_batches(config, layout) * (layout.vpp or 1))
+    factor = 3 + (config.model.recompute == "full")
+    critic = 0 if config.critic is None else config.critic.epochs
+    updates = forward * factor * (config.train.epochs + critic) * bubble
+    updates += config.train.mini_batches * config.train.epochs * _reduced(elements, its, layout, device)
+    return Times(
+        generate=_generate(config, its, elements, engine, device),
+        score=forward * passes * bubble,
+        update=updates,
+        sync=2 * elements / (device.network * NETWORK_SHARE),
+        park=4 * waiting / HOST_BANDWIDTH,  # out and in, for the scores and for the update
+    )
+
+
+def _length(config: TrainConfig) -> float:
+    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * MEAN_LENGTH
+
+
+def _tokens(config: TrainConfig) -> float:
+    return config.train.prompts_per_step * config.rollout.samples_per_prompt * _length(config)
+
+
+def _exchanged(its: Facts, layout: Layout, device: Device) -> float:
+    """Seconds a token of a data-parallel replica spends in tensor, expert and context parallel collectives, forward, bfloat16."""
+    n, stages = its.n, layout.pp
+    rows = 1 / layout.cp  # of a token on each context-parallel rank
+    link = device.link * NETWORK_SHARE
+    far = device.network * NETWORK_SHARE
+    tensor = 4 * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp / (link if layout.tp <= NODE else far)
+    experts = 2 * rows / layout.tp * its.topk * n.hidden * 2 * layout.etp * (layout.ep - 1) / layout.ep
+    experts /= link if layout.ep * layout.etp <= NODE else far
+    ring = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) / (link if layout.cp * layout.tp <= NODE else far)
+    return n.layers / stages * (tensor + experts + ring)
+
+
+def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float:
+    """Seconds of the gradients' reduction and of the gathering of new weights."""
+    n = its.n
+    experts = 3 * n.hidden * n.expert_ffn * n.experts * (n.layers - n.dense) if n.experts else 0
+    dense, routed = replicas(layout)
+    held = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
+    held += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
+    near = layout.ranks <= NODE
+    return held * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
+
+
+def _generate(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device) -> float:
+    """Prompts by FLOPs; responses by what each step of an engine reads: weights, keys and values."""
+    rollout, n = config.rollout, its.n
+    sequences = config.train.prompts_per_step * rollout.samples_per_prompt / rollout.replicas
+    response = rollout.max_response_tokens * MEAN_LENGTH
+    live = min(rollout.max_num_seqs, sequences, max(1.0, engine.cache / (engine.token * _length(config))))
+    active = active_parameters(its, elements)
+
+    def each(running: float) -> float:
+        touched = min(1.0, running * its.topk / n.experts) if n.experts else 1.0
+        read = max(engine.weights * touched, 2 * active / rollout.tp) + running * engine.token * _length(config)
+        return max(read / (device.bandwidth * DECODE_SHARE), 2 * active * running / rollout.tp / (device.flops * PREFILL_MFU))
+
+    full = sequences * response / live
+    tail = max(0.0, rollout.max_response_tokens - full)  # the longest responses alone
+    prompts = config.train.prompts_per_step / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH
+    return (
+        full * each(live) + tail * each(live * TAIL) + prompts * forward_flops(its, elements, 0) / rollout.tp / (device.flops * PREFILL_MFU)
+    )

@@ -1,0 +1,187 @@
+"""`megarl plan`: the command, its examples, its laws, and what a check refuses with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import ConfigError, Layout, TrainConfig, load
+from megarl.models.families import family_of
+from megarl.plan.devices import DEVICES, GB, device_of
+from megarl.plan.engines import cache_bytes, engine_weights
+from megarl.plan.facts import facts
+from megarl.plan.fits import check_fits
+from megarl.plan.parameters import count, model_elements, replicas, shards
+from megarl.plan.search import search
+from megarl.plan.states import states
+from megarl.plan.whole import Plan, build, models_of
+from tests.published_models import MODELS, config_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GSPO = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
+# Example -> its model, and the GPUs that there are, where these are fewer than ranks and engines apart ask for.
+PLANNED: dict[str, tuple[str, int | None]] = {
+    "qwen3_30b_a3b/gspo.yaml": ("Qwen3-30B-A3B", None),
+    "qwen3_30b_a3b/one_node.yaml": ("Qwen3-30B-A3B", 8),
+    "qwen3_235b_a22b/gspo.yaml": ("Qwen3-235B-A22B", None),
+    "deepseek_v3/gspo.yaml": ("DeepSeek-V3", 128),
+    **{f"recipes/large/{path.name}": ("Qwen3-30B-A3B", None) for path in (EXAMPLES / "recipes" / "large").glob("*.yaml")},
+}
+del PLANNED["recipes/large/sft.yaml"]  # of another verb
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of the published models that hold a config.json and nothing else."""
+    root = tmp_path_factory.mktemp("published")
+    for name, model in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config_of(model)))
+    return root
+
+
+def planned(config: TrainConfig, gpus: int | None = None, memory_gb: float | None = None) -> Plan:
+    memory = memory_gb or config.cluster.gpu_memory_gb or 80
+    return build(config, models_of(config), device_of(memory), memory, gpus)
+
+
+@pytest.mark.parametrize("example", PLANNED)
+def test_the_large_examples_fit(published: Path, example: str) -> None:
+    model, gpus = PLANNED[example]
+    config = load(EXAMPLES / example, [f"model.path={published / model}"], TrainConfig)
+    plan = planned(config, gpus)
+    assert config.cluster.gpu_memory_gb is not None and plan.faults == []
+    assert plan.host is not None and not plan.host.spills
+    only = "PLAN ONLY" in (EXAMPLES / example).read_text()
+    assert bool(plan.notes) == only, "an example that assumes what no run has says so"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str) -> None:
+    """Weights in bfloat16, gradients and Adam: 2 + 4 + 12 / replicas bytes a parameter, but for padding."""
+    model, hf = MODELS[name], config_of(MODELS[name])
+    layout, fields = model.layout, {} if model.first is None else {"num_layers_in_first_pipeline_stage": model.first}
+    stages = shards(hf, "lm", layout, fields)
+    experts = sum(count(chunk.experts) for stage in stages for chunk in stage) * layout.ep * layout.etp
+    tensors = family_of(hf).expected(hf)
+    routed = {key: prod(shape) for key, shape in tensors.items() if ".experts." in key}
+    assert experts == sum(routed.values())
+    assert model_elements(hf) == model.parameters - sum(prod(s) for key, s in tensors.items() if key.endswith("e_score_correction_bias"))
+    for stage in stages:
+        dense = sum(count(chunk.dense) for chunk in stage)
+        inside = sum(count(chunk.experts) for chunk in stage)
+        copies = replicas(layout)
+        expected = (2 + 4) * (dense + inside) + 12 * (dense / copies[0] + inside / copies[1])
+        assert states(stage, layout, "bfloat16", trained=True).total == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3-70B", "GLM-4.5-Air"])
+def test_the_gpus_of_an_engine_hold_the_model_once(name: str) -> None:
+    """What is copied to each (norms, routers; keys and values where there are fewer heads than GPUs) is small."""
+    hf = config_of(MODELS[name])
+    whole = 2 * sum(prod(shape) for shape in family_of(hf).expected(hf).values())
+    assert engine_weights(hf, 1, "bfloat16") == pytest.approx(whole, rel=1e-4)
+    assert whole < 8 * engine_weights(hf, 8, "bfloat16") < 1.02 * whole
+    its = facts(hf)
+    assert cache_bytes(its, 1, "bfloat16") == 4 * its.n.layers * its.n.groups * its.n.head_dim
+    assert 8 * cache_bytes(its, 8, "bfloat16") == max(8 / its.n.groups, 1) * cache_bytes(its, 1, "bfloat16")
+
+
+def test_what_is_cut_further_takes_less_and_recomputation_spares(published: Path) -> None:
+    config = load(GSPO, [f"model.path={published / 'Qwen3-30B-A3B'}"], TrainConfig)
+
+    def bytes_of(**changes: Any) -> float:
+        changed = config.model_copy(
+            update={
+                "layout": config.layout.model_copy(update={key: value for key, value in changes.items() if key in Layout.model_fields}),
+                "model": config.model.model_copy(update={key: value for key, value in changes.items() if key == "recompute"}),
+            }
+        )
+        return planned(changed).groups[0].worst.total
+
+    assert bytes_of(tp=4) < bytes_of() < bytes_of(tp=1)
+    assert bytes_of(ep=16) < bytes_of() < bytes_of(ep=4)
+    assert bytes_of(pp=2) < bytes_of() and bytes_of(cp=2) < bytes_of()
+    assert bytes_of() < bytes_of(recompute="selective") <= bytes_of(recompute="none")
+
+
+@pytest.mark.parametrize(
+    ("example", "gpus", "override", "gb"),
+    [
+        ("recipes/large/vapo.yaml", 32, "placement.offload=false", 80),  # both models on the device at once
+        ("qwen3_30b_a3b/one_node.yaml", 8, "layout.tp=1", 80),
+    ],
+)
+def test_layouts_that_are_named_fit_and_are_what_their_overrides_make(
+    published: Path, example: str, gpus: int, override: str, gb: float
+) -> None:
+    """What does not fit is told with both numbers, and each layout that is named instead is planned anew, from its overrides."""
+    given = [f"model.path={published / 'Qwen3-30B-A3B'}", f"cluster.gpu_memory_gb={gb}", override]
+    path = EXAMPLES / example
+    config = load(path, given, TrainConfig)
+    plan = planned(config, gpus)
+    assert plan.faults[0].startswith("layout: rank 0 ") and plan.faults[0].endswith("and a GPU has 80 GB")
+    found = search(config, models_of(config), DEVICES["H100"], gb, gpus, shared=plan.shared, most=4)
+    assert len({one.changes for one in found}) == len(found) == 4
+    for one in found:
+        anew = planned(load(path, [*given, *one.changes], TrainConfig), gpus)
+        assert not anew.faults and anew.groups[0].layout == one.layout and anew.times is not None
+        assert anew.times.step == pytest.approx(one.seconds) and max(group.worst.total for group in anew.groups) == one.bytes
+
+
+def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: Path) -> None:
+    path = f"model.path={published / 'Qwen3-30B-A3B'}"
+    check_fits(load(GSPO, [path], TrainConfig))
+    check_fits(load(GSPO, [path, "cluster.gpu_memory_gb=null", "layout.ep=1"], TrainConfig))
+    check_fits(load(GSPO, [path, "cluster.gpus=false", "layout.ep=1"], TrainConfig))
+    with pytest.raises(ConfigError, match=r"^layout: rank 0 \(pipeline stage 0\) of policy needs \d+\.\d GB .* a GPU has 80 GB"):
+        check_fits(load(GSPO, [path, "layout.ep=1"], TrainConfig))
+    with pytest.raises(ConfigError, match=r"^rollout\.tp=1: weights 61\.1 GB .* one sequence of 10240 tokens takes"):
+        check_fits(load(GSPO, [path, "rollout.tp=1", "rollout.gpu_memory_fraction=0.8"], TrainConfig))
+
+
+def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:
+    code = (
+        "import sys; from megarl.cli import main; main(sys.argv[1:]); print('JSON'); main([*sys.argv[1:], '--json']);"
+        "assert not {'megatron', 'ray', 'vllm'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(GSPO), f"model.path={published / 'Qwen3-30B-A3B'}"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    tables, plain = run.stdout.split("JSON\n")
+    assert "worst" in tables and tables.rstrip().endswith("fits")
+    told = json.loads(plain)
+    [group] = told["groups"]
+    assert told["faults"] == [] and told["layouts"] and f"{group['stages'][0]['total'] / GB:.1f}" in tables
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["layout.tp=3", "layout.ranks=24"], "layout.tp=3: model has 32 attention heads"),
+        (["model.megatron.hidden_sise=1"], "model.megatron.hidden_sise: no such field"),
+        (["rollout.tp=5"], "rollout.tp=5: does not divide"),
+        (["--gpus", "0"], "plan: --gpus 0 is not between"),
+        (["--gpu-gb", "nan"], "plan: --gpu-gb nan is not between"),
+        (["model.path=nowhere"], "model.path: no such directory: "),
+        (["cluster.gpu_memory_gb=-1"], "cluster.gpu_memory_gb: Input should be greater than 0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(published: Path, capsys: pytest.CaptureFixture[str], more: list[str], line: str) -> None:
+    assert main(["plan", str(GSPO), f"model.path={published / 'Qwen3-30B-A3B'}", *more]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"megarl: error: {line}")
+
+
+def test_devices_are_found_by_memory() -> None:
+    assert [device_of(memory).name for memory in (40, 80, 141, 180, 288)] == ["H100", "H100", "H200", "B200", "B200"]
+    assert replace(DEVICES["H100"], name="H200", memory_gb=141, bandwidth=4.8e12) == DEVICES["H200"]
