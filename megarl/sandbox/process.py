@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import Channel
@@ -117,6 +119,13 @@ class SandboxedProcess:
 
     def kill(self) -> None:
         """Ends it and all that it has started. Can be called twice."""
+        if self._scratch is None and self._child.poll() is None:
+            # bubblewrap's inner process asks to end with the outer one only once that has let it go on (bubblewrap 0.11, main): both here.
+            self._child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            with suppress(psutil.Error):  # it has ended by itself
+                for inner in psutil.Process(self._child.pid).children():
+                    inner.kill()
         # Without namespaces a keeper ends the others, which SIGKILL would not let it do.
         for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
             self._child.send_signal(number)

@@ -222,3 +222,12 @@ def test_the_home_directory_is_not_shown_because_it_is_on_pythons_path(tmp_path:
     shown = readable(["my_scores"], [])
     assert tmp_path / "home" / "my_scores.py" in shown and tmp_path / "home" / "project" in shown
     assert not any((tmp_path / "home").is_relative_to(place) for place in shown)
+
+
+def test_a_process_that_is_ended_while_it_starts_leaves_nothing(granted: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_STARTING", mark := f"starting-{os.getpid()}-{granted}")
+    for number in range(20):
+        started = process.SandboxedProcess("megarl.rewards.worker", SandboxSettings(env=["MEGARL_STARTING"]))
+        time.sleep(number / 2000)  # up to the moment at which bubblewrap has two processes, and a little beyond
+        started.kill()
+    assert leftovers(mark) == []
