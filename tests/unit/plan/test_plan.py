@@ -137,6 +137,17 @@ def test_layouts_that_are_named_fit_and_are_what_their_overrides_make(
         assert anew.times.step == pytest.approx(one.seconds) and max(group.worst.total for group in anew.groups) == one.bytes
 
 
+def test_a_rank_and_an_engine_on_one_gpu_are_both_there_in_a_weight_update(published: Path) -> None:
+    """18 bytes a parameter of the rank, beside the engine's weights; apart they need two GPUs, and each less of its own."""
+    one = ["layout={}", "rollout.replicas=1", "rollout.tp=1", "sync.transport=cuda_ipc", f"model.path={published / 'Qwen3-30B-A3B'}"]
+    turns, apart = (planned(load(GSPO, [*one, f"placement.engines={how}"], TrainConfig), memory_gb=625) for how in ("shared", "apart"))
+    assert (turns.gpus, turns.shared, apart.gpus, apart.shared) == (1, True, 2, False)
+    assert turns.beside == pytest.approx(18 * turns.parameters, rel=0.01) and apart.beside == 0
+    assert apart.faults == [] and turns.notes == []
+    assert len(turns.faults) == 1 and "a weight update takes" in turns.faults[0]
+    assert turns.host is not None and turns.host.waiting == pytest.approx(14 * turns.parameters, rel=0.01)
+
+
 def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: Path) -> None:
     path = f"model.path={published / 'Qwen3-30B-A3B'}"
     check_fits(load(GSPO, [path], TrainConfig))
