@@ -1,7 +1,7 @@
 """Bytes that autograd keeps of one layer and of the head for backward, on one rank.
 
-Two specs: Megarl's local one (CPU; plain torch operations), which the tests measure to the byte, and Transformer Engine's (CUDA), read from
-its sources and Megatron's and not measured yet.
+Two specs: Megarl's local one (CPU; plain torch operations), which the tests measure to the byte, and Transformer Engine's (CUDA), an
+estimate of what its modules keep, neither compared with its sources nor measured.
 
 Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp rows of its sequence-parallel shard, T routed tokens that a
 rank's experts take.
