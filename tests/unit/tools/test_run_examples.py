@@ -15,7 +15,7 @@ from tests.unit.examples.test_configurations import EXAMPLES, root_of
 from tools import run_examples as tool
 
 ROOT = EXAMPLES.parent
-ELSEWHERE = {"large", "qwen3_30b_a3b"}  # for machines with GPUs
+ELSEWHERE = {"large", "qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3"}  # for machines with GPUs
 NOT_RUN = {"rlhf/serve.yaml", "vapo_ablation/vapo.yaml", "vapo_ablation/variants.yaml", "promises.yaml"}
 BASES = {"recipes/tiny.yaml"}
 

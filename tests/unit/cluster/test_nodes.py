@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.nodes import LOCAL, TOKEN
+from tests.unit.cluster.nodes import LOCAL, TOKEN
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
     import json, os, sys, time
@@ -80,7 +80,7 @@ def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[tuple[dict[s
     environment = {**os.environ, **LOCAL, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}  # where Ray would look for a token
     for name in [name for name in environment if name.startswith("RAY_AUTH")]:
         del environment[name]
-    script = [sys.executable, "-m", "tests.e2e.nodes", mode, str(runs), *map(str, gpus)]
+    script = [sys.executable, "-m", "tests.unit.cluster.nodes", mode, str(runs), *map(str, gpus)]
     cluster = subprocess.Popen(script, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert cluster.stdout is not None
