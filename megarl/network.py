@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 
-SIOCGIFADDR = 0x8915  # the IPv4 address of an interface
+import psutil
 
 
 def interface_towards(host: str) -> str:
@@ -28,12 +26,7 @@ def _interface_of(address: str) -> str:
     """The network interface that has an IPv4 address."""
     if address.startswith("127."):
         return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(packed[20:24]) == address:
-                return name
+    for name, held in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in held):
+            return name
     raise RuntimeError(f"no network interface of this machine has the address {address}")
