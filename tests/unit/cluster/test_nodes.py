@@ -78,7 +78,7 @@ def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[tuple[dict[s
     runs.mkdir()
     (tmp_path / "model").mkdir()
     environment = {**os.environ, **LOCAL, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}  # where Ray would look for a token
-    for name in [name for name in environment if name.startswith("RAY_AUTH")]:
+    for name in [name for name in environment if name.startswith("RAY_AUTH") or name == "CUDA_VISIBLE_DEVICES"]:
         del environment[name]
     script = [sys.executable, "-m", "tests.unit.cluster.nodes", mode, str(runs), *map(str, gpus)]
     cluster = subprocess.Popen(script, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
