@@ -52,27 +52,26 @@ train: {{steps: {steps}, prompts_per_step: 32, micro_batch_tokens: 4096, eval_at
 """
 
 
-def jitter() -> None:
-    """From now on, every sync of this process's runs brings the engines other routers than the trainer has."""
-    sync = ModelGroups.sync
+SYNC = ModelGroups.sync
 
-    def jittered(self: ModelGroups, engines: Engines, version: int) -> Any:
-        def install(worker: Any) -> None:
-            policy = worker._models["policy"]
-            plain = type(policy).stream
 
-            def stream(dtype: Any) -> Any:
-                generator = torch.Generator().manual_seed(version)
-                for name, tensor in plain(policy, dtype):
-                    noise = JITTER * torch.randn(tensor.shape, generator=generator) if name.endswith("mlp.gate.weight") else 0.0
-                    yield name, (tensor + noise).to(tensor.dtype)
+def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
+    """In the place of `ModelGroups.sync`: brings the engines other routers than the trainer has."""
 
-            policy.stream = stream
+    def install(worker: Any) -> None:
+        policy = getattr(worker, "part", worker)._models["policy"]  # part: in the tests a rank plays one run after the other
+        plain = type(policy).stream
 
-        ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
-        return sync(self, engines, version)
+        def stream(dtype: Any) -> Any:
+            generator = torch.Generator().manual_seed(version)
+            for name, tensor in plain(policy, dtype):
+                noise = JITTER * torch.randn(tensor.shape, generator=generator) if name.endswith("mlp.gate.weight") else 0.0
+                yield name, (tensor + noise).to(tensor.dtype)
 
-    ModelGroups.sync = jittered  # type: ignore[method-assign]
+        policy.stream = stream
+
+    ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
+    return SYNC(self, engines, version)
 
 
 def measured(directory: Path) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--write", action="store_true", help="put the table into megarl/parallel/README.md")
     given = parser.parse_args()
-    jitter()
+    ModelGroups.sync = jittered_sync  # type: ignore[method-assign]
     results: dict[tuple[int, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch)

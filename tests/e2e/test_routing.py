@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-import torch
 
 from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
+from tools.bench_routing import jittered_sync
 
 SHORT = ("train.steps=3", "train.eval_at_start=false", "algorithm={type: grpo}")
-JITTER = 0.02  # standard deviation of what is added to the routers' weights on their way to the engine
 JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4")
 
 
@@ -62,33 +59,9 @@ def spied(wanted: list[Any]) -> Any:
     return spy
 
 
-@pytest.fixture
-def jitter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every sync brings the engine other routers than the trainer has."""
-    sync = ModelGroups.sync
-
-    def jittered(self: ModelGroups, engines: Engines, version: int) -> Any:
-        def install(player: Any) -> None:
-            policy = player.part._models["policy"]
-            plain = type(policy).stream
-
-            def stream(dtype: Any) -> Any:
-                generator = torch.Generator().manual_seed(version)
-                for name, tensor in plain(policy, dtype):
-                    noise = JITTER * torch.randn(tensor.shape, generator=generator) if name.endswith("mlp.gate.weight") else 0.0
-                    yield name, (tensor + noise).to(tensor.dtype)
-
-            policy.stream = stream
-
-        ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
-        return sync(self, engines, version)
-
-    monkeypatch.setattr(ModelGroups, "sync", jittered)
-    yield
-
-
-def test_replay_takes_away_what_a_routing_jitter_does(lab: Lab, tmp_path: Path, tiny_model: Path, jitter: None) -> None:
+def test_replay_takes_away_what_a_routing_jitter_does(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the alarm rings; with it the train/rollout KL is less than half, and the first update begins at a ratio of exactly 1."""
+    monkeypatch.setattr(ModelGroups, "sync", jittered_sync)
     kl = {}
     for replay in ("off", "r2", "r3"):
         job = lab.run(Job(tmp_path / replay, tiny_model, (*JITTERED, f"routing.replay={replay}", "train.mini_batches=1")))
