@@ -29,8 +29,8 @@ class Pretender(torch.Tensor):
     """A tensor of the CPU's that says it is on cuda:0."""
 
     _held: Tensor
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
     @staticmethod
@@ -65,6 +65,9 @@ class Pretender(torch.Tensor):
     def type(self, kind: Any = None, **_: Any) -> Any:  # type: ignore[override]
         return super().type().replace(OWN, "cuda") if kind is None else self.to(kind)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._held.untyped_storage()
+
     def record_stream(self, stream: Any) -> None:
         """There is one stream."""
 
@@ -98,7 +101,7 @@ def install() -> None:
     given |= {
         "is_available": lambda: True,
         "current_device": lambda: CUDA,  # a number would be the index of an accelerator that torch knows
-        "max_memory_allocated": lambda *_: 0,
+        **{name: lambda *_: 0 for name in ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats")},
         "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **_: call(),
         "default_generators": {CUDA: torch.default_generator},

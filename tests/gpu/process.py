@@ -1,59 +1,76 @@
-"""A rank of its own, on a device of its own: processes of one rank, so that what a GPU gives can be held against the CPU."""
+"""A rank in a process of its own, on a device of its own, so that what a GPU gives can be held against the CPU."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
 Device = Literal["cpu", "cuda", "pretend"]  # pretend: see `pretend`
-LIMIT_S = 280.0  # of one process: a part has five minutes
+Run = Callable[..., Any]
+"""(function, *arguments) -> what function(grid, *arguments) returns on a grid of one rank, with tensors on the CPU."""
+LIMIT_S = 280.0  # of one call: a part has five minutes
 
 
-def on(device: Device, function: Callable[..., Any], *arguments: Any, exact: bool = True) -> Any:
-    """function(grid, *arguments) in a new process, on a grid of one rank; its result, with tensors on the CPU.
+class Rank:
+    """A process with a grid of one rank, which is called as a `Run`. Close it.
 
     Args:
-        device: of that process.
-        function: of a module.
-        *arguments: that can be pickled.
+        device: of the process.
         exact: float32 is float32 (see `backend.choose`).
-
-    Raises:
-        AssertionError: it raised (its traceback), died, or was not done in `LIMIT_S`.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, device, exact, function, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(LIMIT_S), f"{function.__name__} on {device}: not done in {LIMIT_S:g} s"
-        good, result = _unpacked(ours.recv_bytes())
-    except EOFError:
-        process.join()
-        raise AssertionError(f"{function.__name__} on {device}: the process died (exit code {process.exitcode})") from None
-    finally:
-        process.kill()
-        process.join()
-    assert good, f"{function.__name__} on {device}:\n{result}"
-    return result
+
+    def __init__(self, device: Device, *, exact: bool = True) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._device = device
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, device, exact))
+        self._process.start()
+        theirs.close()
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """AssertionError where it raised (the traceback), the process died, or it was not done in `LIMIT_S`."""
+        doing = f"{function.__name__} on {self._device}"
+        try:
+            self._pipe.send((function, arguments))
+            assert self._pipe.poll(LIMIT_S), f"{doing}: not done in {LIMIT_S:g} s"
+            good, result = _unpacked(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise AssertionError(f"{doing}: the process died (exit code {self._process.exitcode})") from None
+        assert good, f"{doing}:\n{result}"
+        return result
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
-def _serve(pipe: Any, device: Device, exact: bool, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        answer = True, _call(device, exact, function, arguments)
-    except BaseException:
-        answer = False, traceback.format_exc()
-    pipe.send_bytes(_packed(answer))
-    pipe.close()
-    os._exit(0)  # threads of process groups are not waited for
+def imported(grid: Any) -> set[str]:
+    """The packages that the process has imported so far."""
+    return {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
 
 
-def _call(device: Device, exact: bool, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _serve(pipe: Any, device: Device, exact: bool) -> None:
+    grid = None
+    while True:
+        try:
+            if grid is None:
+                grid = _grid(device, exact)
+            function, arguments = pipe.recv()  # imports the function's module: after the backend is chosen
+            answer = True, function(grid, *arguments)
+        except EOFError:
+            os._exit(0)  # threads of process groups are not waited for
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(_packed(answer))
+
+
+def _grid(device: Device, exact: bool) -> Any:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -69,7 +86,7 @@ def _call(device: Device, exact: bool, function: Callable[..., Any], arguments: 
     from megarl.parallel.grid import init_grid, listen_store
 
     store, _ = listen_store("127.0.0.1", 1, LIMIT_S)
-    return function(init_grid(Layout(), rank=0, store=store, seed=1, timeout_s=LIMIT_S), *arguments)
+    return init_grid(Layout(), rank=0, store=store, seed=1, timeout_s=LIMIT_S)
 
 
 def _packed(answer: Any) -> bytes:
