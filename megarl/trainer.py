@@ -35,20 +35,20 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
     if resume is not None:
         checkpoints.load(resume, state)
     elif config.model.base is not None:
-        evaluate("base", data.eval, engines, ctx.eval_reward, run, config.seed)
+        evaluate("base", data.sets, engines, ctx.eval_reward, run, config.seed)
     with run.phase("sync"):
         synced = models.sync(engines, state.step)
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
         run.log(0, synced | scale_metrics(state.scale))
         if config.train.eval_at_start:
-            evaluate("sft", data.eval, engines, ctx.eval_reward, run, config.seed)
+            evaluate("start", data.sets, engines, ctx.eval_reward, run, config.seed)
 
     with termination.deferred():  # until the run can be saved
         while True:
             if evaluation_due(config, state):
                 with checkpoints.checkpoint_on_failure(state):
-                    evaluate("rl", data.eval, engines, ctx.eval_reward, run, config.seed, state.step)
+                    evaluate("end", data.sets, engines, ctx.eval_reward, run, config.seed, state.step)
                 state.evaluated = state.step
             if state.learned >= config.train.steps:
                 break
@@ -82,6 +82,7 @@ def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) ->
         generated = generate(ctx, state.draw(prompts, buffer.wanted), state.step + 1, buffer.round)
         buffer.add(score(ctx, generated, state.scale))
     batch = buffer.batch()
+    run.keep(state.step + 1, buffer.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens

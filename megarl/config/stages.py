@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
-from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
+from megarl.config.data import DataSettings, EvalData, EvalSet, PairsData, PreferenceData, ServeData, SftData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
@@ -46,6 +46,16 @@ class StepSettings(Section):
     """stop: end the run at the first alarm, with a checkpoint."""
 
 
+def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
+    """ValueError where there is nothing to evaluate on, or two sets have one name."""
+    names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
+    if not names:
+        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+    for name in names:
+        if names.count(name) > 1 or name.endswith("_base"):
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
+
+
 class TrainConfig(TrainingSettings):
     """`megarl train`: the RL loop."""
 
@@ -59,6 +69,8 @@ class TrainConfig(TrainingSettings):
     """Models with ranks of their own."""
     data: DataSettings
     """Prompts."""
+    eval: list[EvalSet] = []
+    """Further sets of prompts that are evaluated."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
@@ -87,6 +99,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
+        check_sets(self.data, self.eval)
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
         self._check_shared()
@@ -279,12 +292,19 @@ class DpoConfig(LearnConfig):
 class EvalConfig(RunSettings):
     """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
 
-    data: EvalData
-    """Prompts."""
+    data: EvalData = EvalData()
+    """How prompts are rendered, and those of the set `heldout`."""
+    eval: list[EvalSet] = []
+    """Further sets of prompts."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
     """Engines and sampling."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> EvalConfig:
+        check_sets(self.data, self.eval)
+        return self
 
 
 class PairsSettings(Section):
