@@ -22,7 +22,8 @@ from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import open_writers, read_json_lines
-from megarl.rewards.score import Score
+from megarl.rewards.score import RewardUnavailable, Score
+from megarl.text import one_line
 
 BEST = "best"  # folder of a stage with `patience`: the best model so far
 # What a run writes.
@@ -44,6 +45,7 @@ KEPT = (
 RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 METRICS = "metrics.jsonl"
+USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
 
@@ -65,7 +67,8 @@ class Run:
         self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
-        self._failed: set[str] = set()
+        self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
+        self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self.ended_by: str | None = None  # the alarm that ends this run
@@ -134,11 +137,20 @@ class Run:
         self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
-        """Shows the first message of each kind of failure of the reward function, once a run."""
+        """Shows the first message of each kind of failure of the reward function, once a run.
+
+        RewardUnavailable where it has failed on every response of so many calls on end.
+        """
+        scores = list(scores)
+        errors = [score.error for score in scores if score.error is not None]
+        self._judged += len(scores) - len(errors)
+        self._useless = self._useless + 1 if scores and len(errors) == len(scores) else 0
+        if self._useless >= USELESS:
+            raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times on end: {one_line(errors[-1])}")
         for score in scores:
             kind = None if score.error is None else score.error.partition(":")[0]
             if kind is not None and kind not in self._failed:
-                self._failed.add(kind)
+                self._failed.setdefault(kind, one_line(score.error or ""))
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
     def evaluated(self, when: str, results: Sequence[SetResult], metrics: Mapping[str, Metric], step: int = 0) -> dict[str, float]:
@@ -159,7 +171,7 @@ class Run:
         values |= scalars(metrics)
         self._write(step, values | scalars(_timing(self._phases.take())))
         for result in results:
-            self._console.rate("model.base" if of else f"step {step}", result)
+            self._console.rate(summary.weights(when, step), result)
         return values
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
@@ -231,6 +243,9 @@ class Run:
 
     def _finish(self) -> None:
         self._memory.sample()
+        for event, message in self._alarms.at_the_end().items():
+            self._warnings[event] = message
+            self._console.warn(message)
         whole = scalars(self._whole)
         result = summary.Summary(
             evaluations=self.evaluations,
@@ -247,6 +262,8 @@ class Run:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
         summary.show(result, Screen())
+        if self._failed and not self._judged:
+            raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
 
 
 def _steps(config: RunSettings) -> int:

@@ -90,12 +90,17 @@ def write(path: Path, summary: Summary) -> None:
     write_json(path, held_out | asdict(summary) | {"evaluations": found})
 
 
+def weights(when: str, step: int) -> str:
+    """What an evaluation's weights are called."""
+    return {"base": "model.base", "eval": "model.path"}.get(when, f"step {step}")
+
+
 def evaluations(summary: Summary) -> Table:
     """Every set's numbers, a column for each evaluation."""
     table = Table("set", "", title="Evaluations: mean [interval of 95 %]", title_justify="left")
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for when, evaluation in summary.evaluations.items():
-        table.add_column({"base": "model.base", "eval": "model.path"}.get(when, f"step {evaluation.step}"), justify="right")
+        table.add_column(weights(when, evaluation.step), justify="right")
         for result in evaluation.results:
             for name, one in result.estimates.items():
                 label = f"{result.set}, {result.prompts} prompts", f"{result.kind} {name}"

@@ -30,6 +30,7 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
+from megarl.rewards.score import RewardUnavailable, Score
 
 CONFIG = """
 name: watched
@@ -335,3 +336,16 @@ def test_the_picture_shows_the_critic_by_position(tmp_path: Path) -> None:
 def test_supervised_training_may_lower_the_entropy() -> None:
     alarms = Alarms()
     assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]
+
+
+def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig) -> None:
+    broken, good = Score(0.0, error="KeyError: 'x\x1b[2J'"), Score(0.0)
+    message = "the reward function has failed on every response"
+    with pytest.raises(RewardUnavailable, match=rf"^{message} of this run: KeyError: 'x.\[2J'$"), Run(config) as run:
+        run.failures([broken])
+        run.failures([broken])
+    with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times on end: KeyError"), Run(config) as run:
+        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [broken], [broken]):
+            run.failures(scores)
+    with Run(config) as run:
+        run.failures([broken, good])
