@@ -44,6 +44,10 @@ class StepSettings(Section):
     """Evaluate before the first step."""
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
+    best: str | None = None
+    """Metric of evaluations, such as eval/heldout/avg@1: the policy of the evaluation with the highest is left; null: the last policy."""
+    patience: NonNegativeInt = 0
+    """This many evaluations in a row that do not raise `best` end the run; 0: all steps are taken."""
 
 
 def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
@@ -100,6 +104,7 @@ class TrainConfig(TrainingSettings):
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
         check_sets(self.data, self.eval)
+        self._check_best()
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
         self._check_shared()
@@ -121,6 +126,19 @@ class TrainConfig(TrainingSettings):
                 f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
             )
         return self
+
+    def _check_best(self) -> None:
+        """ValueError where no evaluation has the metric that decides."""
+        train = self.train
+        known = ["eval/heldout/avg@1", "eval/heldout/greedy"] if self.data.eval is not None else []
+        for one in self.eval:
+            known += [f"eval/{one.name}/avg@{one.n}"] + ([f"eval/{one.name}/greedy"] if one.greedy else [])
+        if train.best is not None and train.best not in known:
+            raise ValueError(f"train.best={train.best}: no metric of an evaluation here ({', '.join(known)})")
+        if train.patience and train.best is None:
+            raise ValueError(f"train.patience={train.patience}: train.best does not say of which metric")
+        if train.best is not None and not train.eval_every:
+            raise ValueError(f"train.best={train.best}: train.eval_every=0 evaluates nothing on the way")
 
     def _check_placement(self, sequences: int) -> None:
         """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""

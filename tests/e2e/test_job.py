@@ -51,6 +51,23 @@ def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: 
     assert result["sets"][1]["estimates"]["avg@4"]["value"] == scored
 
 
+def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    best = ("train.best=eval/heldout/avg@1", "train.patience=2", "train.eval_every=1", "train.steps=6", "optimizer.lr=0.02")
+    job = lab.run(Job(tmp_path, tiny_model, best))
+    scores = [row["eval/heldout/avg@1"] for row in job.rows() if row["step"] and "eval/heldout/avg@1" in row]
+    highest = scores.index(max(scores))
+    assert len(scores) == min(6, highest + 3), "two evaluations without a better one end the run"
+    [kept] = (tmp_path / "job" / "best").iterdir()
+    assert kept.name == f"{highest + 1:06d}"
+    left = load_file(tmp_path / "job" / "model" / "model.safetensors")
+    assert all(bool((left[name] == tensor).all()) for name, tensor in load_file(kept / "model.safetensors").items())
+    text = job.write().read_text()
+    cut = [line for line in text.splitlines() if not line.startswith(("optimizer", "algorithm", "sync", "train", "  train"))]
+    (tmp_path / "eval.yaml").write_text("\n".join(cut))
+    assert lab.evaluate(tmp_path / "eval.yaml", "name=eval", f"model.path={tmp_path / 'job' / 'model'}") == 0
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text())["sampled"] == max(scores)
+
+
 def test_ctrl_c_ends_a_job_of_two_ranks_and_two_engines_that_was_closed_to_the_network_and_leaves_no_process(
     one_rank: Job, tmp_path: Path, tiny_model: Path
 ) -> None:
