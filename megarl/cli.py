@@ -62,6 +62,7 @@ TOOLS = {
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
     "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
+    "compare": Tool("runs beside each other: a table and one picture (compare --help)", "megarl.observe.compare:main"),
     "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
 }
 

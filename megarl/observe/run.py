@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
-from megarl.observe import report, samples, summary
+from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
 from megarl.observe.estimates import SetResult
@@ -32,6 +32,7 @@ KEPT = (
     "metrics.jsonl",
     "summary.json",
     "report.png",
+    "report.html",
     "tensorboard",
     "wandb",
     samples.FOLDER,
@@ -42,7 +43,7 @@ KEPT = (
     CHECKPOINTS,
     f"{CHECKPOINTS}-critic",
 )
-RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
+RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 METRICS = "metrics.jsonl"
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
@@ -261,6 +262,7 @@ class Run:
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
+        page.write(self.directory)
         summary.show(result, Screen())
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
