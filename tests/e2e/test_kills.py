@@ -110,7 +110,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
     for job, _ in ends:
         directory = job.runs / "job"
         summary = json.loads((directory / "summary.json").read_text())
-        assert summary["rl_steps"] == STEPS - 1 and set(summary["pass_rate_rl"]) == {"sampled", "greedy"}
+        assert summary["rl_steps"] == STEPS - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
         assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
         assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
         assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])
