@@ -24,7 +24,7 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig
+from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig, optimizers
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -70,4 +70,5 @@ __all__ = [
     "TrainingSettings",
     "dump",
     "load",
+    "optimizers",
 ]

@@ -385,3 +385,12 @@ class ServeConfig(RunSettings):
         if interface not in (None, "lo") and self.serve.token_env is None:
             raise ValueError(f"serve.token_env: required with cluster.interface={interface}, where other machines reach the port")
         return self
+
+
+def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
+    """The optimizers of a run, by their keys."""
+    if isinstance(config, SftConfig | RmConfig | DpoConfig):
+        return {"optimizer": config.optimizer}
+    if not isinstance(config, TrainConfig):
+        return {}
+    return {"optimizer": config.optimizer} | ({} if config.critic is None else {"critic.optimizer": config.critic.optimizer})
