@@ -204,6 +204,7 @@ class ModelWorker(MegatronWorker):
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
         self._fresh = False
+        metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports)
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
