@@ -166,10 +166,6 @@ class TrainConfig(TrainingSettings):
                 f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
                 f"layout.ranks={ranks}"
             )
-        if self.cluster.gpus and ranks > 1:
-            raise ValueError(
-                f"placement.engines=shared with layout.ranks={ranks}: one rank so far on GPUs, since rank 0 alone hands out weights"
-            )
         if self.cluster.gpus and self.sync.transport != "cuda_ipc":
             raise ValueError(
                 f"sync.transport={self.sync.transport} with placement.engines=shared: on one GPU only cuda_ipc reaches the other process"

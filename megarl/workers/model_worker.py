@@ -64,6 +64,7 @@ class RLSpec:
     critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
+    relay: bool = False  # the engines share the devices of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
@@ -239,7 +240,8 @@ class ModelWorker(MegatronWorker):
             collections.deque(stream, maxlen=0)
             return {}
         if self._publisher is None:
-            self._publisher = WeightPublisher(engines, workers_per_engine, settings, self._host, self._backend.device)
+            place, relay = (self._host, self._backend.device), self._spec.relay
+            self._publisher = WeightPublisher(engines, workers_per_engine, settings, *place, relay=relay)
         return self._publisher.publish(stream, version)
 
     def save(self, role: Role, directory: Path) -> None:
