@@ -134,6 +134,16 @@ class EvalSet(Section):
     """Ask for the greedy response too."""
 
 
+def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
+    """ValueError where there is nothing to evaluate on, or two sets have one name."""
+    names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
+    if not names:
+        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+    for name in names:
+        if names.count(name) > 1 or name.endswith("_base"):
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
+
+
 class PairsData(PromptFormat):
     """Prompts whose responses become pairs."""
 
