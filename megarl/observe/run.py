@@ -6,6 +6,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -133,6 +134,16 @@ class Run:
                 yield
             finally:
                 self._memory.sample()
+
+    @contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """A part of the start: in the phase `start`, and told with its seconds when it is there."""
+        begun = time.monotonic()
+        self._console.phase(f"start: {what}")
+        with self._phases("start"):
+            yield
+        self._memory.sample()
+        self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """The metrics of a step that is done, with the time since the last report."""

@@ -6,7 +6,8 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,25 +179,27 @@ class ModelGroups:
         group.save(role, directory)
 
 
-def start(config: TrainConfig) -> tuple[ModelGroups, Engines]:
+def start(config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]]) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
-    The engines begin with `model.base` where there is one.
+    The engines begin with `model.base` where there is one. `starting` is entered with the name of what is waited for.
     """
-    rank_places, engine_places = places_of(config)
-    engines = Engines.create(config, config.rollout, engine_places)
-    created = [
-        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
-        for (roles, layout), own in zip(assign_roles(config), rank_places, strict=True)
-    ]
-    shared_gpus = engines.turns is not None and config.cluster.gpus
-    devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s) if shared_gpus else []
-    opening = engines.open(config.model.base or config.model.path, config, [gpu for own in devices for gpu in own])
-    if engines.turns is not None:
+    with starting("model ranks"):
+        rank_places, engine_places = places_of(config)
+        engines = Engines.create(config, config.rollout, engine_places)
+        created = [
+            create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
+            for (roles, layout), own in zip(assign_roles(config), rank_places, strict=True)
+        ]
+        shared_gpus = engines.turns is not None and config.cluster.gpus
+        devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s) if shared_gpus else []
+        opening = engines.open(config.model.base or config.model.path, config, [gpu for own in devices for gpu in own])
+        if engines.turns is not None:
+            engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+            engines.turns.to_ranks()
+        models = build_groups(config, created, engines.turns)
+    with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-        engines.turns.to_ranks()
-    models = build_groups(config, created, engines.turns)
-    engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
 
 
