@@ -20,6 +20,7 @@ from megarl.config import (
     ConfigError,
     EvalConfig,
     Layout,
+    MixtureSource,
     ModelReward,
     ModelSettings,
     PairsConfig,
@@ -177,12 +178,16 @@ def check_prompts(
     Raises:
         ConfigError: for the first that is malformed or too long, and where scoring it would run code.
     """
-    if isinstance(source, ReasoningGymSource) and source.dataset in EVALUATING and _scored_by_gym(config.reward):
-        raise ConfigError(
-            f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
-            "never runs; give another reward (reward.source.type=function)"
-        )
-    return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
+    parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
+    for where, one in {key: source, **parts}.items():
+        if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(config.reward):
+            raise ConfigError(
+                f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+                "never runs; give another reward (reward.source.type=function)"
+            )
+    return load_prompts(
+        source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system
+    )
 
 
 def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
