@@ -48,7 +48,7 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
-from megarl.workers.demand import ENGINES, demand
+from megarl.workers.demand import demand
 
 HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
@@ -139,11 +139,6 @@ def check_cluster(config: RunSettings) -> None:
         raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
     if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
         raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
-    if settings.gpus and config.model.dtype == "float32" and any(kind.name != ENGINES for kind in demand(config)):
-        raise ConfigError(
-            "model.dtype=float32 does not go with cluster.gpus=true: Transformer Engine multiplies in TF32 there, without fused attention "
-            "(bfloat16, or cluster.gpus=false)"
-        )
     if settings.address is not None:
         return
     known = psutil.net_if_addrs()
