@@ -12,6 +12,7 @@ from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Last, merge
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
+from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
@@ -71,6 +72,6 @@ def run_eval(config: EvalConfig) -> None:
     prompts = check_eval(config)
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
-            engines = start_engines(config)
+            engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         rates = evaluate("eval", prompts, engines, scorers.rewards()[1], run, config.seed)
         write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(prompts), **rates})

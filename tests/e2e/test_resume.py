@@ -218,10 +218,21 @@ save: {{every: 3}}
 
 
 def test_supervised_training_that_is_killed_goes_on_too(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
+    """Past an epoch's end; the numbers of the held-out set before the first step are kept.
+
+    Once by a process of its own, and once inside the one whose rank was killed, from the copy of its last step in memory.
+    """
     straight = lab.learn(Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT))
     job = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT)
     with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)), pytest.raises(WorkerDied), lab.stage():
-        sft(load(job.write(), [], SftConfig))
+        sft(load(job.write(), ["cluster.restarts=0"], SftConfig))
     assert 6 <= done(job) < 12
     assert_same(lab.learn(job), straight, "model")
+
+    job = Job(tmp_path / "mended", tiny_model, ("save.every=0", "save.rolling=local"), verb="sft", template=SFT)
+    with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)):
+        lab.learn(job)
+    assert_same(job, straight, "model")
+    [restart] = json.loads((job.runs / "job" / "summary.json").read_text())["restarts"]
+    assert restart["kind"] == "rank" and restart["lost_steps"] <= 1 and restart["step"] >= 5
+    assert any("timing_s/rolling" in row for row in job.rows())

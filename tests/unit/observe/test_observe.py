@@ -218,7 +218,7 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
         *("pass_rate_sft", "pass_rate_rl", "results", "rl_steps", "wall_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms", "restarts"),
     ]
     assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
     assert result["pass_rate_rl"] == {"sampled": 0.5, "greedy": 0.75}
