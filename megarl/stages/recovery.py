@@ -11,11 +11,12 @@ from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import TrainingSettings
 from megarl.observe.run import Run
+from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, resume_point
 from megarl.workers.keeper import Copies
 
-LOST = (WorkerDied, WorkerLate, StandsStill)  # what ranks that are started again would do without; what else they raise they would again
+LOST = (WorkerDied, WorkerLate, StandsStill, *FAULTS)  # what ranks that start again may do without; what else they raise they would again
 
 
 class Context(Protocol):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl import restarts as restarts_module
 from megarl import termination
@@ -87,20 +88,22 @@ def test_what_fails_is_done_again_from_the_last_save_and_told(tmp_path: Path) ->
     faults: dict[int, BaseException] = {
         2: WorkerDied("update: rank 0 died"),  # nothing is saved yet
         6: StandsStill("sync: rank 1 has been stopped", seconds=7.5),
+        9: torch.AcceleratorError("CUDA error: unspecified launch failure"),
         8: WorkerLate("update: no answer within 9 s from rank 1", 9.0),
     }
-    rows, started, summary = done(tmp_path / "failed", faults, 4, failing=1)
+    rows, started, summary = done(tmp_path / "failed", faults, 5, failing=1)
     assert numbers(rows) == numbers(straight) and not faults
-    assert started == [True, True, False, False]  # it died once more when it started
+    assert started == [True, True, False, False, False]  # it died once more when it started
     told = summary["restarts"]
     assert [(one["kind"], one["step"], one["lost_steps"], one["detection_s"]) for one in told] == [
         ("rank", 0, 0, 0.0),
         ("rank", 3, 2, 7.5),
         ("rank", 6, 1, 9.0),
+        ("rank", 6, 2, 0.0),
     ]
     assert told[0]["fault"] == "start: rank 0 died" and all(one["recovery_s"] >= 0 for one in told)
     events = {row["step"]: row for row in rows if RESTART in row}
-    assert {step: row[f"{RESTART}/lost_steps"] for step, row in events.items()} == {1: 0.0, 4: 2.0, 7: 1.0}
+    assert {step: row[f"{RESTART}/lost_steps"] for step, row in events.items()} == {1: 0.0, 4: 2.0, 7: 3.0}
     assert events[4][f"{RESTART}/detection_s"] == 7.5 and events[4][f"{RESTART}/rank"] == 1.0
 
 
