@@ -61,6 +61,8 @@ TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
+    "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
+    "compare": Tool("runs beside each other: a table and one picture (compare --help)", "megarl.observe.compare:main"),
     "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
 }
 

@@ -52,15 +52,38 @@ install() {
     }
 }
 
-# The public index holds torch's CUDA build under the same version. uv knows where PyTorch keeps the CPU build.
-install_torch() {
-    local torch
-    torch=$(grep '^torch==' tools/cpu.lock)
-    pip "$torch+cpu" && return
-    say "pip finds no $torch+cpu: asking uv"
-    pip uv && "$venv"/bin/uv pip install --quiet --python "$venv"/bin/python --no-deps --torch-backend cpu "$torch" >>"$venv"/setup.log 2>&1 && return
-    tail -n 5 "$venv"/setup.log >&2
-    die "no CPU build of torch: neither pip's indexes nor PyTorch's own hold it; give an index that does in PIP_EXTRA_INDEX_URL"
+# The indexes that pip would ask, as uv's options: of its environment, else of its files. `pip config get` fails where there is none.
+pip_indexes() {
+    local name variable value
+    for name in index-url extra-index-url find-links; do
+        variable=PIP_${name^^}
+        variable=${variable//-/_}
+        for value in ${!variable:-$("$venv"/bin/python -m pip config get "global.$name" 2>/dev/null)}; do
+            printf '%s\n' "--$name" "$value"
+        done
+    done
+}
+
+# uv takes a third of pip's time. Like pip, it takes the version asked for from whichever index has it.
+uv_install() {
+    "$venv"/bin/uv pip install --python "$venv"/bin/python --no-deps --compile-bytecode --system-certs --index-strategy unsafe-best-match \
+        "$@" >>"$venv"/setup.log 2>&1
+}
+
+# The public index holds torch's CUDA build under the same version. uv knows where PyTorch keeps the CPU build; where uv does not get through,
+# pip may, which can be told of proxies and certificates that uv does not read.
+install_cpu_stack() {
+    local torch indexes
+    torch=$(grep '^torch==' "$lock")
+    mapfile -t indexes < <(pip_indexes)
+    if pip uv; then
+        uv_install "${indexes[@]}" "$torch+cpu" -r "$lock" && return
+        uv_install "${indexes[@]}" --torch-backend cpu -r "$lock" && return
+    fi
+    say "uv does not get them (see $venv/setup.log): asking pip"
+    pip "$torch+cpu" && pip -r "$lock" && return
+    tail -n 15 "$venv"/setup.log >&2
+    die "the packages of $lock are not to be had; where it is torch's CPU build, give an index that has it in PIP_EXTRA_INDEX_URL"
 }
 
 # Transformer Engine's part for torch is C++ that is compiled here: g++, and CUDA's headers from the packages that torch came with.
@@ -105,9 +128,8 @@ if ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 : >"$venv"/setup.log
 if [[ $venv == .venv ]]; then
-    say "installing $(grep -c == "$lock") pinned packages (two minutes, 2.5 GB, where nothing is there yet)"
-    install_torch
-    install -r "$lock"
+    say "installing $(grep -c == "$lock") pinned packages (a minute, 2.5 GB, where nothing is there yet)"
+    install_cpu_stack
 else
     say "installing $(grep -c == "$lock") pinned packages (10 GB)"
     # "===" takes no other build of the same version (2.13.0+cpu), which pip prefers where an index has one.

@@ -54,8 +54,8 @@ class DataSettings(PromptFormat):
 
     train: PromptSource
     """What the policy learns from."""
-    eval: PromptSource
-    """What it is evaluated on."""
+    eval: PromptSource | None = None
+    """What it is evaluated on, as the set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
     shuffle: bool = True
     """Draw the prompts of an epoch in random order."""
 
@@ -115,15 +115,32 @@ class PreferenceData(PromptFormat):
 class EvalData(PromptFormat):
     """Prompts of an evaluation."""
 
-    eval: PromptSource
-    """The held-out prompts."""
+    eval: PromptSource | None = None
+    """The set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
 
 
-class PairsData(EvalData):
+class EvalSet(Section):
+    """A set of prompts that every evaluation asks, rendered as `data` says and scored as the others."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]\w{0,63}$")]
+    """What its numbers are called: eval/<name>/avg@n and so on."""
+    source: PromptSource
+    """The prompts."""
+    n: Annotated[int, Field(gt=0, le=65_536)] = 1
+    """Sampled responses to each: avg@n, and where scores are 0 or 1 the unbiased pass@k for k = 2, 4, 8, ... and n."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """Of those; null: rollout.temperature."""
+    greedy: bool = False
+    """Ask for the greedy response too."""
+
+
+class PairsData(PromptFormat):
     """Prompts whose responses become pairs."""
 
     train: PromptSource
-    """Those of train.jsonl; those of `eval` go to eval.jsonl."""
+    """Those of train.jsonl."""
+    eval: PromptSource
+    """Those of eval.jsonl."""
 
 
 class ServeData(PromptFormat):

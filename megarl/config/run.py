@@ -67,12 +67,14 @@ class ClusterSettings(Section):
 
 
 class LogSettings(Section):
-    """Where the metrics go besides metrics.jsonl and the screen."""
+    """What is kept of a run besides metrics.jsonl, and who is told."""
 
     tensorboard: bool = True
     """Write TensorBoard files into the run's directory."""
     wandb: bool = False
     """Report to Weights & Biases."""
+    samples: NonNegativeInt = 8
+    """Responses of each step that are kept to read (`megarl samples`), beside all of each evaluation; 0: none of either."""
 
 
 class RunSettings(Section):

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
-from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
+from megarl.config.data import DataSettings, EvalData, EvalSet, PairsData, PreferenceData, ServeData, SftData
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
@@ -44,6 +44,20 @@ class StepSettings(Section):
     """Evaluate before the first step."""
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
+    best: str | None = None
+    """Metric of evaluations, such as eval/heldout/avg@1: the policy of the evaluation with the highest is left; null: the last policy."""
+    patience: NonNegativeInt = 0
+    """This many evaluations in a row that do not raise `best` end the run; 0: all steps are taken."""
+
+
+def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
+    """ValueError where there is nothing to evaluate on, or two sets have one name."""
+    names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
+    if not names:
+        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+    for name in names:
+        if names.count(name) > 1 or name.endswith("_base"):
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
 
 
 class TrainConfig(TrainingSettings):
@@ -59,6 +73,8 @@ class TrainConfig(TrainingSettings):
     """Models with ranks of their own."""
     data: DataSettings
     """Prompts."""
+    eval: list[EvalSet] = []
+    """Further sets of prompts that are evaluated."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
@@ -87,6 +103,8 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
+        check_sets(self.data, self.eval)
+        self._check_best()
         self._check_placement(sequences // self.train.mini_batches)
         self._check_routing()
         self._check_shared()
@@ -108,6 +126,19 @@ class TrainConfig(TrainingSettings):
                 f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
             )
         return self
+
+    def _check_best(self) -> None:
+        """ValueError where no evaluation has the metric that decides."""
+        train = self.train
+        known = ["eval/heldout/avg@1", "eval/heldout/greedy"] if self.data.eval is not None else []
+        for one in self.eval:
+            known += [f"eval/{one.name}/avg@{one.n}"] + ([f"eval/{one.name}/greedy"] if one.greedy else [])
+        if train.best is not None and train.best not in known:
+            raise ValueError(f"train.best={train.best}: no metric of an evaluation here ({', '.join(known)})")
+        if train.patience and train.best is None:
+            raise ValueError(f"train.patience={train.patience}: train.best does not say of which metric")
+        if train.best is not None and not train.eval_every:
+            raise ValueError(f"train.best={train.best}: train.eval_every=0 evaluates nothing on the way")
 
     def _check_placement(self, sequences: int) -> None:
         """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
@@ -279,12 +310,19 @@ class DpoConfig(LearnConfig):
 class EvalConfig(RunSettings):
     """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
 
-    data: EvalData
-    """Prompts."""
+    data: EvalData = EvalData()
+    """How prompts are rendered, and those of the set `heldout`."""
+    eval: list[EvalSet] = []
+    """Further sets of prompts."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
     """Engines and sampling."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> EvalConfig:
+        check_sets(self.data, self.eval)
+        return self
 
 
 class PairsSettings(Section):

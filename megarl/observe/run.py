@@ -14,15 +14,17 @@ from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
-from megarl.observe import report, summary
+from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
+from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import Writers, open_writers, read_json_lines
 from megarl.restarts import Restart
-from megarl.rewards.score import Score
+from megarl.rewards.score import RewardUnavailable, Score
+from megarl.text import one_line
 
 BEST = "best"  # folder of a stage with `patience`: the best model so far
 # What a run writes.
@@ -31,8 +33,10 @@ KEPT = (
     "metrics.jsonl",
     "summary.json",
     "report.png",
+    "report.html",
     "tensorboard",
     "wandb",
+    samples.FOLDER,
     "model",
     "critic",
     BEST,
@@ -40,12 +44,12 @@ KEPT = (
     CHECKPOINTS,
     f"{CHECKPOINTS}-critic",
 )
-RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
+RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 METRICS, RESTART = "metrics.jsonl", "events/restart"
+USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
-EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 
 
 class Run:
@@ -62,10 +66,11 @@ class Run:
         self._phases = Phases()
         self._memory = PeakMemory()
         self._alarms = self._new_alarms()
-        self._pass_rates: dict[str, Mapping[str, float]] = {}
+        self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
-        self._failed: set[str] = set()
+        self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
+        self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
         self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
@@ -134,27 +139,42 @@ class Run:
         self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
-        """Shows the first message of each kind of failure of the reward function, once a run."""
+        """Shows the first message of each kind of failure of the reward function, once a run.
+
+        RewardUnavailable where it has failed on every response of so many calls on end.
+        """
+        scores = list(scores)
+        errors = [score.error for score in scores if score.error is not None]
+        self._judged += len(scores) - len(errors)
+        self._useless = self._useless + 1 if scores and len(errors) == len(scores) else 0
+        if self._useless >= USELESS:
+            raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times on end: {one_line(errors[-1])}")
         for score in scores:
             kind = None if score.error is None else score.error.partition(":")[0]
             if kind is not None and kind not in self._failed:
-                self._failed.add(kind)
+                self._failed.setdefault(kind, one_line(score.error or ""))
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
-    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
-        """The held-out pass rates of some weights; the last one of a name counts.
+    def evaluated(self, when: str, results: Sequence[SetResult], metrics: Mapping[str, Metric], step: int = 0) -> dict[str, float]:
+        """What sets of prompts say of some weights; the last of a `when` counts.
 
         Args:
-            name: of the weights: base (whose metrics have a prefix of their own), sft, rl or eval.
-            rates: {"sampled": x, "greedy": y}.
+            when: base (whose metrics have a prefix of their own), start, end or eval.
+            results: of each set.
+            metrics: further numbers.
             step: of the metrics' row.
-            metrics: further numbers of that row.
+
+        Returns:
+            The row's numbers, but the seconds.
         """
-        self._pass_rates[name] = dict(rates)
-        prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
-        values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}
-        self._write(step, values | scalars(metrics or {}) | scalars(_timing(self._phases.take())))
-        self._console.rate(name, rates)
+        self.evaluations[when] = summary.Evaluation(step, results)
+        of = "_base" if when == "base" else ""
+        values = {f"eval/{result.set}{of}/{name}": one.value for result in results for name, one in result.estimates.items()}
+        values |= scalars(metrics)
+        self._write(step, values | scalars(_timing(self._phases.take())))
+        for result in results:
+            self._console.rate(summary.weights(when, step), result)
+        return values
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
         """Numbers of a held-out set, in the summary as `name` ("held-out after"); the last of a name counts."""
@@ -166,6 +186,16 @@ class Run:
     def results(self) -> Mapping[str, Mapping[str, float]]:
         """The numbers of held-out sets so far, by name."""
         return self._results
+
+    def keep(self, step: int, records: Sequence[samples.Record], evaluation: str | None = None) -> None:
+        """Keeps responses to read, of a step or of the evaluation of a set; of an evaluation the best and the worst one are shown."""
+        if not self._config.log.samples:
+            return
+        samples.write(self.directory, step, records, evaluation)
+        if evaluation is not None:
+            ordered = sorted(records, key=lambda record: record.reward)
+            for record in ordered[:: max(1, len(ordered) - 1)][:2]:
+                self._console.note(samples.line(record))
 
     def event(self, name: str, message: str) -> None:
         """Something that went wrong and did not end the run: shown, in the next row of the metrics, and kept for the summary."""
@@ -188,12 +218,13 @@ class Run:
                 shutil.rmtree(self.directory / result)
         self._writers.close()
         self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
-        self._pass_rates, self._results, self._whole = {}, {}, {}
+        self.evaluations, self._results, self._whole = {}, {}, {}
         kept = 0 if state is None else int(state["metrics_bytes"])
         for row in read_json_lines(self.directory / METRICS, kept):
             self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
         if state is None:
             os.truncate(self.directory / METRICS, 0)
+            samples.forget_after(self.directory, -1)
         else:
             self._go_on(state)
         self._phases.take()
@@ -206,7 +237,7 @@ class Run:
             "step": self._step,
             "learned": self._learned,
             "metrics_bytes": (self.directory / METRICS).stat().st_size,
-            "pass_rates": self._pass_rates,
+            "evaluations": {when: evaluation.plain() for when, evaluation in self.evaluations.items()},
             "results": self._results,
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
@@ -224,10 +255,12 @@ class Run:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
         self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
+        samples.forget_after(self.directory, state["step"])
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         self._step, self._learned, self._warnings = state["step"], state["learned"], dict(state["warnings"])
-        self._pass_rates, self._results = dict(state["pass_rates"]), dict(state["results"])
+        self.evaluations = {when: summary.Evaluation.read(plain) for when, plain in state["evaluations"].items()}
+        self._results = dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
     def _new_alarms(self) -> Alarms:
@@ -253,9 +286,12 @@ class Run:
 
     def _finish(self) -> None:
         self._memory.sample()
+        for event, message in self._alarms.at_the_end().items():
+            self._warnings[event] = message
+            self._console.warn(message)
         whole = scalars(self._whole)
         result = summary.Summary(
-            pass_rates=self._pass_rates,
+            evaluations=self.evaluations,
             results=self._results,
             rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
             wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
@@ -269,7 +305,10 @@ class Run:
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
+        page.write(self.directory)
         summary.show(result, Screen())
+        if self._failed and not self._judged:
+            raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
 
 
 def restart_events(restart: Restart) -> dict[str, float]:

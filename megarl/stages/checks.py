@@ -18,13 +18,12 @@ from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
     ConfigError,
-    DataSettings,
     EvalConfig,
-    EvalData,
     Layout,
     ModelReward,
     ModelSettings,
     PairsConfig,
+    PromptFormat,
     PromptSource,
     ReasoningGymReward,
     ReasoningGymSource,
@@ -49,6 +48,7 @@ from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
 from megarl.workers.demand import ENGINES, demand
 
+HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
@@ -57,11 +57,28 @@ GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts that evaluations ask."""
+
+    name: str
+    prompts: list[Prompt]
+    n: int  # sampled responses to each
+    temperature: float  # of those
+    greedy: bool  # the greedy response too
+    number: int = 0  # among the sets; with the run's seed it decides the random draws
+
+
+@dataclass(frozen=True)
 class Data:
     """Prompts that passed every check."""
 
     train: list[Prompt]
-    eval: list[Prompt]
+    sets: list[HeldOut]
+
+    @property
+    def eval(self) -> list[Prompt]:
+        """Those of data.eval."""
+        return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
@@ -145,7 +162,7 @@ def check_gpus(config: RunSettings, here: int) -> None:
 
 
 def check_prompts(
-    config: TrainConfig | EvalConfig | PairsConfig, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
+    config: TrainConfig | EvalConfig | PairsConfig, data: PromptFormat, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised.
 
@@ -167,12 +184,24 @@ def check_prompts(
     return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
 
 
-def check_data(config: TrainConfig | PairsConfig) -> Data:
-    """`check_prompts` of both sources."""
-    return Data(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
+def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
+    """`check_prompts` of everything that is evaluated."""
+    temperature = config.rollout.temperature
+    sets = []
+    if config.data.eval is not None:
+        prompts = check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
+        sets.append(HeldOut(HELD_OUT, prompts, 1, temperature, True))
+    for index, one in enumerate(config.eval):
+        prompts = check_prompts(config, config.data, config.rollout, one.source, f"eval.{index}.source")
+        own = temperature if one.temperature is None else one.temperature
+        sets.append(HeldOut(one.name, prompts, one.n, own, one.greedy, index + 1))
+    return sets
+
+
+def check_data(config: TrainConfig) -> Data:
+    """`check_prompts` of what is trained on and what is evaluated."""
+    train = check_prompts(config, config.data, config.rollout, config.data.train, "data.train")
+    return Data(train, check_sets(config))
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +23,7 @@ from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.plan.fits import check_fits
 from megarl.restarts import Restarts
+from megarl.stages.best import NOTHING, Best
 from megarl.stages.checks import check_model
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, check_resume, every, resume_point
@@ -51,40 +49,23 @@ class SupervisedState:
     def __init__(self, sampler: Sampler, best: Path) -> None:
         self.step, self.sampler = 0, sampler
         self.measured = 0  # the last step after which the held-out numbers were taken
-        self._folder = best
-        self._record: tuple[float, float] | None = None  # held-out accuracy and -loss of the best evaluation
-        self._best_step = self.waited = 0  # the best evaluation's step, and how many evaluations have come since
-
-    @property
-    def best(self) -> Path:
-        """Where the model of the best evaluation is kept."""
-        return self._folder / f"{self._best_step:06d}"
+        self.best = Best(best)
 
     def improves(self, accuracy: float, loss: float) -> bool:
         """Takes an evaluation of this step: is it better than all before? Of two with the same accuracy, the lower loss is."""
         self.measured = self.step
-        if self._record is not None and (accuracy, -loss) <= self._record:
-            self.waited += 1
-            return False
-        self._record, self._best_step, self.waited = (accuracy, -loss), self.step, 0
-        return True
+        return self.best.improves(self.step, accuracy, -loss)
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        best = [self._record, self._best_step, self.waited]
-        return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": best}
+        return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": self.best.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where it was taken over other data.
-
-        Where the best model is gone, a better one had come after `state` and taken its place: that one will come again.
-        """
+        """Stands where `state` was taken. ValueError where it was taken over other data."""
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
-        record, step, waited = state.get("best", [None, 0, 0])
-        if record is not None and (self._folder / f"{step:06d}").is_dir():
-            self._record, self._best_step, self.waited = tuple(record), step, waited
+        self.best.restore(state.get("best", NOTHING))
 
 
 def learn(
@@ -162,7 +143,7 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
     elif held_out is not None:
         run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
     with termination.deferred():  # until the run can be saved
-        while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
+        while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
             checkpoints.stop_where_asked(state)
             state.step += 1
             plan = stage.draw(state.sampler.take(settings.batch_size))
@@ -175,18 +156,17 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
                 better = state.improves(numbers[f"{stage.objective.name}/accuracy"], numbers[f"{stage.objective.name}/loss"])
                 run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
                 if better and settings.patience:
-                    _keep(learners, run, state.best)
+                    with run.phase("save"):
+                        state.best.keep(learners.save)
             checkpoints.copy(state)
             if every(config.save.every, state.step):
                 checkpoints.save(state)
         checkpoints.finish()
-        if held_out is not None and state.measured != state.step and not state.best.is_dir():  # it was to take more steps once
+        if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)
-        if settings.patience and state.best.is_dir():
-            run.note(f"ends after step {state.step} with the model of step {int(state.best.name)}, the best")
-            partial = run.directory / ".model.partial-best"
-            shutil.copytree(state.best, partial, copy_function=_link)
-            partial.rename(run.directory / "model")
+        if settings.patience and state.best.path.is_dir():
+            run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
+            state.best.leave(run.directory / "model")
         elif settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")
@@ -197,30 +177,6 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
 def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
     with run.phase("eval"):
         return learners.measure(held_out)
-
-
-def _keep(learners: Learners, run: Run, best: Path) -> None:
-    """Saves the model as the best so far, in the place of the one before."""
-    with run.phase("save"):
-        if best.exists():  # of a process that went further before it was killed
-            _discard(best)
-        learners.save(best)
-        for other in best.parent.iterdir():
-            if other != best:
-                _discard(other)
-
-
-def _discard(model: Path) -> None:
-    """Removes a directory; under its name it is there whole or not at all."""
-    shutil.rmtree(model.rename(model.with_name(f".{secrets.token_hex(4)}")))
-
-
-def _link(source: str, target: str) -> None:
-    """Two names for one file, where the file system has that: a model may be large, and a run that is started again finds its best one."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def learn_pairs(

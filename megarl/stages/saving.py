@@ -38,7 +38,7 @@ class _Run(BaseModel, extra="allow"):
     step: int
     learned: int
     metrics_bytes: int
-    pass_rates: dict[str, dict[str, Any]]
+    evaluations: dict[str, dict[str, Any]] = {}  # older checkpoints have none
     results: dict[str, dict[str, Any]]
     whole: dict[str, list[Any]]
     warnings: dict[str, str]

@@ -5,7 +5,7 @@ Axes: T entries, L layers, K experts a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,18 @@ def test_replay_is_the_same_on_every_layout(pool: Pool, path: Path, alone: Seen,
     assert recorded.keys() == alone.experts.keys() and sum(same) >= 0.999 * len(same)  # a near-tie may break the other way
     for number, value in shown([alone], "compared").items():
         assert shown(ranks, "compared")[number] == pytest.approx(value, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["one", "tp2_ep2"])
+def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, path: Path, name: str) -> None:
+    """Which is where routers waver: other sums of the same tokens choose other experts."""
+    layout, job = LAYOUTS.get(name, Layout()), Job(path, dtype="bfloat16")
+    ranks = pool.run(replays, layout, job)
+    assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")
+    assert shown(ranks, "replayed elsewhere")["routing/replay_hit_rate"] == 1.0
+    plain, again = pool.run(learns, layout, job), pool.run(learns, layout, replace(job, recompute="full"))
+    assert plain[0].router_grad["norm"] == again[0].router_grad["norm"] > 0
+    assert all(torch.equal(one.grads[key][0], two.grads[key][0]) for one, two in zip(plain, again, strict=True) for key in one.grads)
 
 
 @pytest.mark.parametrize("name", ["one", "tp2_ep2", "pp2_vpp2", "cp2"])

@@ -128,7 +128,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         told = [row for row in job.rows() if RESTARTED in row]
         assert [(row.get(f"{RESTARTED}/rank"), row.get(f"{RESTARTED}/engine")) for row in told] == [(1.0, None), (None, 1.0)]
         assert all(row[f"{RESTARTED}/recovery_s"] > 0 and row[f"{RESTARTED}/lost_steps"] <= 1 for row in told)
-        assert summary["rl_steps"] == STEPS - 1 and set(summary["pass_rate_rl"]) == {"sampled", "greedy"}
+        assert summary["rl_steps"] == STEPS - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
         assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
         assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
         assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])

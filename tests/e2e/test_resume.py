@@ -25,6 +25,7 @@ from megarl.checkpoints.verify import main as verify
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.config import SftConfig, load
 from megarl.errors import SaveError
+from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
 from tests.e2e.comparing import assert_same
@@ -170,6 +171,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     lab.run(job)
     assert len(job.updates()) == 6
     prefix(job, straight)
+    kept, expected = ({file.path.name: file.path.read_bytes() for file in files(one.runs / "job")} for one in (job, straight))
+    assert {name for name in kept if "eval" not in name} == {f"step_{step}.jsonl" for step in range(1, done(job) + 1)}
+    assert all(expected[name] == text for name, text in kept.items() if "eval" not in name), "each step once, as if nothing had happened"
 
 
 def fill_the_disk(ranks: Sequence[int], full: bool) -> None:
