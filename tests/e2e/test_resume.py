@@ -147,11 +147,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
     wait = ActorGroup.wait
 
-    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
         if doing == phase and done(job) == 3 and termination.asked() is None:
             threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
         try:
-            return wait(group, references, doing, timeout_s)
+            return wait(group, references, doing, timeout_s, *helpers)
         finally:
             ray.wait(references, num_returns=len(references))  # the lab's engine is to be idle when the next run comes
 
