@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import psutil
 
 from tests.e2e.comparing import numbers, weights
 from tests.e2e.job import EVERYTHING, ROOT, Job
@@ -129,14 +130,12 @@ class Run:
             return
         if fault.victim in ("driver", "rank", "actor", "core"):
             pid = int(getattr(processes, fault.victim))
+        elif fault.victim == "reward worker":  # in its sandbox, it has nothing of the job's environment
+            below = psutil.Process(self.job.process.pid).children(recursive=True)
+            pid = [one.pid for one in below if "megarl.rewards.worker" in title(one.pid)][-1]
         else:
-            name = "megarl.rewards.worker" if fault.victim == "reward worker" else fault.victim
-            pid = next(pid for pid in self.job.pids() if name in title(pid) and (name == "megarl.rewards.worker" or _program(pid) == name))
+            [pid] = [pid for pid in self.job.pids() if Path(title(pid).split("\0")[0]).name == fault.victim]
         os.kill(pid, fault.number)
-
-
-def _program(pid: int) -> str:
-    return Path(title(pid).split("\0")[0]).name
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
