@@ -126,7 +126,7 @@ class MegatronWorker:
         if self._rolling is None:
             self._rolling = RollingCopy(self._grid)
         ray.get(keeper.forget.remote((group, self._rank), last))
-        path, size = self._rolling.write(self.trained())
+        path, size = self._rolling.write(step, last, self.trained())
         ray.get(keeper.keep.remote((group, self._rank), step, path, size))
 
     def restore(self, keeper: Any, group: str, step: int) -> None:
