@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from megarl import termination
@@ -23,8 +25,11 @@ def train(config: TrainConfig) -> None:
 
     A run of this name that was cut off goes on from its newest checkpoint, bit for bit; so does this one where its ranks fail.
     """
+    begun = time.monotonic()
     data = check_train(config)
     resume = resume_point(config, "train", len(data.train))
+    checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
+    print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
     with open_context(config, resume) as ctx:
         recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 

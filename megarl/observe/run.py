@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple
@@ -13,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
+from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, TrainingSettings, dump
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
@@ -46,6 +48,8 @@ KEPT = (
 )
 RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
+SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
+WORTH_SAVING = 50  # steps
 METRICS, RESTART = "metrics.jsonl", "events/restart"
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
@@ -72,6 +76,7 @@ class Run:
         self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
         self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
+        self._aside: Path | None = None  # where what was here before is now
         self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self.ended_by: str | None = None  # the alarm that ends this run
@@ -85,7 +90,7 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
             else:
                 self._go_on(self._resumed)
                 _set_aside(self.directory, self._config, RESULTS)
@@ -97,11 +102,24 @@ class Run:
                 raise ConfigError(f"run_dir: cannot write to {error.filename or self.directory}: {error.strerror}") from None
             raise
         self._console.__enter__()
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        """Says what became of what was there, and what will be there."""
+        if self._resumed is not None:
+            self._console.note(f"goes on from the checkpoint of step {self._step}")
+        elif self._aside is not None:
+            self._console.note(f"what an earlier run of this name left is in {self._aside}")
+        config, steps = self._config, _steps(self._config)
+        if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
+            self._console.note(f"save.every=0: of {steps} steps none is saved on the way; a run that is killed begins anew")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._console.__exit__(kind, error, trace)
         self._writers.close()
+        if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
+            self._console.note(f"interrupted after step {self._step}; {self._saved()}")
         try:
             if kind is None:
                 self._finish()
@@ -117,6 +135,16 @@ class Run:
                 yield
             finally:
                 self._memory.sample()
+
+    @contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """A part of the start: in the phase `start`, and told with its seconds when it is there."""
+        begun = time.monotonic()
+        self._console.phase(f"start: {what}")
+        with self._phases("start"):
+            yield
+        self._memory.sample()
+        self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """The metrics of a step that is done, with the time since the last report."""
@@ -263,6 +291,13 @@ class Run:
         self._results = dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
+    def _saved(self) -> str:
+        """What another start of the run would go on from."""
+        latest = self.directory / CHECKPOINTS / "latest"
+        if not latest.is_file():
+            return "no checkpoint is there, and another start begins anew (save.every)"
+        return f"another start goes on from {latest.read_text().strip()}"
+
     def _new_alarms(self) -> Alarms:
         return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
 
@@ -307,6 +342,9 @@ class Run:
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
         summary.show(result, Screen())
+        self._console.note(f"all of it is in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
+        if samples.files(self.directory):
+            self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
 
@@ -342,8 +380,8 @@ def _claim(directory: Path) -> int:
     return lock
 
 
-def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
+def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
 
     ConfigError where this run reads its model from there.
     """
@@ -351,9 +389,11 @@ def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> No
     for path in left:
         if config.model.path.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
-    if left:
-        number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
-        aside = directory / f"earlier-{number}"
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
+    if not left:
+        return None
+    number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
+    aside = directory / f"earlier-{number}"
+    aside.mkdir()
+    for path in left:
+        path.rename(aside / path.name)
+    return aside

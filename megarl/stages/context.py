@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from megarl.cluster.session import ray_session
@@ -46,12 +46,11 @@ class RunContext:
 @contextmanager
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
     """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
-    with (
-        Run(config, None if resume is None else resume.run) as run,
-        ray_session(config.cluster, processes(config)),
-        open_scorers(config.reward, run.note) as scorers,
-    ):
+    with Run(config, None if resume is None else resume.run) as run, ExitStack() as stack:
+        with run.starting("Ray"):
+            stack.enter_context(ray_session(config.cluster, processes(config)))
+        with run.starting("scoring processes"):
+            scorers = stack.enter_context(open_scorers(config.reward, run.note))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
-        with run.phase("start"):
-            models, engines = start(config, restarts)
+        models, engines = start(config, run.starting, restarts)
         yield RunContext(config, run, models, engines, *scorers.rewards(models), restarts)

@@ -46,16 +46,16 @@ class MegatronWorker:
         self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
         return self._host, port
 
-    def build(self, address: tuple[str, int]) -> None:
-        """Joins the grid, then builds what this kind of rank holds."""
+    def build(self, address: tuple[str, int]) -> str | None:
+        """Joins the grid, then builds what this kind of rank holds. Returns what the user should know of the hardware's choice."""
         # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         with uncollected():
             from megarl.parallel import backend
 
-            cluster = self._config.cluster
-            self._backend = backend.choose(cluster.gpus, cluster.deterministic)  # before anything imports megatron
+            cluster, exact = self._config.cluster, self._config.model.dtype == "float32"
+            self._backend = backend.choose(cluster.gpus, cluster.deterministic, exact)  # before anything imports megatron
             from megarl.parallel import grid
             from megarl.workers import model  # noqa: F401  # what `_model` will need
 
@@ -63,6 +63,7 @@ class MegatronWorker:
         store = self._store if self._rank == 0 else grid.connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
         self._grid = grid.init_grid(self._layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
         self.build_models()
+        return self._backend.note
 
     def build_models(self) -> None:
         """What `build` makes on the grid."""

@@ -6,7 +6,8 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -245,25 +246,30 @@ class ModelGroups:
         group.save(role, directory)
 
 
-def start(config: TrainConfig, restarts: Restarts | None = None) -> tuple[ModelGroups, Engines]:
+def start(
+    config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None
+) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
-    The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows.
+    The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows. `starting` is
+    entered with the name of what is waited for.
     """
-    rank_places, engine_places = places_of(config)
-    starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
-    engines = Engines.create(starter, restarts)
-    created = create_groups(config, rank_places)
-    if engines.turns is not None and config.cluster.gpus:
-        devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
-        starter.devices = [gpu for own in devices for gpu in own]
-    opening = engines.open()
-    if engines.turns is not None:
+    with starting("model ranks"):
+        rank_places, engine_places = places_of(config)
+        starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
+        engines = Engines.create(starter, restarts)
+        created = create_groups(config, rank_places)
+        if engines.turns is not None and config.cluster.gpus:
+            devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
+            starter.devices = [gpu for own in devices for gpu in own]
+        opening = engines.open()
+        if engines.turns is not None:
+            engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+            engines.turns.to_ranks()
+        models = build_groups(config, created, engines.turns)
+        models.places = rank_places
+    with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-        engines.turns.to_ranks()
-    models = build_groups(config, created, engines.turns)
-    models.places = rank_places
-    engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
 def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
     """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready.
 
-    Where one fails, all are ended: their places are free for others.
+    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others.
     """
     limit_s = config.cluster.start_timeout_s
     building = []
@@ -148,11 +149,12 @@ def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
         for group in groups:
             [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
             building.append(group.start("build", address))
-        for group, calls in zip(groups, building, strict=True):
-            group.wait(calls, "start", limit_s)
+        notes = [group.wait(calls, "start", limit_s) for group, calls in zip(groups, building, strict=True)]
     except BaseException:
         end(actor for group in groups for actor in group.actors)
         raise
+    for note in dict.fromkeys(note for told in notes for note in told if note):
+        print(f"megarl: {note}", file=sys.stderr)
 
 
 def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:

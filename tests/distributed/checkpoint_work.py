@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.steps import Verified, verify
 from megarl.config import CheckpointSettings, CriticSettings, ModelSettings, OptimizerSettings, RunSettings
 from megarl.errors import SaveError
@@ -34,7 +32,6 @@ from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.workers.keeper import mapped
-from megarl.workers.model_worker import ModelWorker, RLSpec
 from tests.distributed.tiny_training import Job, Report, build, learn
 
 
@@ -242,6 +239,11 @@ def die_in_a_save(grid: Grid, path: Path, root: Path) -> None:
 
 def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
     """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
+    import pytest
+
+    from megarl.algorithms.ppo import Ppo
+    from megarl.workers.model_worker import ModelWorker, RLSpec  # and with it Ray, which `tests.gpu` does without
+
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
     rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
