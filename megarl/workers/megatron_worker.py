@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
-from megarl.workers.keeper import mapped
+from megarl.shared_memory import mapped
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.rolling import RollingCopy

@@ -31,7 +31,7 @@ from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
-from megarl.workers.keeper import mapped
+from megarl.shared_memory import mapped
 from tests.distributed.tiny_training import Job, Report, build, learn
 
 
