@@ -14,8 +14,8 @@ PROGRAM = """
     from megarl.cluster.reserve import free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.shared_memory import SharedMemory
-    from megarl.workers.keeper import Copies, mapped
+    from megarl.shared_memory import SharedMemory, mapped
+    from megarl.workers.keeper import Copies
 
     SIZE = 40 << 20  # three pieces
 
