@@ -21,7 +21,7 @@ from megarl.rollout.engine import EngineDead, RolloutTimeout
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
-from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
+from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker, answered, ask
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
@@ -129,8 +129,10 @@ class Engines:
         answers = dict[int, list[Response]]()
         while missing := sorted(shares.keys() - answers.keys()):
             with self._replacements() as lost:
-                calls = {index: self.group.actors[index].respond.remote(shares[index], sampling, experts) for index in missing}
-                answers |= self.group.settle(calls, "generate", self.settings.timeout_s, lost)
+                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts) for index in missing}
+                calls = {index: references[0] for index, references in asked.items()}
+                found = self.group.settle(calls, "generate", self.settings.timeout_s, lost)
+                answers |= {index: answered(responses, asked[index][1:], experts) for index, responses in found.items()}
             if self.turns is not None:
                 self.turns.to_engines()
         return sorted(
