@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,8 @@ from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
-from megarl.observe.writers import open_writers, read_json_lines
+from megarl.observe.writers import Writers, open_writers, read_json_lines
+from megarl.restarts import Restart
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.text import one_line
 
@@ -49,7 +50,7 @@ RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
 WORTH_SAVING = 50  # steps
-METRICS = "metrics.jsonl"
+METRICS, RESTART = "metrics.jsonl", "events/restart"
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
@@ -68,7 +69,7 @@ class Run:
         self.directory: Path = config.directory
         self._phases = Phases()
         self._memory = PeakMemory()
-        self._alarms = Alarms(config.routing if isinstance(config, TrainConfig) else None)
+        self._alarms = self._new_alarms()
         self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
@@ -76,6 +77,7 @@ class Run:
         self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
         self._aside: Path | None = None  # where what was here before is now
+        self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
@@ -93,8 +95,7 @@ class Run:
                 self._go_on(self._resumed)
                 _set_aside(self.directory, self._config, RESULTS)
             (self.directory / "config.yaml").write_text(dump(self._config))
-            purge = None if self._resumed is None else self._step + 1
-            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
+            self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, OSError):  # read-only, full
@@ -230,6 +231,34 @@ class Run:
         self._warnings[name] = message
         self._console.warn(message)
 
+    def restarted(self, restart: Restart) -> None:
+        """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
+        self._restarts.append({"step": self._step, **asdict(restart)})
+        self._add_events(restart_events(restart))
+        lost = f"; {restart.lost_steps} steps are done again" if restart.lost_steps else ""
+        self._console.note(f"goes on after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
+
+    def rewind(self, state: Mapping[str, Any] | None) -> int:
+        """Goes back to where `state` was taken, or to the beginning. Returns how many steps that are done are to be done again."""
+        before = self._step
+        for result in ("model", "critic"):
+            if (self.directory / result).exists():
+                shutil.rmtree(self.directory / result)
+        self._writers.close()
+        self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
+        self.evaluations, self._results, self._whole = {}, {}, {}
+        kept = 0 if state is None else int(state["metrics_bytes"])
+        for row in read_json_lines(self.directory / METRICS, kept):
+            self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
+        if state is None:
+            os.truncate(self.directory / METRICS, 0)
+            samples.forget_after(self.directory, -1)
+        else:
+            self._go_on(state)
+        self._phases.take()
+        self._writers = self._open_writers(self._step + 1)
+        return before - self._step
+
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here must know, as plain values for JSON."""
         return {
@@ -241,6 +270,7 @@ class Run:
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
             "ended_by": self.ended_by,
+            "restarts": self._restarts,
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
@@ -252,6 +282,7 @@ class Run:
         if not path.is_file() or path.stat().st_size < size:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
+        self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -266,6 +297,17 @@ class Run:
         if not latest.is_file():
             return "no checkpoint is there, and another start begins anew (save.every)"
         return f"another start goes on from {latest.read_text().strip()}"
+
+    def _new_alarms(self) -> Alarms:
+        return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
+
+    def _open_writers(self, purge: int | None) -> Writers:
+        config = self._config
+        return open_writers(self.directory, config.name, config.model_dump(mode="json"), config.log, purge)
+
+    def _add_events(self, events: Mapping[str, float]) -> None:
+        for name, value in events.items():
+            self._events[name] = self._events.get(name, 0.0) + value
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values |= self._events
@@ -293,6 +335,7 @@ class Run:
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
             alarms=self._warnings,
+            restarts=self._restarts,
         )
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
@@ -304,6 +347,12 @@ class Run:
             self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
+
+
+def restart_events(restart: Restart) -> dict[str, float]:
+    """A restart as metrics."""
+    seconds = {"detection_s": restart.detection_s, "recovery_s": restart.recovery_s, "lost_steps": float(restart.lost_steps)}
+    return {RESTART: 1.0, f"{RESTART}/{restart.kind}": 1.0, **{f"{RESTART}/{name}": value for name, value in seconds.items()}}
 
 
 def _steps(config: RunSettings) -> int:

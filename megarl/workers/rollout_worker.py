@@ -121,6 +121,10 @@ class RolloutWorker:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [ray.put(found[:, list(stage)]) for stage in wanted.stages]
 
+    async def ping(self, timeout_s: float) -> None:
+        """Raises EngineDead or RolloutTimeout where a process of the engine has ended or does not answer."""
+        await self._engine.ping(timeout_s)
+
     async def sleep(self, keep_weights: bool, timeout_s: float) -> None:
         await self._engine.sleep(timeout_s, keep_weights=keep_weights)
 
