@@ -91,7 +91,16 @@ class Trainable:
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
         copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
-        return [*copies, *moments]
+        return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
+
+    def settle(self) -> None:
+        """Waits until the weights of the last step are whole on this rank. Collective.
+
+        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
@@ -134,9 +143,11 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
     """
     config = get_model_config(chunks[0])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **settings.ddp})
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     optimizer_config = OptimizerConfig(
+        **settings.megatron,
+        overlap_param_gather=ddp.overlap_param_gather,
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,
