@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from megarl import termination
@@ -11,6 +13,7 @@ from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_gap, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
+from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
 from megarl.stages.rollout_metrics import rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
@@ -20,12 +23,15 @@ from megarl.stages.train_state import TrainState
 def train(config: TrainConfig) -> None:
     """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
 
-    A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
+    A run of this name that was cut off goes on from its newest checkpoint, bit for bit; so does this one where its ranks fail.
     """
+    begun = time.monotonic()
     data = check_train(config)
     resume = resume_point(config, "train", len(data.train))
+    checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
+    print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
     with open_context(config, resume) as ctx:
-        learn(ctx, data, resume)
+        recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
@@ -57,6 +63,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
             with checkpoints.checkpoint_on_failure(state):
                 metrics = train_step(ctx, state, data.train)
             run.log(state.step, metrics)
+            checkpoints.copy(state)
             if every(config.save.every, state.step):
                 checkpoints.save(state)
         checkpoints.finish()

@@ -1,6 +1,6 @@
 """The one typed configuration tree: every default lives in this folder (an algorithm's in its file).
 
-A tree for each verb is in `stages`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
+A tree for each verb is in `stages` and `inference`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
 """
 
 from megarl.config.data import (
@@ -9,13 +9,16 @@ from megarl.config.data import (
     EvalData,
     EvalSet,
     FileSource,
+    MixtureSource,
     PreferenceData,
     PreferenceSource,
     PromptFormat,
     PromptSource,
     ReasoningGymSource,
+    SftMixture,
     SftSource,
 )
+from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
 from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
@@ -24,7 +27,7 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig, optimizers
+from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig, optimizers
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "LearnConfig",
     "LogSettings",
     "MathReward",
+    "MixtureSource",
     "ModelReward",
     "ModelSettings",
     "OptimizerSettings",
@@ -64,6 +68,7 @@ __all__ = [
     "Section",
     "ServeConfig",
     "SftConfig",
+    "SftMixture",
     "SftSource",
     "SyncSettings",
     "TrainConfig",

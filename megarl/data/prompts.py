@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, PromptSource, ReasoningGymSource
+from megarl.config import ConfigError, FileSource, MixtureSource, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
+from megarl.data.mixture import mixed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def load_prompts(
     max_prompt_tokens: int,
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
+    system: str | None = None,
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised.
 
@@ -68,6 +70,7 @@ def load_prompts(
         max_prompt_tokens: a longer prompt is refused.
         key: the source's dotted key, say "data.train".
         limit_key: what a message calls the limit.
+        system: a system message before each chat that begins with none.
 
     Returns:
         The prompts in the order of the source, whose `id` counts them.
@@ -76,11 +79,27 @@ def load_prompts(
         ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
             template, a template without "{prompt}".
     """
-    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key)
+    if isinstance(source, MixtureSource):
+        parts = [
+            (
+                load_prompts(part.source, tokenizer, chat, template, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, system),
+                part.weight,
+            )
+            for n, part in enumerate(source.parts)
+        ]
+        return [replace(prompt, id=number) for number, prompt in enumerate(mixed(parts, source.seed))]
+    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, system)
 
 
 def tokenised(
-    rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, chat: bool, template: str, max_prompt_tokens: int, key: str, limit_key: str
+    rows: Iterator[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    template: str,
+    max_prompt_tokens: int,
+    key: str,
+    limit_key: str,
+    system: str | None = None,
 ) -> list[Prompt]:
     """The rows of a source as prompts: `load_prompts` from there on.
 
@@ -95,7 +114,9 @@ def tokenised(
         raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
     prompts: list[Prompt] = []
     while chunk := list(islice(rows, CHUNK)):
-        texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        for row in chunk:
+            _check_turn(row)
+        texts = _chat_texts(tokenizer, chunk, system) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
         for row, text in zip(chunk, texts, strict=True):
             check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
@@ -107,7 +128,7 @@ def tokenised(
     return prompts
 
 
-def _rows(source: PromptSource, key: str) -> Iterator[Row]:
+def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
     """The rows of a source. ConfigError where there is none."""
     empty = True
     if isinstance(source, ReasoningGymSource):
@@ -126,7 +147,7 @@ def _rows(source: PromptSource, key: str) -> Iterator[Row]:
         empty = False
         yield Row(place, checked(prompt, place), answer, meta)
     if empty:
-        raise ConfigError(f"{key}.path: {source.path} holds no prompts")
+        raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
 
 
 def checked(prompt: Any, place: str) -> str | list[Message]:
@@ -162,13 +183,28 @@ def _question(row: Row, section: str) -> str:
     return _text(row)
 
 
-def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[str]:
+def _check_turn(row: Row) -> None:
+    """ConfigError where the assistant has spoken last: what it said would be read, and not learned."""
+    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{row.place}: the prompt ends with the assistant's message; leave it out (megarl sft learns whole conversations: "
+            "data.train.type=conversations)"
+        )
+
+
+def instructed(chat: list[Message], system: str | None) -> list[Message]:
+    """The chat with the system message before it, unless it has one of its own."""
+    return chat if system is None or chat[0]["role"] == "system" else [{"role": "system", "content": system}, *chat]
+
+
+def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], system: str | None) -> list[str]:
     chats = [[{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt for row in rows]
+    chats = [instructed(chat, system) for chat in chats]
     try:
         return render_chats(tokenizer, chats)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
         if len(rows) > 1 and not late:  # find the row
-            return [text for row in rows for text in _chat_texts(tokenizer, [row])]
+            return [text for row in rows for text in _chat_texts(tokenizer, [row], system)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
+from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, TrainingSettings, dump
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
@@ -21,7 +23,8 @@ from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
-from megarl.observe.writers import open_writers, read_json_lines
+from megarl.observe.writers import Writers, open_writers, read_json_lines
+from megarl.restarts import Restart
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.text import one_line
 
@@ -45,7 +48,9 @@ KEPT = (
 )
 RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
-METRICS = "metrics.jsonl"
+SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
+WORTH_SAVING = 50  # steps
+METRICS, RESTART = "metrics.jsonl", "events/restart"
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
@@ -64,13 +69,15 @@ class Run:
         self.directory: Path = config.directory
         self._phases = Phases()
         self._memory = PeakMemory()
-        self._alarms = Alarms(config.routing if isinstance(config, TrainConfig) else None)
+        self._alarms = self._new_alarms()
         self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
         self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
         self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
+        self._aside: Path | None = None  # where what was here before is now
+        self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
@@ -83,24 +90,36 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
             else:
                 self._go_on(self._resumed)
                 _set_aside(self.directory, self._config, RESULTS)
             (self.directory / "config.yaml").write_text(dump(self._config))
-            purge = None if self._resumed is None else self._step + 1
-            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
+            self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, OSError):  # read-only, full
                 raise ConfigError(f"run_dir: cannot write to {error.filename or self.directory}: {error.strerror}") from None
             raise
         self._console.__enter__()
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        """Says what became of what was there, and what will be there."""
+        if self._resumed is not None:
+            self._console.note(f"goes on from the checkpoint of step {self._step}")
+        elif self._aside is not None:
+            self._console.note(f"what an earlier run of this name left is in {self._aside}")
+        config, steps = self._config, _steps(self._config)
+        if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
+            self._console.note(f"save.every=0: of {steps} steps none is saved on the way; a run that is killed begins anew")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._console.__exit__(kind, error, trace)
         self._writers.close()
+        if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
+            self._console.note(f"interrupted after step {self._step}; {self._saved()}")
         try:
             if kind is None:
                 self._finish()
@@ -116,6 +135,16 @@ class Run:
                 yield
             finally:
                 self._memory.sample()
+
+    @contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """A part of the start: in the phase `start`, and told with its seconds when it is there."""
+        begun = time.monotonic()
+        self._console.phase(f"start: {what}")
+        with self._phases("start"):
+            yield
+        self._memory.sample()
+        self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """The metrics of a step that is done, with the time since the last report."""
@@ -202,6 +231,34 @@ class Run:
         self._warnings[name] = message
         self._console.warn(message)
 
+    def restarted(self, restart: Restart) -> None:
+        """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
+        self._restarts.append({"step": self._step, **asdict(restart)})
+        self._add_events(restart_events(restart))
+        lost = f"; {restart.lost_steps} steps are done again" if restart.lost_steps else ""
+        self._console.note(f"goes on after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
+
+    def rewind(self, state: Mapping[str, Any] | None) -> int:
+        """Goes back to where `state` was taken, or to the beginning. Returns how many steps that are done are to be done again."""
+        before = self._step
+        for result in ("model", "critic"):
+            if (self.directory / result).exists():
+                shutil.rmtree(self.directory / result)
+        self._writers.close()
+        self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
+        self.evaluations, self._results, self._whole = {}, {}, {}
+        kept = 0 if state is None else int(state["metrics_bytes"])
+        for row in read_json_lines(self.directory / METRICS, kept):
+            self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
+        if state is None:
+            os.truncate(self.directory / METRICS, 0)
+            samples.forget_after(self.directory, -1)
+        else:
+            self._go_on(state)
+        self._phases.take()
+        self._writers = self._open_writers(self._step + 1)
+        return before - self._step
+
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here must know, as plain values for JSON."""
         return {
@@ -213,6 +270,7 @@ class Run:
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
             "ended_by": self.ended_by,
+            "restarts": self._restarts,
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
@@ -224,6 +282,7 @@ class Run:
         if not path.is_file() or path.stat().st_size < size:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
+        self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -231,6 +290,24 @@ class Run:
         self.evaluations = {when: summary.Evaluation.read(plain) for when, plain in state["evaluations"].items()}
         self._results = dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
+
+    def _saved(self) -> str:
+        """What another start of the run would go on from."""
+        latest = self.directory / CHECKPOINTS / "latest"
+        if not latest.is_file():
+            return "no checkpoint is there, and another start begins anew (save.every)"
+        return f"another start goes on from {latest.read_text().strip()}"
+
+    def _new_alarms(self) -> Alarms:
+        return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
+
+    def _open_writers(self, purge: int | None) -> Writers:
+        config = self._config
+        return open_writers(self.directory, config.name, config.model_dump(mode="json"), config.log, purge)
+
+    def _add_events(self, events: Mapping[str, float]) -> None:
+        for name, value in events.items():
+            self._events[name] = self._events.get(name, 0.0) + value
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values |= self._events
@@ -258,14 +335,24 @@ class Run:
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
             alarms=self._warnings,
+            restarts=self._restarts,
         )
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
         summary.show(result, Screen())
+        self._console.note(f"all of it is in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
+        if samples.files(self.directory):
+            self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
+
+
+def restart_events(restart: Restart) -> dict[str, float]:
+    """A restart as metrics."""
+    seconds = {"detection_s": restart.detection_s, "recovery_s": restart.recovery_s, "lost_steps": float(restart.lost_steps)}
+    return {RESTART: 1.0, f"{RESTART}/{restart.kind}": 1.0, **{f"{RESTART}/{name}": value for name, value in seconds.items()}}
 
 
 def _steps(config: RunSettings) -> int:
@@ -293,8 +380,8 @@ def _claim(directory: Path) -> int:
     return lock
 
 
-def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
+def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
 
     ConfigError where this run reads its model from there.
     """
@@ -302,9 +389,11 @@ def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> No
     for path in left:
         if config.model.path.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
-    if left:
-        number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
-        aside = directory / f"earlier-{number}"
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
+    if not left:
+        return None
+    number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
+    aside = directory / f"earlier-{number}"
+    aside.mkdir()
+    for path in left:
+        path.rename(aside / path.name)
+    return aside

@@ -50,6 +50,7 @@ class Summary:
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
     alarms: Mapping[str, str]  # the message of every alarm that the run gave, by its name
+    restarts: Sequence[Mapping[str, Any]] = ()  # what failed and was replaced: megarl.restarts.Restart, and the step after which it was
 
 
 def versions() -> dict[str, str]:
@@ -124,6 +125,12 @@ def show(summary: Summary, console: Console) -> None:
     table.add_row("versions", "  ".join(f"{name} {number}" for name, number in summary.versions.items()))
     for name, message in summary.alarms.items():
         table.add_row(f"alarm {name}", message)
+    for restart in summary.restarts:
+        seconds = f"seen after {restart['detection_s']:.1f} s, replaced in {restart['recovery_s']:.1f} s"
+        table.add_row(
+            f"restart: {restart['kind']}",
+            f"after step {restart['step']}: {restart['fault']}; {seconds}, {restart['lost_steps']} steps lost",
+        )
     console.print(table)
 
 

@@ -20,6 +20,7 @@ from megarl.config import (
     ConfigError,
     EvalConfig,
     Layout,
+    MixtureSource,
     ModelReward,
     ModelSettings,
     PairsConfig,
@@ -35,6 +36,7 @@ from megarl.config import (
 )
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
@@ -178,12 +180,16 @@ def check_prompts(
     Raises:
         ConfigError: for the first that is malformed or too long, and where scoring it would run code.
     """
-    if isinstance(source, ReasoningGymSource) and source.dataset in EVALUATING and _scored_by_gym(config.reward):
-        raise ConfigError(
-            f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
-            "never runs; give another reward (reward.source.type=function)"
-        )
-    return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
+    parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
+    for where, one in {key: source, **parts}.items():
+        if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(config.reward):
+            raise ConfigError(
+                f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+                "never runs; give another reward (reward.source.type=function)"
+            )
+    return load_prompts(
+        source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system
+    )
 
 
 def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
@@ -271,14 +277,41 @@ def check_trained_head(path: Path, key: str) -> None:
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
-    """All checks of `megarl train`, and of another verb that does the same work."""
-    hf = check_model(config)
-    if config.model.base is not None:
-        base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
-        if base["architectures"] != hf["architectures"]:
-            raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
-    check_length(hf, config.rollout)
-    check_routing(hf, config)
+    """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
+    hf, data = check_model(config), list[Data]()
+    refuse_all(
+        lambda: check_base(config, hf),
+        lambda: check_length(hf, config.rollout),
+        lambda: check_routing(hf, config),
+        lambda: check_transport(config),
+        lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
+        lambda: check_models_beside(config, hf),
+        lambda: check_fits(config),
+        lambda: check_reward(config.reward),
+        lambda: data.append(check_data(config)),
+    )
+    normalise = config.reward.normalise
+    for key, wanted in (
+        ("train.prompts_per_step", config.train.prompts_per_step),
+        ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
+    ):
+        if len(data[0].train) < wanted:
+            raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
+    check_resume(config, verb, len(data[0].train))
+    return data[0]
+
+
+def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """ConfigError where `model.base` is not whole, or another architecture."""
+    if config.model.base is None:
+        return
+    base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
+    if base["architectures"] != hf["architectures"]:
+        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+
+
+def check_transport(config: TrainConfig) -> None:
+    """ConfigError where weights cannot go that way."""
     if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
         fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
         gpus = str(config.cluster.gpus).lower()
@@ -288,7 +321,10 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
             "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
             "placement.engines=shared)"
         )
-    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+
+
+def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """Checks critic, reference and reward model, where the run has them. `hf`: the policy's config.json."""
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
@@ -301,18 +337,6 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
         check_trained_head(config.reward.source.path, "reward.source.path")
         read_range(config.reward.source.path, "reward.source.path")
-    check_fits(config)
-    check_reward(config.reward)
-    data = check_data(config)
-    normalise = config.reward.normalise
-    for key, wanted in (
-        ("train.prompts_per_step", config.train.prompts_per_step),
-        ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
-    ):
-        if len(data.train) < wanted:
-            raise ConfigError(f"{key}={wanted}: data.train holds {len(data.train)} prompts")
-    check_resume(config, verb, len(data.train))
-    return data
 
 
 def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:

@@ -13,6 +13,7 @@ from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
 from megarl.observe.samples import Record, record
 from megarl.observe.summary import rates, write_json
+from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
@@ -113,7 +114,7 @@ def run_eval(config: EvalConfig) -> None:
     sets = check_eval(config)
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
-            engines = start_engines(config)
+            engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         evaluate("eval", sets, engines, scorers.rewards()[1], run, config.seed)
         counts = {one.name: len(one.prompts) for one in sets}
         content = {"model": str(config.model.path), "prompts": sum(counts.values()), **rates(run.evaluations["eval"].results)}

@@ -22,10 +22,13 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.plan.fits import check_fits
+from megarl.restarts import Restarts
 from megarl.stages.best import NOTHING, Best
 from megarl.stages.checks import check_model
-from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
+from megarl.stages.recovery import newest, recovering
+from megarl.stages.saving import Checkpoints, ResumePoint, check_resume, every, resume_point
 from megarl.workers.demand import processes
+from megarl.workers.keeper import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
@@ -88,46 +91,87 @@ def learn(
         finish: is given the directory of the model that is left, and its held-out numbers.
         shuffle: draw the items of each epoch in random order; false: in their own.
     """
-    settings = config.learn
-    resume = resume_point(config, config.section, items) if settings.steps else None
+    stage = Stage(config, objective, draw, held_out, finish)
+    resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, processes(config)):
         with run.phase("start"):
-            learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
-        state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
-        checkpoints = Checkpoints(config, config.section, run, learners)
-        if resume is not None:
-            checkpoints.load(resume, state)
-        elif held_out is not None:
-            run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-        with termination.deferred():  # until the run can be saved
-            while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
-                checkpoints.stop_where_asked(state)
-                state.step += 1
-                plan = draw(state.sampler.take(settings.batch_size))
-                with run.phase("update"):
-                    metrics = learners.train(plan)
-                run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-                if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
-                    metrics = _measure(learners, held_out, run)
-                    numbers = scalars(metrics)
-                    better = state.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
-                    run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
-                    if better and settings.patience:
-                        with run.phase("save"):
-                            state.best.keep(learners.save)
-                if every(config.save.every, state.step):
-                    checkpoints.save(state)
-            checkpoints.finish()
-            if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
-                run.held_out("held-out after", _measure(learners, held_out, run), state.step)
-            if settings.patience and state.best.path.is_dir():
-                run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
-                state.best.leave(run.directory / "model")
-            elif settings.steps:
-                with run.phase("save"):
-                    learners.save(run.directory / "model")
-            if settings.steps and finish is not None:
-                finish(run.directory / "model", run.results["held-out after"])
+            learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps))
+        ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
+
+        def work(start: ResumePoint | None) -> None:
+            state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
+            take_steps(stage, ctx, state, start)
+
+        recovering(work, resume, ctx, newest(config, config.section, items))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What `learn` was given."""
+
+    config: SftConfig | RmConfig | DpoConfig
+    objective: Objective
+    draw: Callable[[list[int]], MiniBatch]
+    held_out: MiniBatch | None
+    finish: Callable[[Path, Mapping[str, float]], None] | None
+
+
+@dataclass(frozen=True)
+class LearnContext:
+    """The parts of a supervised run that live as long as the run."""
+
+    run: Run
+    learners: Learners
+    restarts: Restarts
+
+    @property
+    def copies(self) -> Copies:
+        """Of the last steps."""
+        return self.learners.copies
+
+    def restart(self, beginning: bool) -> bool:
+        """Starts the ranks again, with the model as it was at the start. Whether a node was gone."""
+        return self.learners.restart()
+
+
+def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
+    """All steps of a run, from the beginning or from a checkpoint; saves the model that is left."""
+    config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
+    checkpoints = Checkpoints(config, config.section, run, learners)
+    if resume is not None:
+        checkpoints.load(resume, state)
+    elif held_out is not None:
+        run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
+    with termination.deferred():  # until the run can be saved
+        while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
+            checkpoints.stop_where_asked(state)
+            state.step += 1
+            plan = stage.draw(state.sampler.take(settings.batch_size))
+            with run.phase("update"):
+                metrics = learners.train(plan)
+            run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
+            if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
+                metrics = _measure(learners, held_out, run)
+                numbers = scalars(metrics)
+                better = state.improves(numbers[f"{stage.objective.name}/accuracy"], numbers[f"{stage.objective.name}/loss"])
+                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
+                if better and settings.patience:
+                    with run.phase("save"):
+                        state.best.keep(learners.save)
+            checkpoints.copy(state)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
+        checkpoints.finish()
+        if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
+            run.held_out("held-out after", _measure(learners, held_out, run), state.step)
+        if settings.patience and state.best.path.is_dir():
+            run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
+            state.best.leave(run.directory / "model")
+        elif settings.steps:
+            with run.phase("save"):
+                learners.save(run.directory / "model")
+        if settings.steps and stage.finish is not None:
+            stage.finish(run.directory / "model", run.results["held-out after"])
 
 
 def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:

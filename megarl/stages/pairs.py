@@ -17,6 +17,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
@@ -35,7 +36,7 @@ def pairs(config: PairsConfig) -> None:
     data = check_pairs(config)
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
-            engines = start_engines(config)
+            engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         reward, _ = scorers.rewards()
         for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):
             metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, reward, run, number)

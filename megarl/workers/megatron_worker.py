@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
+from megarl.shared_memory import mapped
 
 if TYPE_CHECKING:
+    from megarl.parallel.checkpoint.rolling import RollingCopy
     from megarl.parallel.checkpoint.save import Saver
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
@@ -26,6 +28,7 @@ class MegatronWorker:
     """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
 
     _saver: Saver | None = None
+    _rolling: RollingCopy | None = None
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
         self._rank, self._config, self._layout = rank, config, layout
@@ -102,6 +105,37 @@ class MegatronWorker:
             inside = {name: model for name, model in models.items() if steps[name].path == path}
             load(steps[next(iter(inside))], inside, self._grid)
         load_random(steps[next(iter(models))], self._grid)
+
+    def node(self) -> str:
+        """Where this process is, for Ray."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def copy(self, keeper: Any, group: str, step: int, last: int) -> None:
+        """Copies the trained models, their optimizers and the random states into memory that a keeper on this machine holds from then on.
+
+        Args:
+            keeper: an actor, see `megarl.workers.keeper`.
+            group: names this rank's among those that train.
+            step: its number.
+            last: the step that was copied before; older ones are written over.
+
+        Raises:
+            OSError: there is no room.
+        """
+        from megarl.parallel.checkpoint.rolling import RollingCopy
+
+        if self._rolling is None:
+            self._rolling = RollingCopy(self._grid)
+        ray.get(keeper.forget.remote((group, self._rank), last))
+        path, size = self._rolling.write(step, last, self.trained())
+        ray.get(keeper.keep.remote((group, self._rank), step, path, size))
+
+    def restore(self, keeper: Any, group: str, step: int) -> None:
+        """Goes back to what this rank, in a process before this one, has copied."""
+        from megarl.parallel.checkpoint.rolling import restore
+
+        path, size = ray.get(keeper.place.remote((group, self._rank), step))
+        restore(mapped(path, size), self.trained(), self._grid)
 
     def _model(
         self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0

@@ -21,6 +21,7 @@ from megarl.cluster.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
+RESTARTED = "events/restart"  # metrics of what failed and was replaced
 # Metrics that measure the clock, or the memory.
 TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "perf/tflops_per_gpu", "perf/memory_", "time")
 
@@ -47,7 +48,7 @@ reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}
 rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
-train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512, eval_at_start: false}}
 """
 
 
@@ -60,7 +61,6 @@ EVERYTHING = (
     "train.dynamic_sampling_rounds=2",
     "reward.normalise={prompts: 32, clip: 3.0}",
     "train.eval_every=5",
-    "train.eval_at_start=false",
     "save.every=1",
 )
 
@@ -75,6 +75,7 @@ class Job:
     verb: str = "train"
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    environment: dict[str, str] = field(default_factory=dict)  # besides what every job has
 
     @property
     def saves(self) -> Path:
@@ -96,7 +97,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
-            env={**inherited, **FOREIGN, **own},
+            env={**inherited, **FOREIGN, **own, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
@@ -148,9 +149,9 @@ class Job:
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
 
     def updates(self) -> list[dict[str, Any]]:
-        """The metrics of the steps of policy or critic, without those that measure the clock."""
+        """The metrics of the steps of policy or critic, without those that measure the clock, and what was replaced."""
         rows = [row for row in self.rows() if "actor/grad_norm" in row or "critic/grad_norm" in row]
-        return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+        return [{name: value for name, value in row.items() if not name.startswith((*TIMED, RESTARTED))} for row in rows]
 
     def steps(self) -> list[dict[str, Any]]:
         """Of these, the steps of the policy."""

@@ -23,6 +23,7 @@ from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.rollout.registry import ENGINES
 from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
@@ -34,7 +35,7 @@ from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
 from megarl.workers.demand import assign_roles, engine_kind
-from megarl.workers.engines import Engines, start_engines
+from megarl.workers.engines import Engines, EngineStarter, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
@@ -75,7 +76,8 @@ class Lab:
             self.workers(config, own_engine) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
-            learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
+            restarts = Restarts(0, run.restarted, run.note)
+            learn(RunContext(config, run, models, engines, *scorers.rewards(models), restarts), data, resume)
 
     def learn(self, job: Job) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""
@@ -95,7 +97,7 @@ class Lab:
 
         def play(kind: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
             group = ActorGroup("rank", self._take(len(places)))
-            played.extend(group.actors)
+            played[:] = group.actors  # ranks that start again are others
             _begin(group, kind, config, layout, *arguments)
             build_ranks([group], config)
             return group
@@ -110,6 +112,7 @@ class Lab:
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
+            patch.setattr(learner, "lost_nodes", lambda places: False)
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
@@ -145,8 +148,9 @@ class Lab:
             [[place]] = reserve_workers(config, [engine_kind(config.rollout, gpus=False)])
             actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
             self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
-        engines = Engines(ActorGroup("engine", [self._host]), config.rollout)
-        engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+        starter = EngineStarter(config, config.rollout, [None], config.model.path)
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, None, starter)
+        engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
         return engines
 
     def _take(self, count: int) -> list[Any]:
@@ -178,12 +182,12 @@ class EngineHost(RolloutWorker):
     """A process that has one engine after the other."""
 
     def __init__(self, label: str, engine: str) -> None:
-        super().__init__(label, engine)
+        super().__init__(label, engine, {})
         self._arguments = label, engine
 
     async def close(self) -> None:
         await self._engine.close()
-        super().__init__(*self._arguments)
+        super().__init__(*self._arguments, {})
         gc.collect()
 
 

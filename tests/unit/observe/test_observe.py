@@ -221,7 +221,7 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
         *("pass_rate_start", "pass_rate_end", "evaluations", "results", "rl_steps", "wall_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms", "restarts"),
     ]
     assert result["pass_rate_start"] == {"sampled": 0.25, "greedy": 0.5}
     assert result["pass_rate_end"] == {"sampled": 0.5, "greedy": 0.75}
