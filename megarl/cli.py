@@ -95,6 +95,7 @@ class Tool:
 
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
+    "init": Tool("a commented configuration for a model and a file of your own (init --help)", "megarl.init:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
     "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),

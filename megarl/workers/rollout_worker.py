@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,11 @@ class RolloutWorker:
     Args:
         label: names the engine in errors.
         engine: its class, as "module:Class".
+        environment: variables that it looks at when it is imported.
     """
 
-    def __init__(self, label: str, engine: str) -> None:
+    def __init__(self, label: str, engine: str, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
 
     async def open(

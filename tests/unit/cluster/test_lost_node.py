@@ -37,8 +37,8 @@ PROGRAM = """
             return mapped(*ray.get(keeper.place.remote((group, self.rank), step))).unique().tolist()
 
     def started(places):
-        kind, room = ray.remote(Rank), {"num_cpus": 1, "num_gpus": 1}
-        return ActorGroup("rank", [kind.options(scheduling_strategy=place, **room).remote(rank) for rank, place in enumerate(places)])
+        kind = ray.remote(num_cpus=1, num_gpus=1)(Rank)
+        return ActorGroup("rank", [kind.options(scheduling_strategy=place).remote(rank) for rank, place in enumerate(places)])
 
     with ray_session(ClusterSettings(address=sys.argv[1], interface="lo"), actors=0):
         limit = time.monotonic() + 100
