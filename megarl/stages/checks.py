@@ -32,6 +32,7 @@ from megarl.config import (
     RolloutSettings,
     RunSettings,
     TrainConfig,
+    alone,
 )
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
@@ -206,7 +207,8 @@ def check_data(config: TrainConfig) -> Data:
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
-    return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
+    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
 def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
