@@ -34,6 +34,7 @@ from megarl.config import (
     TrainConfig,
     alone,
 )
+from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
@@ -290,7 +291,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         ("train.prompts_per_step", config.train.prompts_per_step),
         ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
     ):
-        if len(data[0].train) < wanted:
+        if len(data[0].train) < wanted and all_drawn():
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
     check_resume(config, verb, len(data[0].train))
     return data[0]
