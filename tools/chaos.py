@@ -32,8 +32,8 @@ from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
 from tools.make_tiny_model import build
 
 STEPS, STILL_S, LIMIT_S = 24, 3, 300.0
-LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo")}
-COMMON = (*EVERYTHING, f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
+LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}",)}
+COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
 PER_RUN = 6  # faults
 FULL = 200_000  # bytes of a file that a full disk still takes: of a checkpoint's files none is so small
 SLOW = "import os, time\nfsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.2), fsync(file))[1]\n"  # of every process of a run

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +16,11 @@ from ray._raylet import persist_port
 from megarl.patching import expect
 from megarl.text import one_line
 
+AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-LOWEST_PORT = 10_000
+NO_PORT = -1  # what Ray's own agent says where it has no server (dashboard/agent.py:104)
 
-_get_node, _start_ray_processes = services.get_node, Node.start_ray_processes
+_get_node, _start_ray_processes, _start_ray_process = services.get_node, Node.start_ray_processes, services.start_ray_process
 
 
 class RayNotStarted(Exception):
@@ -40,7 +39,24 @@ def mend(timeout_s: float) -> None:
         RAY_worker_register_timeout_seconds=str(seconds),
         RAY_agent_register_timeout_ms=str(1000 * seconds),
     )
+    _start_without_agents()
     _wait_for_raylet(timeout_s)
+
+
+def _start_without_agents() -> None:
+    """Gives the raylet, in the place of its two agents, processes that do nothing and end with it: it will not start without.
+
+    One serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
+    """
+    expect(services.start_raylet, *(f'"{agent}={{}}".format(' for agent in AGENTS), "start_ray_process(")
+    # The standard input of these processes is open as long as the raylet lives.
+    os.environ.update(RAY_enable_pipe_based_agent_to_parent_health_check="1")
+
+    def start_ray_process(command: list[str], *arguments: Any, **options: Any) -> Any:
+        without = [f"{name}=cat" if (name := word.partition("=")[0]) in AGENTS else word for word in command]
+        return _start_ray_process(without, *arguments, **options)
+
+    services.start_ray_process = start_ray_process
 
 
 def _wait_for_raylet(timeout_s: float) -> None:
@@ -50,7 +66,8 @@ def _wait_for_raylet(timeout_s: float) -> None:
 
     def start_ray_processes(self: Any) -> None:
         started.append(self)
-        _choose_ports(self)
+        for name in PORTS:  # the raylet waits until its agents have said theirs, in these files
+            persist_port(self._session_dir, self._node_id, name, NO_PORT)
         _start_ray_processes(self)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
@@ -67,29 +84,6 @@ def _wait_for_raylet(timeout_s: float) -> None:
             time.sleep(0.02)
 
     Node.start_ray_processes, services.get_node = start_ray_processes, get_node
-
-
-def _choose_ports(node: Any) -> None:
-    """Gives the raylet's agents their ports, and says so in the files in which they do themselves.
-
-    The raylet waits 30 s, fixed, until its agents have chosen ports and written them there, and aborts (node_manager.cc:3576).
-    """
-    for name, port in zip(PORTS, _free_ports(len(PORTS)), strict=True):
-        setattr(node._ray_params, name, port)
-        persist_port(node._session_dir, node._node_id, name, port)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on; where there are enough, below those that the kernel gives to whoever asks for any."""
-    anybodys = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    end = anybodys if anybodys - LOWEST_PORT > 1000 else 1 << 16
-    found: list[int] = []
-    while len(found) < count:
-        port = secrets.randbelow(end - LOWEST_PORT) + LOWEST_PORT
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            found.append(port)
-    return found
 
 
 def _last_words(node: Any, kind: str, process: Any) -> str:

@@ -27,7 +27,7 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig
+from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig, optimizers
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -77,4 +77,5 @@ __all__ = [
     "alone",
     "dump",
     "load",
+    "optimizers",
 ]

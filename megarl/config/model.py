@@ -91,6 +91,15 @@ class OptimizerSettings(Section):
     """wsd: the share of all steps over which it falls."""
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: how it falls."""
+    megatron: dict[str, Any] = {}
+    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, ...}`."""
+    ddp: dict[str, Any] = {}
+    """Any fields of megatron.core's DistributedDataParallelConfig, checked against its fields; `{overlap_grad_reduce: true, ...}`."""
+
+    @property
+    def offloaded(self) -> float:
+        """Share of the parameters that are updated in host memory."""
+        return float(self.megatron.get("optimizer_offload_fraction", 0.0)) if self.megatron.get("optimizer_cpu_offload") else 0.0
 
 
 class CriticOptimizer(OptimizerSettings):

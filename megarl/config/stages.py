@@ -13,7 +13,7 @@ from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Place
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
-from megarl.config.run import TrainingSettings
+from megarl.config.run import RunSettings, TrainingSettings
 from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
 from megarl.errors import refuse_all
 
@@ -322,3 +322,12 @@ class DpoConfig(LearnConfig):
     """Pairs."""
     dpo: LearnSettings
     """The stage's steps."""
+
+
+def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
+    """The optimizers of a run, by their keys."""
+    if isinstance(config, SftConfig | RmConfig | DpoConfig):
+        return {"optimizer": config.optimizer}
+    if not isinstance(config, TrainConfig):
+        return {}
+    return {"optimizer": config.optimizer} | ({} if config.critic is None else {"critic.optimizer": config.critic.optimizer})

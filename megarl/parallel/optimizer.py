@@ -45,29 +45,31 @@ def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> f
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return settings.lr
-    schedule = _schedule(settings, total_steps)
+    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
+    annealing = max(1, round(settings.anneal_fraction * total))
+    low = settings.lr * settings.min_lr_fraction
+    schedule = _schedule(STYLES[settings.decay], settings.lr, low, settings.warmup_steps, total, annealing, settings.anneal)
     schedule.num_steps = step
     return schedule.get_lr({})
 
 
 @lru_cache(maxsize=8)
-def _schedule(settings: OptimizerSettings, total_steps: int) -> OptimizerParamScheduler:
+def _schedule(style: str, high: float, low: float, warmup: int, total: int, annealing: int, anneal: str) -> OptimizerParamScheduler:
     """Megatron's schedule, without an optimizer: `learning_rate` asks it for one step after the other."""
-    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
     return OptimizerParamScheduler(
         SimpleNamespace(param_groups=[]),
         init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_fraction,
-        lr_warmup_steps=settings.warmup_steps,
+        max_lr=high,
+        min_lr=low,
+        lr_warmup_steps=warmup,
         lr_decay_steps=total,
-        lr_decay_style=STYLES[settings.decay],
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=max(1, round(settings.anneal_fraction * total)),
-        lr_wsd_decay_style=settings.anneal,
+        wsd_decay_steps=annealing,
+        lr_wsd_decay_style=anneal,
     )
 
 
@@ -91,7 +93,16 @@ class Trainable:
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
         copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
-        return [*copies, *moments]
+        return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
+
+    def settle(self) -> None:
+        """Waits until the weights of the last step are whole on this rank. Collective.
+
+        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
@@ -134,9 +145,11 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
     """
     config = get_model_config(chunks[0])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **settings.ddp})
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     optimizer_config = OptimizerConfig(
+        **settings.megatron,
+        overlap_param_gather=ddp.overlap_param_gather,
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,

@@ -33,6 +33,7 @@ from megarl.config import (
     RunSettings,
     TrainConfig,
     alone,
+    optimizers,
 )
 from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
@@ -41,6 +42,7 @@ from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
@@ -91,6 +93,11 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
+    for key, optimizer in optimizers(config).items():
+        check_optimizer(key, optimizer)
+        if optimizer.megatron.get("optimizer_cpu_offload") and (config.model.dtype == "float32" or not config.cluster.gpus):
+            # hybrid_optimizer.py copies the float32 main weights of a bfloat16 model, and only those on GPUs.
+            raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
     check_weights(config.model, hf, head)
     writers.check(config.log)
     check_cluster(config)

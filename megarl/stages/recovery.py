@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ray.exceptions import ObjectLostError
+
 from megarl import termination
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
@@ -16,7 +18,13 @@ from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, resume_point
 from megarl.workers.keeper import Copies
 
-LOST = (WorkerDied, WorkerLate, StandsStill, *FAULTS)  # what ranks that start again may do without; what else they raise they would again
+LOST = (
+    WorkerDied,
+    WorkerLate,
+    StandsStill,
+    ObjectLostError,
+    *FAULTS,
+)  # what ranks that start again may do without; what else they raise they would again
 
 
 class Context(Protocol):

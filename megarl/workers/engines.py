@@ -21,7 +21,7 @@ from megarl.rollout.engine import EngineDead, RolloutTimeout
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
-from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
+from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker, answered, ask
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
@@ -59,10 +59,9 @@ class EngineStarter:
         gpus = self.settings.tp if self.config.cluster.gpus else 0
         as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
-        if gpus and self.config.cluster.deterministic:
-            options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
+        environment = {"VLLM_BATCH_INVARIANT": "1"} if gpus and self.config.cluster.deterministic else {}
         actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
-        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type])
+        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment)
 
     def open(self, index: int, actor: Any) -> Any:
         """Starts the engine itself; returns at once, with what to wait for."""
@@ -130,8 +129,10 @@ class Engines:
         answers = dict[int, list[Response]]()
         while missing := sorted(shares.keys() - answers.keys()):
             with self._replacements() as lost:
-                calls = {index: self.group.actors[index].respond.remote(shares[index], sampling, experts) for index in missing}
-                answers |= self.group.settle(calls, "generate", self.settings.timeout_s, lost)
+                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts) for index in missing}
+                calls = {index: references[0] for index, references in asked.items()}
+                found = self.group.settle(calls, "generate", self.settings.timeout_s, lost)
+                answers |= {index: answered(responses, asked[index][1:], experts) for index, responses in found.items()}
             if self.turns is not None:
                 self.turns.to_engines()
         return sorted(

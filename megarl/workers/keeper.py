@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import ray
 import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import Tensor
 
 from megarl.cluster.actor_group import ActorGroup
 from megarl.shared_memory import SharedMemory
@@ -71,15 +69,6 @@ class Keeper:
         for step in old:
             if step in steps:
                 os.close(steps.pop(step)[0])
-
-
-def mapped(path: str, size: int) -> Tensor:
-    """The bytes of a copy on this machine, which may only be read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
 
 
 class Copies:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
-from megarl.workers.keeper import mapped
+from megarl.shared_memory import mapped
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.rolling import RollingCopy
@@ -127,7 +127,7 @@ class MegatronWorker:
         if self._rolling is None:
             self._rolling = RollingCopy(self._grid)
         ray.get(keeper.forget.remote((group, self._rank), last))
-        path, size = self._rolling.write(self.trained())
+        path, size = self._rolling.write(step, last, self.trained())
         ray.get(keeper.keep.remote((group, self._rank), step, path, size))
 
     def restore(self, keeper: Any, group: str, step: int) -> None:

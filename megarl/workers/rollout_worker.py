@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,43 @@ class ExpertsWanted:
     every: int  # one response in so many, the first included
 
 
+Share = Sequence[tuple[int, list[int]]]
+"""Prompts for one engine: the number of each, and its tokens."""
+
+
+def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
+    """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
+    each = 1 + (0 if experts is None else len(experts.stages))
+    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts))
+
+
+def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
+    """The responses with references to their payloads.
+
+    Args:
+        responses: the first value of `respond`.
+        values: references to the others.
+        experts: what was asked for.
+    """
+    each = 1 + (0 if experts is None else len(experts.stages))
+    own = [values[first : first + each] for first in range(0, len(values), each)]
+    return [
+        replace(response, payload=payload, experts=None if response.experts is None else stages)
+        for response, (payload, *stages) in zip(responses, own, strict=True)
+    ]
+
+
 class RolloutWorker:
     """Holds one engine, and the tokenizer that turns its responses into text; its process holds nothing else.
 
     Args:
         label: names the engine in errors.
         engine: its class, as "module:Class".
+        environment: variables that it looks at when it is imported.
     """
 
-    def __init__(self, label: str, engine: str) -> None:
+    def __init__(self, label: str, engine: str, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
 
     async def open(
@@ -85,12 +113,15 @@ class RolloutWorker:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
-    async def respond(
-        self, share: Sequence[tuple[int, list[int]]], sampling: Sampling, experts: ExpertsWanted | None = None
-    ) -> list[Response]:
-        """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported."""
+    async def respond(self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Any]:
+        """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported.
+
+        Returns:
+            As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
+            the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
+        """
         prompts = [TokenPrompt(number, tokens) for number, tokens in share]
-        responses = []
+        responses, payloads = list[Response](), list[Any]()
         for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
             for index, sample in enumerate(generated.samples):
                 wanted = experts is not None and (int(generated.prompt_id) * sampling.n + index) % experts.every == 0
@@ -104,22 +135,25 @@ class RolloutWorker:
                         length=sample.response_length,
                         loss_tokens=sample.loss_tokens,
                         finished=sample.finish_reason == "stop",
-                        payload=ray.put(replace(sample, routed_experts=None)),
+                        payload=None,
                         index=index,
-                        experts=self._kept(sample, experts) if wanted and experts is not None else None,
+                        experts=[] if wanted else None,
                     )
                 )
-        return responses
+                payloads.append(replace(sample, routed_experts=None))
+                if experts is not None:
+                    payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
+        return [responses, *payloads]
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
-        """The experts of a sample's tokens in the object store, an array [T, L, K] for each pipeline stage."""
+        """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""
         found = sample.routed_experts
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
         expected = (len(sample.tokens) - 1, wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
-        return [ray.put(found[:, list(stage)]) for stage in wanted.stages]
+        return [found[:, list(stage)] for stage in wanted.stages]
 
     async def ping(self, timeout_s: float) -> None:
         """Raises EngineDead or RolloutTimeout where a process of the engine has ended or does not answer."""

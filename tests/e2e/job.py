@@ -47,7 +47,7 @@ reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}
 rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
-train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512, eval_at_start: false}}
 """
 
 
@@ -60,7 +60,6 @@ EVERYTHING = (
     "train.dynamic_sampling_rounds=2",
     "reward.normalise={prompts: 32, clip: 3.0}",
     "train.eval_every=5",
-    "train.eval_at_start=false",
     "save.every=1",
 )
 

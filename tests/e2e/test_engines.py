@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
@@ -62,6 +63,8 @@ def test_an_engine_that_is_lost_is_replaced_and_its_share_generated_again(
         again = engines.generate(prompts, sampling)
         assert engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]
         assert [replace(one, payload=None) for one in again] == [replace(one, payload=None) for one in straight]
+        for one, other in zip(straight, again, strict=True):  # what it had answered before it died is there, too
+            assert np.array_equal(ray.get(one.payload).tokens, ray.get(other.payload).tokens)
         samples = [ray.get(response.payload) for response in again]
         assert {sample.weight_versions for sample in samples} == {(VersionSpan(0, 1),)}
 

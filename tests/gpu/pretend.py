@@ -109,6 +109,7 @@ def install() -> None:
     for name, value in given.items():
         setattr(torch.cuda, name, value)
     torch.tensor = _made  # type: ignore[assignment]  # it and `cuda` reach for the device past what a mode sees
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self.to(CUDA)  # type: ignore[method-assign]
     Pretence().__enter__()
     try:

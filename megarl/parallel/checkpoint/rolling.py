@@ -20,24 +20,26 @@ from megarl.shared_memory import SharedMemory
 
 ALIGN = 64
 SLACK = 1 << 16  # the header's numbers grow
-SLOTS = 2  # by turns: while one is written, the other is whole
 
 
 class RollingCopy:
-    """Writes this rank's part of one step after the other.
+    """Writes this rank's part of one step after the other, into two slots: while one is written, the other is whole.
 
     Args:
         grid: this rank's.
     """
 
     def __init__(self, grid: Grid) -> None:
-        self._grid, self._turn = grid, 0
+        self._grid = grid
         self._slots: dict[int, SharedMemory] = {}
+        self._steps: dict[int, int] = {}  # that the slots hold
 
-    def write(self, models: Mapping[str, ModelState]) -> tuple[str, int]:
-        """Copies the models, their optimizers and the random states as they are now over the step before the last.
+    def write(self, step: int, last: int, models: Mapping[str, ModelState]) -> tuple[str, int]:
+        """Copies the models, their optimizers and the random states as they are now.
 
         Args:
+            step: its number.
+            last: the step whose copy stays as it is.
             models: by name; one after the other is awake.
 
         Returns:
@@ -56,7 +58,7 @@ class RollingCopy:
         header["random"] = len(random)
         head = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         sizes = [8, len(head), len(random), *(size for own in header["sizes"].values() for size in own)]
-        memory = self._slot(sum(map(_aligned, sizes)))
+        memory = self._slot(step, last, sum(map(_aligned, sizes)))
         room = _Room(memory.bytes_B)
         room.take(8).view(torch.int64)[0] = len(head)
         room.take(len(head)).copy_(head)
@@ -67,14 +69,14 @@ class RollingCopy:
                 room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return memory.path, room.taken
 
-    def _slot(self, size: int) -> SharedMemory:
-        """The slot whose turn it is, with room for `size` bytes."""
-        self._turn = (self._turn + 1) % SLOTS
-        memory = self._slots.get(self._turn)
+    def _slot(self, step: int, last: int, size: int) -> SharedMemory:
+        """The slot that does not hold `last`, with room for `size` bytes."""
+        slot = int(self._steps.get(0) == last)
+        memory, self._steps[slot] = self._slots.get(slot), step
         if memory is None or len(memory.bytes_B) < size:
             if memory is not None:
                 memory.close()
-            memory = self._slots[self._turn] = SharedMemory(size + SLACK, "save.rolling")
+            memory = self._slots[slot] = SharedMemory(size + SLACK, "save.rolling")
         memory.reserve(size)
         return memory
 
@@ -96,7 +98,7 @@ def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> No
             tensor.copy_(room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape))
         if model.trainable is not None:
             model.trainable.steps, adam_step = counts
-            sharded.set_adam_step(model.trainable, adam_step)
+            sharded.finish_optimizer(model.trainable, adam_step)
     restore_random_states(random)
 
 

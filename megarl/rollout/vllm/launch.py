@@ -77,6 +77,7 @@ def engine_arguments(
         "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
         "disable_log_stats": True,
+        **settings.engine.args,
     }
     if gpu:
         return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}

@@ -14,8 +14,8 @@ PROGRAM = """
     from megarl.cluster.reserve import free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.shared_memory import SharedMemory
-    from megarl.workers.keeper import Copies, mapped
+    from megarl.shared_memory import SharedMemory, mapped
+    from megarl.workers.keeper import Copies
 
     SIZE = 40 << 20  # three pieces
 
@@ -37,7 +37,7 @@ PROGRAM = """
             return mapped(*ray.get(keeper.place.remote((group, self.rank), step))).unique().tolist()
 
     def started(places):
-        kind = ray.remote(Rank).options(num_cpus=1, num_gpus=1)
+        kind = ray.remote(num_cpus=1, num_gpus=1)(Rank)
         return ActorGroup("rank", [kind.options(scheduling_strategy=place).remote(rank) for rank, place in enumerate(places)])
 
     with ray_session(ClusterSettings(address=sys.argv[1], interface="lo"), actors=0):
