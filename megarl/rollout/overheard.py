@@ -1,4 +1,4 @@
-"""What a process's children have written on its stdout and stderr: where an engine dies, it says why there, and its parent does not know."""
+"""What the children of a process have written: where an engine dies it says why there, and its parent does not know."""
 
 from __future__ import annotations
 
