@@ -18,6 +18,7 @@ from megarl.stdout import say
 from megarl.text import one_line
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
+LOOKED_AT = 2000  # items of a generated source that --check draws
 MOST_SHOWN = 1500  # characters of a line, which may quote what was given
 
 
@@ -168,9 +169,16 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     config = load(path, overrides, root)
     with uncollected():
         work = find(verb.check if check else verb.run)
-    work(config)
-    if check:
-        say(f"megarl: {path} passes every check")
+    if not check:
+        work(config)
+        return 0
+    with uncollected():
+        from megarl.data.gym import first_items
+    # A run that goes on has as many prompts as its checkpoint says: they are counted.
+    resumes = (config.directory / "checkpoints").is_dir()
+    with first_items(sys.maxsize if resumes else LOOKED_AT) as look:
+        work(config)
+    say(f"megarl: {path} passes every check{f' (of generated prompts the first {LOOKED_AT:,} were drawn)' if look.cut else ''}")
     return 0
 
 

@@ -21,7 +21,7 @@ from megarl.config.data import (
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
-from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
+from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings, SumReward, alone
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
@@ -70,9 +70,11 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "SumReward",
     "SyncSettings",
     "TrainConfig",
     "TrainingSettings",
+    "alone",
     "dump",
     "load",
     "optimizers",

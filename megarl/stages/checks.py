@@ -32,8 +32,10 @@ from megarl.config import (
     RolloutSettings,
     RunSettings,
     TrainConfig,
+    alone,
     optimizers,
 )
+from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
@@ -213,7 +215,8 @@ def check_data(config: TrainConfig) -> Data:
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
-    return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
+    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
 def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
@@ -295,7 +298,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         ("train.prompts_per_step", config.train.prompts_per_step),
         ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
     ):
-        if len(data[0].train) < wanted:
+        if len(data[0].train) < wanted and all_drawn():
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
     check_resume(config, verb, len(data[0].train))
     return data[0]
