@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from megarl.checkpoints.steps import trusted
+from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
@@ -150,11 +151,26 @@ def check_cluster(config: RunSettings) -> None:
         raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
+    if settings.allocation is not None:
+        check_allocation(config, settings.allocation)
+        return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
     if settings.gpus:
         check_gpus(config, gpus_here())
+
+
+def check_allocation(config: RunSettings, directory: Path) -> None:
+    """ConfigError where the job has not `config`'s GPUs, or its nodes would not reach each other."""
+    allocation, settings = Allocation.read(directory), config.cluster
+    if len(allocation.nodes) > 1 and settings.interface is None:
+        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
+    if settings.gpus:
+        try:
+            place(demand(config), [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
+        except NoRoom as error:
+            raise ConfigError(f"cluster.allocation: {error}") from None
 
 
 def check_gpus(config: RunSettings, here: int) -> None:
