@@ -6,6 +6,7 @@ A tree for each verb is in `stages`; `load` makes it from a YAML file and overri
 from megarl.config.data import (
     ConversationSource,
     DataSettings,
+    EpisodeSource,
     EvalData,
     FileSource,
     PreferenceData,
@@ -14,9 +15,18 @@ from megarl.config.data import (
     ReasoningGymSource,
     SftSource,
 )
+from megarl.config.environment import (
+    EnvironmentSettings,
+    FunctionEnvironment,
+    GymEnvironment,
+    GymnasiumEnvironment,
+    HttpEnvironment,
+    TextArenaEnvironment,
+    ToolsEnvironment,
+)
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
-from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
+from megarl.config.rewards import EnvironmentReward, FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
@@ -33,10 +43,17 @@ __all__ = [
     "CriticSettings",
     "DataSettings",
     "DpoConfig",
+    "EnvironmentReward",
+    "EnvironmentSettings",
+    "EpisodeSource",
     "EvalConfig",
     "EvalData",
     "FileSource",
+    "FunctionEnvironment",
     "FunctionReward",
+    "GymEnvironment",
+    "GymnasiumEnvironment",
+    "HttpEnvironment",
     "HttpReward",
     "Layout",
     "LearnConfig",
@@ -62,6 +79,8 @@ __all__ = [
     "SftConfig",
     "SftSource",
     "SyncSettings",
+    "TextArenaEnvironment",
+    "ToolsEnvironment",
     "TrainConfig",
     "TrainingSettings",
     "dump",

@@ -37,7 +37,17 @@ class FileSource(Section):
     """Column of the answer, a text or a number; a dot looks inside dictionaries."""
 
 
-PromptSource = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
+class EpisodeSource(Section):
+    """Episodes of the run's environment, which begins each with what it makes of a seed."""
+
+    type: Literal["episodes"] = "episodes"
+    seed: NonNegativeInt
+    """Seed of the first; each further one has the next seed."""
+    items: Annotated[int, Field(gt=0, le=1_000_000_000)]
+    """How many there are."""
+
+
+PromptSource = Annotated[ReasoningGymSource | FileSource | EpisodeSource, Field(discriminator="type")]
 
 
 class PromptFormat(Section):

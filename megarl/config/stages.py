@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
+from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
@@ -59,6 +60,8 @@ class TrainConfig(TrainingSettings):
     """Models with ranks of their own."""
     data: DataSettings
     """Prompts."""
+    environment: EnvironmentSettings | None = None
+    """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
@@ -91,6 +94,11 @@ class TrainConfig(TrainingSettings):
         self._check_routing()
         self._check_shared()
         self._check_old_logp()
+        if self.rollout.cut is not None and self.algorithm.correction is None:
+            raise ValueError(
+                f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
+                "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
+            )
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
@@ -281,6 +289,8 @@ class EvalConfig(RunSettings):
 
     data: EvalData
     """Prompts."""
+    environment: EnvironmentSettings | None = None
+    """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, PromptSource, ReasoningGymSource
+from megarl.config import ConfigError, EpisodeSource, FileSource, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
@@ -32,11 +32,22 @@ class Prompt:
     answer: str
     meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
     given: str | list[Message] = ""  # the question as the source has it, with the messages before it
+    episode: int | None = None  # the seed of an episode, which its environment begins: there are no tokens then
 
     @property
     def tokens(self) -> list[int]:
         """The prompt's tokens, chat template included."""
         return list(self.ids)
+
+    @property
+    def seed(self) -> int:
+        """Of an environment."""
+        return self.id if self.episode is None else self.episode
+
+    @property
+    def task(self) -> dict[str, Any] | None:
+        """What an environment is told of the prompt."""
+        return None if self.episode is not None else {"prompt": self.given, "answer": self.answer, "meta": self.meta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +68,9 @@ def load_prompts(
     max_prompt_tokens: int,
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
-    """Every prompt of a source, tokenised.
+    """Every prompt of a source, tokenised; episodes as they are.
 
     Args:
         source: where they come from.
@@ -68,6 +80,7 @@ def load_prompts(
         max_prompt_tokens: a longer prompt is refused.
         key: the source's dotted key, say "data.train".
         limit_key: what a message calls the limit.
+        tools: schemas of the tools that the chat template tells of.
 
     Returns:
         The prompts in the order of the source, whose `id` counts them.
@@ -76,11 +89,21 @@ def load_prompts(
         ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
             template, a template without "{prompt}".
     """
-    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key)
+    if isinstance(source, EpisodeSource):
+        seeds = range(source.seed, source.seed + source.items)
+        return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
+    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, tools)
 
 
 def tokenised(
-    rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, chat: bool, template: str, max_prompt_tokens: int, key: str, limit_key: str
+    rows: Iterator[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    template: str,
+    max_prompt_tokens: int,
+    key: str,
+    limit_key: str,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
     """The rows of a source as prompts: `load_prompts` from there on.
 
@@ -95,7 +118,7 @@ def tokenised(
         raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
     prompts: list[Prompt] = []
     while chunk := list(islice(rows, CHUNK)):
-        texts = _chat_texts(tokenizer, chunk) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        texts = _chat_texts(tokenizer, chunk, tools) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
         for row, text in zip(chunk, texts, strict=True):
             check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
@@ -107,7 +130,7 @@ def tokenised(
     return prompts
 
 
-def _rows(source: PromptSource, key: str) -> Iterator[Row]:
+def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
     """The rows of a source. ConfigError where there is none."""
     empty = True
     if isinstance(source, ReasoningGymSource):
@@ -162,13 +185,13 @@ def _question(row: Row, section: str) -> str:
     return _text(row)
 
 
-def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[str]:
+def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tools: Sequence[dict[str, Any]] | None) -> list[str]:
     chats = [[{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt for row in rows]
     try:
-        return render_chats(tokenizer, chats)
+        return render_chats(tokenizer, chats, tools)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
         if len(rows) > 1 and not late:  # find the row
-            return [text for row in rows for text in _chat_texts(tokenizer, [row])]
+            return [text for row in rows for text in _chat_texts(tokenizer, [row], tools)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

@@ -35,6 +35,7 @@ from megarl.config import (
 )
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
@@ -164,7 +165,11 @@ def check_prompts(
             f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
             "never runs; give another reward (reward.source.type=function)"
         )
-    return load_prompts(source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key)
+    tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, tools=tools)
+    check_episodes(config, prompts, key)
+    return prompts
 
 
 def check_data(config: TrainConfig | PairsConfig) -> Data:
@@ -209,6 +214,13 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
         )
 
 
+def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+    """ConfigError where a token that is to end responses is not one of the model's."""
+    for token in rollout.stop_token_ids:
+        if token >= int(hf["vocab_size"]):
+            raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
+
+
 def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
     """Checks a critic or reward model against the policy. It may be of another size.
 
@@ -247,6 +259,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         if base["architectures"] != hf["architectures"]:
             raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
     check_length(hf, config.rollout)
+    check_stops(hf, config.rollout)
     check_routing(hf, config)
     if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
         fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
@@ -272,6 +285,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         read_range(config.reward.source.path, "reward.source.path")
     check_fits(config)
     check_reward(config.reward)
+    check_environment(config)
     data = check_data(config)
     normalise = config.reward.normalise
     for key, wanted in (
@@ -292,6 +306,7 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
             f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
+    check_stops(hf, config.rollout)
     check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
 
 
@@ -299,7 +314,8 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
     """How far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
-    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run.
+    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run. Engines that draw from a part of the
+    distribution (rollout.top_p and the like) report that part's log-probs: a limit of the user's alone holds then.
 
     Returns:
         What the user should know, if anything.
@@ -308,7 +324,7 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
         RuntimeError: they do not run one model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None:  # no response of the step is trained on
+    if gap is None or (config.rollout.cut is not None and config.sync.logprob_gap is None):  # no response of the step is trained on
         return None
     exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
     dtype = "float32" if exact else "bfloat16"

@@ -9,6 +9,7 @@ from statistics import pstdev
 from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, EvalConfig, ModelReward
 from megarl.data.prompts import Prompt
+from megarl.environments.checks import check_environment
 from megarl.observe.metrics import Last, merge
 from megarl.observe.run import Run
 from megarl.observe.summary import write_json
@@ -63,6 +64,7 @@ def check_eval(config: EvalConfig) -> list[Prompt]:
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
+    check_environment(config)
     return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
 
 

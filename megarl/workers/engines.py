@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import ray
 
 from megarl.cluster.actor_group import ActorGroup
-from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import EnvironmentSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
+from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
@@ -27,6 +28,7 @@ class Engines:
     group: ActorGroup
     settings: RolloutSettings
     turns: Turns | None = None  # where they share devices with the policy's ranks
+    environment: EnvironmentSettings | None = None  # what answers the policy's turns; None: each prompt has one response
 
     @classmethod
     def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
@@ -48,7 +50,8 @@ class Engines:
             for index, place in enumerate(places)
         ]
         group = ActorGroup("engine", actors)
-        return cls(group, settings, Turns(group, config.cluster.phase_timeout_s) if shared else None)
+        environment = None if isinstance(config, PairsConfig) else getattr(config, "environment", None)
+        return cls(group, settings, Turns(group, config.cluster.phase_timeout_s) if shared else None, environment)
 
     def open(self, model: Path, config: RunSettings, devices: Sequence[str] = ()) -> list[Any]:
         """Starts every engine with the weights of `model`; returns at once, with what to wait for.
@@ -67,12 +70,23 @@ class Engines:
         """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
         if self.turns is not None:
             self.turns.to_engines()
-        numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
-        replicas = len(self.group.actors)
-        busy = [(actor, numbered[index::replicas]) for index, actor in enumerate(self.group.actors) if index < len(numbered)]
-        references = [actor.respond.remote(share, sampling, experts) for actor, share in busy]
+        sampling = sampling.within(self.settings)
+        references = [
+            self._ask(actor, dict(list(enumerate(prompts))[index :: len(self.group.actors)]), sampling, experts)
+            for index, actor in enumerate(self.group.actors)
+            if index < len(prompts)
+        ]
         answers = self.group.wait(references, "generate", self.settings.timeout_s)
         return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
+
+    def _ask(self, actor: Any, share: Mapping[int, Prompt], sampling: Sampling, experts: ExpertsWanted | None) -> Any:
+        """A reference to what one engine answers to prompts, by their numbers."""
+        if self.environment is None:
+            return actor.respond.remote([(number, prompt.tokens) for number, prompt in share.items()], sampling, experts)
+        starts = [Start(number, prompt.tokens, prompt.seed, prompt.task) for number, prompt in share.items()]
+        settings, environment = self.settings, self.environment
+        limits = Limits(settings.max_prompt_tokens, sampling.max_tokens, environment.max_turns, environment.max_turn_tokens)
+        return actor.play.remote(starts, sampling, limits, environment, experts)
 
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig) -> Engines:

@@ -93,6 +93,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     if config.train.drop_truncated:
         keep_N &= torch.tensor([response.finished for response in responses])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
+    keep_N &= count_N > 0  # an episode whose environment failed at once has nothing to learn from
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = loss_weights(algorithm, count_N, split)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,28 @@ from typing import Any
 import ray
 
 from megarl.batch import Sample
-from megarl.config import RolloutSettings
+from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
+from megarl.data.turns import TurnTokens
+from megarl.environments.hosts import Host, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
+from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What the driver knows of an episode of several turns."""
+
+    reward: float  # what the environment gave in all turns
+    turns: int
+    error: str | None  # how the environment failed
+    info: Mapping[str, float]  # what it said of itself last
+    opening: str  # what the policy read first
+    transcript: str  # all that followed, its own turns and the answers to them
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class Response:
     """What the driver knows of one response."""
 
     prompt: int  # which of the call's prompts it answers
-    text: str
+    text: str  # of an episode the last turn's
     prompt_length: int
     length: int  # response tokens
     loss_tokens: int  # those of them that are learned from
@@ -33,6 +48,7 @@ class Response:
     payload: Any  # reference to the Sample, without its experts
     index: int  # which of the responses to the prompt
     experts: Sequence[Any] | None = None  # references to the experts of its tokens, one for each of `ExpertsWanted.stages`
+    episode: Episode | None = None  # where an environment answered
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class RolloutWorker:
 
     def __init__(self, label: str, engine: str) -> None:
         self._engine: Engine = find(engine)(label)
+        self._host: tuple[EnvironmentSettings, Host] | None = None
 
     async def open(
         self,
@@ -90,26 +107,79 @@ class RolloutWorker:
     ) -> list[Response]:
         """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported."""
         prompts = [TokenPrompt(number, tokens) for number, tokens in share]
-        responses = []
-        for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
-            for index, sample in enumerate(generated.samples):
-                wanted = experts is not None and (int(generated.prompt_id) * sampling.n + index) % experts.every == 0
-                responses.append(
-                    Response(
-                        prompt=int(generated.prompt_id),
-                        text=decode(
-                            self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=sample.finish_reason == "stop"
-                        ),
-                        prompt_length=sample.prompt_length,
-                        length=sample.response_length,
-                        loss_tokens=sample.loss_tokens,
-                        finished=sample.finish_reason == "stop",
-                        payload=ray.put(replace(sample, routed_experts=None)),
-                        index=index,
-                        experts=self._kept(sample, experts) if wanted and experts is not None else None,
-                    )
-                )
-        return responses
+        return [
+            self._response(
+                int(generated.prompt_id),
+                index,
+                sample,
+                self._text(sample.tokens[sample.prompt_length :].tolist(), sample.finish_reason == "stop", sampling),
+                sampling,
+                experts,
+            )
+            for generated in await generate(self._engine, prompts, sampling, self._timeout_s)
+            for index, sample in enumerate(generated.samples)
+        ]
+
+    async def play(
+        self,
+        starts: Sequence[Start],
+        sampling: Sampling,
+        limits: Limits,
+        environment: EnvironmentSettings,
+        experts: ExpertsWanted | None = None,
+    ) -> list[Response]:
+        """The episodes that begin with each start, whose id is the number of the prompt. RolloutError as of `respond`."""
+        if self._host is None or self._host[0] != environment:
+            if self._host is not None:
+                self._host[1].close()
+            self._host = environment, open_host(environment)
+
+        def text_of(tokens: list[int], finished: bool) -> str:
+            return self._text(tokens, finished, sampling)
+
+        turns = TurnTokens(self._tokenizer)
+        played = await play(self._engine, self._host[1], turns, text_of, starts, sampling, limits, self._timeout_s)
+        return [
+            self._response(int(start.id), index, one.sample, one.text, sampling, experts, self._episode(one))
+            for start, episodes in zip(starts, played, strict=True)
+            for index, one in enumerate(episodes)
+        ]
+
+    def _episode(self, played: Played) -> Episode:
+        sample, opening, rest = played.sample, "", ""
+        if played.turns:
+            opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
+            rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
+        return Episode(played.reward, played.turns, played.error, played.info, opening, rest)
+
+    def _response(
+        self,
+        prompt: int,
+        index: int,
+        sample: Sample,
+        text: str,
+        sampling: Sampling,
+        experts: ExpertsWanted | None,
+        episode: Episode | None = None,
+    ) -> Response:
+        wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0
+        return Response(
+            prompt=prompt,
+            text=text,
+            prompt_length=sample.prompt_length,
+            length=sample.response_length,
+            loss_tokens=sample.loss_tokens,
+            finished=sample.finish_reason == "stop",
+            payload=ray.put(replace(sample, routed_experts=None)),
+            index=index,
+            experts=self._kept(sample, experts) if wanted and experts is not None else None,
+            episode=episode,
+        )
+
+    def _text(self, tokens: list[int], finished: bool, sampling: Sampling) -> str:
+        """The text of a response, without the token that ended it; a token that completed a stop text stays."""
+        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
+        return decode(self._tokenizer, tokens, finished=finished and (not sampling.stop or tokens[-1] in ends))
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens in the object store, an array [T, L, K] for each pipeline stage."""

@@ -105,7 +105,7 @@ class Lab:
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (models, engines):
                 models.sync(engines, 0)
-            return Engines(engines.group, config.rollout)
+            return Engines(engines.group, config.rollout, environment=getattr(config, "environment", None))
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
@@ -120,7 +120,7 @@ class Lab:
         """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
         own = own_engine or shape(config.model.path) != shape(self._model)
         turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
-        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns)
+        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns, config.environment)
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
@@ -145,7 +145,7 @@ class Lab:
             [[place]] = reserve_workers(config, [engine_kind(config.rollout, gpus=False)])
             actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
             self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
-        engines = Engines(ActorGroup("engine", [self._host]), config.rollout)
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, environment=config.environment)
         engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
         return engines
 
