@@ -103,7 +103,8 @@ def _textarena(name: str) -> Callable[[], Any]:
             """The first observation."""
             self._game = textarena.make(env_id=name)
             self._game.reset(num_players=1, seed=seed)
-            return self._game.get_observation()[1]
+            self._seen = self._game.get_observation()[1]
+            return self._seen
 
         def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str | None, float, bool]:
             """The text is the action; what the game gives, it gives at its end."""
@@ -112,6 +113,7 @@ def _textarena(name: str) -> Callable[[], Any]:
                 rewards = self._game.close()
                 rewards = rewards[0] if isinstance(rewards, tuple) else rewards
                 return None, float(rewards[0]), True
-            return self._game.get_observation()[1], 0.0, False
+            before, self._seen = self._seen, self._game.get_observation()[1]
+            return self._seen.removeprefix(before), 0.0, False  # an observation begins with all earlier ones, which the policy has read
 
     return Game

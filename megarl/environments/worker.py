@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import random
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megarl.environments.adapters import load
@@ -34,11 +36,12 @@ def work(channel: Channel, answer: Answer) -> None:
         return
     answer("ready")
     episodes: dict[int, Any] = {}
+    draws = _Draws()
     while True:
         request = pickle.loads(channel.receive())
         begun = time.monotonic()
         try:
-            with in_time(step_s):
+            with in_time(step_s), draws.of(*request[:3]):
                 turn = _play(make, episodes, *request)
             if time.monotonic() - begun >= step_s:  # a bare `except:` swallows our alarm
                 raise Late
@@ -50,6 +53,34 @@ def work(channel: Channel, answer: Answer) -> None:
             answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
         else:
             answer("turn", turn.messages, turn.reward, turn.done, dict(turn.info))
+
+
+class _Draws:
+    """Gives each episode Python's and NumPy's common random numbers as if it were alone, seeded by its own seed."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def of(self, what: str, number: int, seed: Any = None) -> Iterator[None]:
+        """For one request."""
+        numpy = sys.modules.get("numpy")
+        if what == "reset":
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % (1 << 32))
+        elif number in self._states:
+            python, others = self._states[number]
+            random.setstate(python)
+            if others is not None:
+                sys.modules["numpy"].random.set_state(others)
+        try:
+            yield
+        finally:
+            if what == "close":
+                self._states.pop(number, None)
+            else:
+                self._states[number] = random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,6 @@ class Played:
     text: str  # the policy's last turn
     reward: float  # of all turns, added up; 0 where it failed
     turns: int
-    rewards: Sequence[tuple[int, float]] = ()  # (tokens of the response up to the turn's end, its reward) of each turn
     error: str | None = None  # how the environment failed
     info: Mapping[str, float] = field(default_factory=dict)  # of its last answer
 
@@ -193,7 +192,8 @@ class _Player:
     def _played(self, finish_reason: str, error: str | None = None) -> Played:
         reward = 0.0 if error is not None else sum(reward for _, reward in self._rewards)
         sample = joined(self._turns, finish_reason) if self._turns else _NOTHING
-        return Played(sample, self._text, reward, len(self._turns), tuple(self._rewards), error, self._info)
+        sample = replace(sample, turn_rewards=() if error is not None else tuple(self._rewards))
+        return Played(sample, self._text, reward, len(self._turns), error, self._info)
 
 
 _NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))

@@ -79,7 +79,7 @@ def test_log_probs_and_experts_of_whole_conversations_are_transformers(host: Hos
         assert whole.count("<|user|>turn ") == 3 and whole.endswith(played.text + "<|end|>" * int(sample.tokens[-1] == 1))
         batch = pack([sample])
         assert batch.count_N.item() == mask.sum() == sample.loss_tokens and (batch.extra_T["rollout_logp"][~batch.mask_T] == 0).all()
-        assert [end for end, _ in played.rewards] == [*(np.flatnonzero(np.diff(mask.astype(int)) == -1) + 1), len(mask)]
+        assert [end for end, _ in sample.turn_rewards] == [*(np.flatnonzero(np.diff(mask.astype(int)) == -1) + 1), len(mask)]
         seen.add(tuple(sample.tokens.tolist()))
     assert len(seen) == 16
 
@@ -175,7 +175,7 @@ def test_limits_and_failures_end_an_episode_with_what_it_has(tiny_model: Path) -
             assert engine.open == {}
 
     [cut, _] = run(Limits(32, 60, 9), STARTS[:1])  # the second turn would need more than is left
-    assert cut.sample.finish_reason == "length" and cut.turns == len(cut.rewards) and cut.sample.response_length <= 60
+    assert cut.sample.finish_reason == "length" and cut.turns == len(cut.sample.turn_rewards) and cut.sample.response_length <= 60
     assert cut.sample.loss_mask is None or cut.sample.loss_mask[-1], "ends with the policy's tokens"
     [few, _] = run(Limits(32, 400, 2, 5), STARTS[:1])
     assert few.turns == 2 and few.sample.loss_tokens == 10

@@ -106,6 +106,15 @@ def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
     played(settings("Forgetful", step_s=20), body)
 
 
+def test_episodes_of_one_process_do_not_draw_from_each_others_random_numbers() -> None:
+    async def body(host: ProcessHost) -> tuple[list[list[Turn]], list[list[Turn]]]:
+        seeds, texts = range(6), ["a", "b", "c"]
+        return [await episode(host, seed, texts) for seed in seeds], await asyncio.gather(*[episode(host, seed, texts) for seed in seeds])
+
+    alone, together = played(settings("Careless", step_s=20), body)
+    assert alone == together and len({str(turns) for turns in alone}) == 6
+
+
 def test_sources_that_run_in_the_sandbox_play() -> None:
     async def counting(host: ProcessHost) -> list[Turn]:
         return await episode(host, 7, ["a", "stop"])

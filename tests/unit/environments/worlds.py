@@ -44,6 +44,15 @@ class Forgetful(Counting):
         return f"process {os.getpid()} {time.monotonic_ns()}"
 
 
+class Careless(Counting):
+    """Draws from the common random numbers."""
+
+    async def reset(self, seed: int) -> str:
+        await super().reset(seed)
+        self.draw = random  # type: ignore[assignment]
+        return f"begin {random.random()}"
+
+
 class TaskTold:
     """Is told the task, and wants a turn of text."""
 
