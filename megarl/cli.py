@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,62 @@ class Verb:
     """Where a verb lives, as "module:name"; imported when it is called."""
 
     help: str
+    leaves: str  # in runs/<name>/
     config: str  # class of the configuration
     check: str  # called by --check: refuses what can be refused before a process starts
     run: str
 
 
+NUMBERS = "metrics.jsonl, samples/, summary.json, report.html"
 VERBS = {
-    "train": Verb("reinforcement learning", "megarl.config:TrainConfig", "megarl.stages.checks:check_train", "megarl.trainer:train"),
-    "sft": Verb("supervised training", "megarl.config:SftConfig", "megarl.stages.sft:check_sft", "megarl.stages.sft:sft"),
-    "value": Verb(
-        "value pretraining", "megarl.config:TrainConfig", "megarl.value_trainer:check_value", "megarl.value_trainer:pretrain_value"
+    "train": Verb(
+        "reinforcement learning",
+        f"model/, critic/, {NUMBERS}",
+        "megarl.config:TrainConfig",
+        "megarl.stages.checks:check_train",
+        "megarl.trainer:train",
     ),
-    "rm": Verb("reward model from preferences", "megarl.config:RmConfig", "megarl.stages.rm:check_rm", "megarl.stages.rm:rm"),
-    "dpo": Verb("policy from preferences", "megarl.config:DpoConfig", "megarl.stages.dpo:check_dpo", "megarl.stages.dpo:dpo"),
+    "sft": Verb(
+        "supervised training", f"model/, {NUMBERS}", "megarl.config:SftConfig", "megarl.stages.sft:check_sft", "megarl.stages.sft:sft"
+    ),
+    "value": Verb(
+        "value pretraining",
+        f"critic/, {NUMBERS}",
+        "megarl.config:TrainConfig",
+        "megarl.value_trainer:check_value",
+        "megarl.value_trainer:pretrain_value",
+    ),
+    "rm": Verb(
+        "reward model from preferences",
+        f"model/, {NUMBERS}",
+        "megarl.config:RmConfig",
+        "megarl.stages.rm:check_rm",
+        "megarl.stages.rm:rm",
+    ),
+    "dpo": Verb(
+        "policy from preferences", f"model/, {NUMBERS}", "megarl.config:DpoConfig", "megarl.stages.dpo:check_dpo", "megarl.stages.dpo:dpo"
+    ),
     "pairs": Verb(
         "preferences from a policy's own responses",
+        "train.jsonl, eval.jsonl",
         "megarl.config:PairsConfig",
         "megarl.stages.pairs:check_pairs",
         "megarl.stages.pairs:pairs",
     ),
-    "serve": Verb("reward model behind HTTP", "megarl.config:ServeConfig", "megarl.stages.serve:check_serve", "megarl.stages.serve:serve"),
-    "eval": Verb("held-out pass rates", "megarl.config:EvalConfig", "megarl.stages.eval:check_eval", "megarl.stages.eval:run_eval"),
+    "serve": Verb(
+        "reward model behind HTTP",
+        "nothing",
+        "megarl.config:ServeConfig",
+        "megarl.stages.serve:check_serve",
+        "megarl.stages.serve:serve",
+    ),
+    "eval": Verb(
+        "avg@n and pass@k on held-out sets",
+        "eval.json, samples/",
+        "megarl.config:EvalConfig",
+        "megarl.stages.eval:check_eval",
+        "megarl.stages.eval:run_eval",
+    ),
 }
 
 
@@ -61,22 +97,41 @@ TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
+    "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
+    "compare": Tool("runs beside each other: a table and one picture (compare --help)", "megarl.observe.compare:main"),
     "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of the verbs that take a configuration, with help for all."""
-    verbs = "\n".join(f"  {name:7} {verb.help}" for name, verb in (VERBS | TOOLS).items())
+    """The command line without its verb's arguments: help for all of them."""
+    verbs = "\n".join(f"  {name:8} {verb.help}" for name, verb in (VERBS | TOOLS).items())
     top = argparse.ArgumentParser(
         prog="megarl",
+        usage="megarl VERB ...",
         description="Reinforcement learning of large MoE language models.\n\nverbs:\n" + verbs,
+        epilog="megarl VERB --help says more of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("verb", choices=VERBS | TOOLS, metavar="VERB", help=", ".join(VERBS | TOOLS))
-    top.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
-    top.add_argument("--check", action="store_true", help="refuse what is wrong and stop before any process starts")
+    top.add_argument("verb", choices=VERBS | TOOLS, metavar="VERB", help=argparse.SUPPRESS)
+    top.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
+    return top
+
+
+def verb_parser(name: str) -> argparse.ArgumentParser:
+    """The arguments of a verb that takes a configuration."""
+    verb = VERBS[name]
+    top = argparse.ArgumentParser(
+        prog=f"megarl {name}",
+        usage=f"megarl {name} CONFIG.yaml [a.b=c ...] [--check]",
+        description=f"{verb.help[0].upper()}{verb.help[1:]}. Leaves in runs/<name>/: {verb.leaves}.",
+        epilog=f"megarl config {name} lists the keys: what they take, defaults, meaning.",
+    )
+    top.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the configuration; `base: other.yaml` lays it over another")
+    top.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="optional: a value of the configuration, as YAML, such as train.steps=5"
+    )
+    top.add_argument("--check", action="store_true", help="optional: refuse what is wrong and stop before any process starts")
     return top
 
 
@@ -93,8 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in TOOLS:
             return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
-        given = parser().parse_intermixed_args(arguments)
-        return _guarded(lambda: _run(VERBS[given.verb], given.config, given.overrides, given.check))
+        if not arguments or arguments[0] not in VERBS:
+            parser().parse_args(arguments[:1])  # help, the version, or what is wrong with it
+        given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
+        return _guarded(lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check))
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED

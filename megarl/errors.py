@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class ConfigError(ValueError):
@@ -20,6 +20,20 @@ class SaveError(Stopped):
 
 class Alarmed(Stopped):
     """`train.on_alarm=stop`, and there was an alarm: its message."""
+
+
+def refuse_all(*checks: Callable[[], object]) -> None:
+    """Makes every check. ConfigError with the lines of all that refuse."""
+    lines = list[str]()
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            if not isinstance(error, ConfigError) and type(error) is not ValueError:
+                raise
+            lines += str(error).splitlines()
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def hint(name: str, known: Iterable[str]) -> str:

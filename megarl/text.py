@@ -14,3 +14,8 @@ def one_line(text: str, most: int = LONGEST) -> str:
     """Printable, on one line, cut to `most` characters with an ellipsis."""
     line = printable(" ".join(text[: 4 * most].split()))  # what is far beyond the cut is not looked at
     return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def escaped(text: str) -> str:
+    """With `\\x1b` and the like for what a terminal would obey or hide; newlines and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode() for letter in text)

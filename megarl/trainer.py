@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 
 from megarl import termination
 from megarl.config import TrainConfig
@@ -11,6 +13,7 @@ from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_gap, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
+from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
 from megarl.stages.rollout_metrics import rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
@@ -20,12 +23,15 @@ from megarl.stages.train_state import TrainState
 def train(config: TrainConfig) -> None:
     """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
 
-    A run of this name that was cut off goes on from its newest checkpoint, bit for bit.
+    A run of this name that was cut off goes on from its newest checkpoint, bit for bit; so does this one where its ranks fail.
     """
+    begun = time.monotonic()
     data = check_train(config)
     resume = resume_point(config, "train", len(data.train))
+    checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
+    print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
     with open_context(config, resume) as ctx:
-        learn(ctx, data, resume)
+        recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
@@ -35,35 +41,49 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
     if resume is not None:
         checkpoints.load(resume, state)
     elif config.model.base is not None:
-        evaluate("base", data.eval, engines, ctx.eval_reward, run, config.seed)
+        evaluate("base", data.sets, engines, ctx.eval_reward, run, config.seed)
     with run.phase("sync"):
         synced = models.sync(engines, state.step)
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
         run.log(0, synced | scale_metrics(state.scale))
         if config.train.eval_at_start:
-            evaluate("sft", data.eval, engines, ctx.eval_reward, run, config.seed)
+            evaluate("start", data.sets, engines, ctx.eval_reward, run, config.seed)
 
     with termination.deferred():  # until the run can be saved
         while True:
             if evaluation_due(config, state):
                 with checkpoints.checkpoint_on_failure(state):
-                    evaluate("rl", data.eval, engines, ctx.eval_reward, run, config.seed, state.step)
+                    numbers = evaluate("end", data.sets, engines, ctx.eval_reward, run, config.seed, state.step)
                 state.evaluated = state.step
-            if state.learned >= config.train.steps:
+                keep_best(ctx, state, numbers)
+            if state.learned >= config.train.steps or (config.train.patience and state.best.waited >= config.train.patience):
                 break
             checkpoints.stop_where_asked(state, config.train.on_alarm)
             with checkpoints.checkpoint_on_failure(state):
                 metrics = train_step(ctx, state, data.train)
             run.log(state.step, metrics)
+            checkpoints.copy(state)
             if every(config.save.every, state.step):
                 checkpoints.save(state)
         checkpoints.finish()
 
         with run.phase("save"):
-            models.save("policy", run.directory / "model")
+            if config.train.best is not None:
+                run.note(f"ends after step {state.step} with the policy of step {state.best.step}, the best in {config.train.best}")
+                state.best.leave(run.directory / "model")
+            else:
+                models.save("policy", run.directory / "model")
             if config.critic is not None:
                 models.save("critic", run.directory / "critic")
+
+
+def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) -> None:
+    """Keeps the policy where this evaluation is the best so far in `train.best`."""
+    metric = ctx.config.train.best
+    if metric is not None and state.best.improves(state.step, numbers[metric]):
+        with ctx.run.phase("save"):
+            state.best.keep(lambda directory: ctx.models.save("policy", directory))
 
 
 def evaluation_due(config: TrainConfig, state: TrainState) -> bool:
@@ -82,6 +102,7 @@ def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) ->
         generated = generate(ctx, state.draw(prompts, buffer.wanted), state.step + 1, buffer.round)
         buffer.add(score(ctx, generated, state.scale))
     batch = buffer.batch()
+    run.keep(state.step + 1, buffer.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens

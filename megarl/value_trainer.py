@@ -7,9 +7,10 @@ from megarl.config import ConfigError, TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
+from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
 from megarl.stages.rollout_metrics import scale_metrics
-from megarl.stages.saving import Checkpoints, every, resume_point
+from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.train_state import TrainState
 from megarl.trainer import train_step
 from megarl.workers.plan import RolloutBatch
@@ -26,32 +27,38 @@ def pretrain_value(config: TrainConfig) -> None:
     data = check_value(config)
     resume = resume_point(config, "value", len(data.train))
     with open_context(config, resume) as ctx:
-        run = ctx.run
-        state, checkpoints = TrainState(config, len(data.train)), Checkpoints(config, "value", run, ctx.models)
-        if resume is not None:
-            checkpoints.load(resume, state)
-        with run.phase("sync"):
-            synced = ctx.models.sync(ctx.engines, state.step)
-        if resume is None:
-            state.scale = reference_scale(ctx, data.train)
-        buffer = RolloutBuffer(config.train.prompts_per_step)
-        buffer.add(score(ctx, generate(ctx, data.eval[: buffer.wanted], step=0), state.scale))
-        held_out = buffer.batch()
-        if resume is None:
-            run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
-        with termination.deferred():  # until the run can be saved
-            while state.pretraining.active:
-                checkpoints.stop_where_asked(state, config.train.on_alarm)
-                with checkpoints.checkpoint_on_failure(state):
-                    metrics = train_step(ctx, state, data.train)
-                if every(config.train.eval_every, state.step) or not state.pretraining.active:
-                    metrics |= measure(ctx, held_out, state.kl_coef)
-                run.log(state.step, metrics)
-                if every(config.save.every, state.step):
-                    checkpoints.save(state)
-            checkpoints.finish()
-            with run.phase("save"):
-                ctx.models.save("critic", run.directory / "critic")
+        recovering(lambda start: learn_values(ctx, data, start), resume, ctx, newest(config, "value", len(data.train)))
+
+
+def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
+    """All steps of a run, from the beginning or from a checkpoint; saves the critic."""
+    config, run = ctx.config, ctx.run
+    state, checkpoints = TrainState(config, len(data.train)), Checkpoints(config, "value", run, ctx.models)
+    if resume is not None:
+        checkpoints.load(resume, state)
+    with run.phase("sync"):
+        synced = ctx.models.sync(ctx.engines, state.step)
+    if resume is None:
+        state.scale = reference_scale(ctx, data.train)
+    buffer = RolloutBuffer(config.train.prompts_per_step)
+    buffer.add(score(ctx, generate(ctx, data.eval[: buffer.wanted], step=0), state.scale))
+    held_out = buffer.batch()
+    if resume is None:
+        run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
+    with termination.deferred():  # until the run can be saved
+        while state.pretraining.active:
+            checkpoints.stop_where_asked(state, config.train.on_alarm)
+            with checkpoints.checkpoint_on_failure(state):
+                metrics = train_step(ctx, state, data.train)
+            if every(config.train.eval_every, state.step) or not state.pretraining.active:
+                metrics |= measure(ctx, held_out, state.kl_coef)
+            run.log(state.step, metrics)
+            checkpoints.copy(state)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
+        checkpoints.finish()
+        with run.phase("save"):
+            ctx.models.save("critic", run.directory / "critic")
 
 
 def check_value(config: TrainConfig) -> Data:

@@ -63,7 +63,7 @@ class Trial:
         learned = [row for row in self.rows() if "actor/grad_norm" in row]
         rewards = [row["reward/mean"] for row in learned]
         explained = [row["critic/explained_variance"] for row in learned[-LAST:] if "critic/explained_variance" in row]
-        before, after = summary.get("pass_rate_sft"), summary["pass_rate_rl"]
+        before, after = summary.get("pass_rate_start"), summary["pass_rate_end"]
         values = (
             before["sampled"] if before is not None else None,
             after["sampled"],

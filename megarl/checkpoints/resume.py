@@ -16,7 +16,18 @@ MAY_DIFFER = (
     *("reward.workers", "reward.timeout_s", "reward.source.url", "reward.source.token_env", "reward.source.batch_size"),
     *("reward.source.timeout_s", "reward.source.attempts", "reward.source.backoff_s", "reward.source.deadline_s"),
     # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
-    *("*.steps", "*.eval_every", "*.eval_at_start", "train.on_alarm", "data.eval", "reward.eval", "model.base"),
+    *(
+        "*.steps",
+        "*.eval_every",
+        "*.eval_at_start",
+        "train.on_alarm",
+        "train.best",
+        "train.patience",
+        "data.eval",
+        "eval",
+        "reward.eval",
+        "model.base",
+    ),
 )
 _ABSENT = "(absent)"
 

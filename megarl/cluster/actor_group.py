@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from megarl.cluster import watch
 
 LOOK_S = 1.0  # how often what is watched is looked at
 DEATH_S = 5.0  # how long to look for a dead actor once another one has failed
+CANCEL_S = 10.0  # for calls that are not wanted any more
 
 
 class WorkerDied(RuntimeError):
@@ -21,7 +22,16 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerLate(RuntimeError):
-    """An actor did not answer within its bound."""
+    """An actor did not answer within its bound.
+
+    Args:
+        message: names it.
+        seconds: how long it was waited for.
+    """
+
+    def __init__(self, message: str, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,22 @@ class ActorGroup:
     """Actors of one kind, in rank order."""
 
     kind: str
-    actors: Sequence[Any]
+    actors: list[Any]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The call on every actor with the same arguments; returns the references at once."""
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
-    def wait(self, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+    def wait(
+        self, references: Sequence[Any], doing: str, timeout_s: float, helpers: Mapping[str, Sequence[Any]] | None = None
+    ) -> list[Any]:
         """Waits for calls on all actors.
 
         Args:
             references: of one or several calls.
             doing: names the work in an error.
             timeout_s: for all of them together.
+            helpers: further actors that take part in the work, by what they are called.
 
         Returns:
             The results, in the order of the references.
@@ -56,10 +69,10 @@ class ActorGroup:
         while pending:
             remaining = deadline - time.monotonic()
             ready, pending = ray.wait(pending, timeout=min(max(0.0, remaining), LOOK_S))
-            watch.check(doing, self.kind, self.actors)
+            watch.check(doing, {self.kind: self.actors, **(helpers or {})})
             if not ready and remaining <= 0:
                 late = ", ".join(names[reference] for reference in pending)
-                raise WorkerLate(f"{doing}: no answer within {timeout_s:g} s from {late}")
+                raise WorkerLate(f"{doing}: no answer within {timeout_s:g} s from {late}", timeout_s)
             for reference in ready:
                 try:
                     ray.get(reference)
@@ -67,6 +80,45 @@ class ActorGroup:
                     self._raise_death(doing, error)
                     raise_cause(error, names[reference], doing)
         return ray.get(list(references))
+
+    def settle(self, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Callable[[int, Exception], None]) -> dict[int, Any]:
+        """Waits for one call on each of some actors, whatever becomes of the others.
+
+        Args:
+            calls: a reference for each actor, by its number.
+            doing: names the work in an error.
+            timeout_s: for all of them together.
+            failed: is told at once which actor has failed, and how: WorkerDied, WorkerLate, StandsStill, or what it raised. What `failed`
+                raises ends the wait, and the calls that are left.
+
+        Returns:
+            The answers of the others.
+        """
+        answers, deadline = dict[int, Any](), time.monotonic() + timeout_s
+        left = {reference: index for index, reference in calls.items()}
+        try:
+            while left:
+                remaining = deadline - time.monotonic()
+                ready, _ = ray.wait(list(left), timeout=min(max(0.0, remaining), LOOK_S))
+                for reference in ready:
+                    index = left.pop(reference)
+                    try:
+                        answers[index] = ray.get(reference)
+                    except RayError as error:
+                        failed(index, cause_of(error, f"{self.kind} {index}", doing))
+                stopped: dict[int, Exception] = {**watch.still(doing, self.kind, self.actors)}
+                if not ready and remaining <= 0:
+                    late = f"{doing}: no answer within {timeout_s:g} s from {self.kind} "
+                    stopped = {index: WorkerLate(f"{late}{index}", timeout_s) for index in left.values()}
+                for reference, index in [*left.items()]:
+                    if index in stopped:
+                        del left[reference]
+                        failed(index, stopped[index])
+                watch.check(doing, {})
+        except Exception:
+            cancel(left)
+            raise
+        return answers
 
     def _raise_death(self, doing: str, error: RayError) -> None:
         """WorkerDied where an actor turns out to be gone: its neighbours see the broken connection sooner than Ray reports the death."""
@@ -91,7 +143,12 @@ class ActorGroup:
 
 
 def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
-    """Raises what went wrong in an actor, in its own type, or WorkerDied or WorkerLate.
+    """Raises `cause_of` the error."""
+    raise cause_of(error, name, doing) from error
+
+
+def cause_of(error: RayError, name: str, doing: str) -> Exception:
+    """What went wrong in an actor, in its own type, or WorkerDied or WorkerLate.
 
     Ray's wrapper of an actor's exception is an instance of that exception's class too, so it is looked at first.
 
@@ -100,12 +157,27 @@ def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
         name: of the actor, for the message.
         doing: the work, for the message.
     """
-    cause: BaseException = error
+    cause: Exception = error
     while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception went through
         cause = cause.cause
     if isinstance(cause, RayActorError):
-        raise WorkerDied(f"{doing}: {name} died ({str(cause).splitlines()[0]})") from error
+        return WorkerDied(f"{doing}: {name} died ({str(cause).splitlines()[0]})")
     if isinstance(cause, GetTimeoutError):
-        raise WorkerLate(f"{doing}: no answer in time from {name}") from error
+        return WorkerLate(f"{doing}: no answer in time from {name}")
     cause.add_note(f"raised by {name} in {doing}")
-    raise cause from error
+    return cause
+
+
+def cancel(references: Iterable[Any]) -> None:
+    """Ends calls whose results nobody waits for; where they have not ended after CANCEL_S, that is that."""
+    left = list(references)
+    for reference in left:
+        ray.cancel(reference)
+    if left:
+        ray.wait(left, num_returns=len(left), timeout=CANCEL_S)
+
+
+def end(actors: Iterable[Any]) -> None:
+    """Ends the processes of actors, and what these have started."""
+    for actor in actors:
+        ray.kill(actor)

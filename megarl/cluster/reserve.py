@@ -9,7 +9,7 @@ from itertools import chain
 
 import ray
 from ray._private.state import state as ray_state
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.actor_group import WorkerLate
@@ -33,6 +33,22 @@ def reserve(kinds: Sequence[Kind], timeout_s: float) -> list[list[PlacementGroup
         raise WorkerLate(f"cluster: the places of {len(bundles)} processes were taken by others, and not free within {timeout_s:g} s")
     numbered = iter(range(len(bundles)))
     return [[PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=next(numbered)) for _ in names] for names in places]
+
+
+def lost_nodes(places: Sequence[PlacementGroupSchedulingStrategy]) -> bool:
+    """Whether a node on which places were reserved is not there any more."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return any(node not in alive for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
+
+
+def give_back(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
+    """Frees reserved places, and ends every actor in them."""
+    for group in _groups(places):
+        remove_placement_group(group)
+
+
+def _groups(places: Sequence[PlacementGroupSchedulingStrategy]) -> list[PlacementGroup]:
+    return list({place.placement_group.id: place.placement_group for place in places}.values())
 
 
 def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float) -> list[list[str]]:

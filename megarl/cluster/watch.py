@@ -7,11 +7,12 @@ driver, on each further one by an actor.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -29,7 +30,17 @@ POLLS = 4  # within the time that a process may stand still
 
 
 class StandsStill(Stopped):
-    """A process of the run, or a machine, does not move."""
+    """A process of the run, or a machine, does not move.
+
+    Args:
+        message: names it.
+        session: it is one of Ray's own, so that nothing can be started again.
+        seconds: how long it has been seen so.
+    """
+
+    def __init__(self, message: str, *, session: bool = False, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.session, self.seconds = session, seconds
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Scan:
 
     def __init__(self, *roots: int) -> None:
         self._roots, self._since = roots, dict[int, float]()
+        self._found: list[Still] = []
 
     def still(self, longest_s: float) -> list[Still]:
         """Those that have been stopped for longer."""
@@ -64,8 +76,14 @@ class Scan:
                     found.append(Still((process.pid, *ancestors), title, now - stopped[process.pid]))
             except psutil.Error:  # it has ended
                 continue
-        self._since = stopped
+        self._since, self._found = stopped, found
         return found
+
+    def end(self) -> None:
+        """Kills those that were found last: Ray waits for a stopped process to end itself."""
+        for one in self._found:
+            with suppress(ProcessLookupError):
+                os.kill(one.pids[0], signal.SIGKILL)
 
 
 def _from(root: int) -> list[psutil.Process]:
@@ -85,6 +103,17 @@ class NodeScan:
     def still(self, longest_s: float) -> list[Still]:
         return self._scan.still(longest_s)
 
+    def end(self) -> None:
+        self._scan.end()
+
+
+@dataclass
+class _Seen:
+    """What the last look has found."""
+
+    still: list[Still] = field(default_factory=list)
+    fault: str | None = None
+
 
 class Watch:
     """Looks at every process of a session; `check` raises what it has seen.
@@ -96,54 +125,83 @@ class Watch:
 
     def __init__(self, limit_s: float, alone: bool) -> None:
         self._limit_s = limit_s
-        self._fault: str | None = None
-        self._still: list[Still] = []
         self._pids: dict[str, int] = {}
         self._own: dict[str, Any] = {}  # Ray's processes, by kind
-        self._scans = dict[str, Callable[[], list[Still]]]()
         if alone:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
-            scan = Scan(*(process.pid for process in self._own.values()))
-            self._scans["this machine"] = lambda: scan.still(limit_s)
-        else:
-            for node in ray.nodes():
-                self._scans[node["NodeManagerAddress"]] = self._remote(node["NodeID"])
+        self._spared: Sequence[Any] = ()  # actors: see `spare`
+        self._scans = dict[str, tuple[Callable[[], list[Still]], Callable[[], object]]]()  # what stands still there, and what ends it
+        self.renew()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def _remote(self, node: str) -> Callable[[], list[Still]]:
+    def renew(self) -> None:
+        """Ends the processes that stand still, forgets what was seen, and looks at the nodes that are alive now."""
+        for _, end in self._scans.values():
+            with suppress(RayError):
+                end()
+        self._seen, self._scans = _Seen(), {}
+        if self._own:
+            scan = Scan(*(process.pid for process in self._own.values()))
+            self._scans["this machine"] = (lambda: scan.still(self._limit_s)), scan.end
+            return
+        for node in ray.nodes():
+            if node["Alive"]:
+                self._scans[node["NodeManagerAddress"]] = self._remote(node["NodeID"])
+
+    def spare(self, actors: Sequence[Any]) -> None:
+        """These can be replaced: where one stands still, only who waits for them is told."""
+        self._spared = actors
+
+    def _remote(self, node: str) -> tuple[Callable[[], list[Still]], Callable[[], object]]:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
         actor: Any = ray.remote(NodeScan).options(num_cpus=0, scheduling_strategy=place).remote()
-        return lambda: ray.get(actor.still.remote(self._limit_s), timeout=self._limit_s)
+
+        def still() -> list[Still]:
+            return ray.get(actor.still.remote(self._limit_s), timeout=self._limit_s)
+
+        return still, lambda: ray.get(actor.end.remote(), timeout=self._limit_s)
 
     def _run(self) -> None:
         while not self._ended.wait(self._limit_s / POLLS):
-            still = []
-            for place, scan in self._scans.items():
+            seen, still, fault = self._seen, list[Still](), None
+            for place, (scan, _) in dict(self._scans).items():
                 try:
                     still += scan()
                 except RayError as error:
-                    self._fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
-            self._still = still
-            for kind, process in self._own.items():
-                if process.poll() is not None:
-                    self._fault = f"Ray's {kind} has ended (exit code {process.returncode})"
+                    fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
+            seen.still, seen.fault = still, seen.fault or fault  # of the time before `renew` nobody asks any more
 
-    def check(self, doing: str, kind: str, actors: Sequence[Any]) -> None:
+    def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
         """StandsStill where something of the session stands still; named as one of the actors where it is.
 
         Args:
             doing: the work that is waited for.
-            kind: of the actors.
-            actors: those that do it.
+            groups: the actors that do it, by what each kind is called. Another one that is spared is passed over.
         """
-        if self._fault is not None:
-            raise StandsStill(f"{doing}: {self._fault}")
-        pids = {self._pid(actor): f"{kind} {index}: " for index, actor in enumerate(actors)}
-        if self._still:
-            named = [f"{next((pids[pid] for pid in still.pids if pid in pids), '')}{still}" for still in self._still]
-            raise StandsStill(f"{doing}: {'; '.join(named)}")
+        for kind, process in self._own.items():
+            if process.poll() is not None:
+                raise StandsStill(f"{doing}: Ray's {kind} has ended (exit code {process.returncode})", session=True)
+        if self._seen.fault is not None:
+            raise StandsStill(f"{doing}: {self._seen.fault}", seconds=self._limit_s)
+        names = {self._pid(actor): f"{kind} {index}: " for kind, actors in groups.items() for index, actor in enumerate(actors)}
+        spared = {self._pid(actor) for actor in self._spared} - names.keys()
+        still = [one for one in self._seen.still if spared.isdisjoint(one.pids)]
+        if still:
+            own = {process.pid for process in self._own.values()}
+            named = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in still]
+            session, seconds = any(one.pids[0] in own for one in still), max(one.seconds for one in still)
+            raise StandsStill(f"{doing}: {'; '.join(named)}", session=session, seconds=seconds)
+
+    def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
+        """Which of these actors stand still, or have a process that does."""
+        found = dict[int, StandsStill]()
+        for one in self._seen.still:
+            for index, actor in enumerate(actors):
+                if self._pid(actor) in one.pids:
+                    found[index] = StandsStill(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
+        return found
 
     def _pid(self, actor: Any) -> int:
         """Of an actor's process. Asked of Ray while all is well: its server may be what stands still."""
@@ -177,7 +235,24 @@ def watched(limit_s: float, alone: bool) -> Iterator[None]:
         _current = before
 
 
-def check(doing: str, kind: str, actors: Sequence[Any]) -> None:
+def check(doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
     """`Watch.check` of the session that is open; without one nothing is watched."""
     if _current is not None:
-        _current.check(doing, kind, actors)
+        _current.check(doing, groups)
+
+
+def still(doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
+    """`Watch.still` of the session that is open."""
+    return {} if _current is None else _current.still(doing, kind, actors)
+
+
+def spare(actors: Sequence[Any]) -> None:
+    """`Watch.spare` of the session that is open."""
+    if _current is not None:
+        _current.spare(actors)
+
+
+def renew() -> None:
+    """`Watch.renew` of the session that is open."""
+    if _current is not None:
+        _current.renew()

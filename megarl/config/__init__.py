@@ -1,6 +1,6 @@
 """The one typed configuration tree: every default lives in this folder (an algorithm's in its file).
 
-A tree for each verb is in `stages`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
+A tree for each verb is in `stages` and `inference`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
 """
 
 from megarl.config.data import (
@@ -8,11 +8,15 @@ from megarl.config.data import (
     DataSettings,
     EpisodeSource,
     EvalData,
+    EvalSet,
     FileSource,
+    MixtureSource,
     PreferenceData,
     PreferenceSource,
+    PromptFormat,
     PromptSource,
     ReasoningGymSource,
+    SftMixture,
     SftSource,
 )
 from megarl.config.environment import (
@@ -24,6 +28,7 @@ from megarl.config.environment import (
     TextArenaEnvironment,
     ToolsEnvironment,
 )
+from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
 from megarl.config.rewards import EnvironmentReward, FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
@@ -32,7 +37,7 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, EvalConfig, LearnConfig, PairsConfig, RmConfig, ServeConfig, SftConfig, TrainConfig
+from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -48,6 +53,7 @@ __all__ = [
     "EpisodeSource",
     "EvalConfig",
     "EvalData",
+    "EvalSet",
     "FileSource",
     "FunctionEnvironment",
     "FunctionReward",
@@ -59,12 +65,14 @@ __all__ = [
     "LearnConfig",
     "LogSettings",
     "MathReward",
+    "MixtureSource",
     "ModelReward",
     "ModelSettings",
     "OptimizerSettings",
     "PairsConfig",
     "PreferenceData",
     "PreferenceSource",
+    "PromptFormat",
     "PromptSource",
     "ReasoningGymReward",
     "ReasoningGymSource",
@@ -77,6 +85,7 @@ __all__ = [
     "Section",
     "ServeConfig",
     "SftConfig",
+    "SftMixture",
     "SftSource",
     "SyncSettings",
     "TextArenaEnvironment",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from megarl.config.section import Place, Section
 
@@ -26,7 +26,10 @@ class ReasoningGymSource(Section):
 
 
 class FileSource(Section):
-    """A .jsonl or .parquet file in the column layout of DAPO and verl: `prompt` (text or chat messages), `reward_model.ground_truth`."""
+    """A .jsonl or .parquet file, or a directory of `datasets` (save_to_disk), in the columns of DAPO and verl.
+
+    These are `prompt` (text or chat messages) and `reward_model.ground_truth`.
+    """
 
     type: Literal["file"] = "file"
     path: Place
@@ -35,6 +38,28 @@ class FileSource(Section):
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the answer, a text or a number; a dot looks inside dictionaries."""
+
+
+Weight = Annotated[float, Field(gt=0, le=1000)]
+
+
+class PromptPart(Section):
+    """One source of several."""
+
+    source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
+    """Its prompts."""
+    weight: Weight = 1.0
+    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+
+
+class MixtureSource(Section):
+    """Several sources as one."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: Annotated[list[PromptPart], Field(min_length=1, max_length=1024)]
+    """The sources and their weights."""
+    seed: NonNegativeInt = 1
+    """Seed of what a weight below 1 takes."""
 
 
 class EpisodeSource(Section):
@@ -47,7 +72,7 @@ class EpisodeSource(Section):
     """How many there are."""
 
 
-PromptSource = Annotated[ReasoningGymSource | FileSource | EpisodeSource, Field(discriminator="type")]
+PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource | EpisodeSource, Field(discriminator="type")]
 
 
 class PromptFormat(Section):
@@ -57,6 +82,14 @@ class PromptFormat(Section):
     """Wrap each prompt in the tokenizer's chat template; false feeds `template` instead."""
     template: str = "{prompt}"
     """Used when `chat` is false."""
+    system: str | None = None
+    """With `chat`: a system message before every prompt and conversation that begins with none."""
+
+    @model_validator(mode="after")
+    def _system_has_a_template(self) -> PromptFormat:
+        if self.system is not None and not self.chat:
+            raise ValueError("data.system: data.chat=false has no system message; say it in data.template")
+        return self
 
 
 class DataSettings(PromptFormat):
@@ -64,14 +97,17 @@ class DataSettings(PromptFormat):
 
     train: PromptSource
     """What the policy learns from."""
-    eval: PromptSource
-    """What it is evaluated on."""
+    eval: PromptSource | None = None
+    """What it is evaluated on, as the set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
     shuffle: bool = True
     """Draw the prompts of an epoch in random order."""
 
 
 class ConversationSource(Section):
-    """A .jsonl or .parquet file of conversations, lists of chat messages. The assistant's messages are learned, the others only read."""
+    """A .jsonl or .parquet file, or a directory of `datasets`, of conversations, lists of chat messages.
+
+    The assistant's messages are learned, the others only read.
+    """
 
     type: Literal["conversations"] = "conversations"
     path: Place
@@ -80,7 +116,26 @@ class ConversationSource(Section):
     """Column of the messages; a dot looks inside dictionaries."""
 
 
-SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
+class SftPart(Section):
+    """One source of several."""
+
+    source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
+    """Its conversations, or prompts with answers."""
+    weight: Weight = 1.0
+    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+
+
+class SftMixture(Section):
+    """Several sources as one."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: Annotated[list[SftPart], Field(min_length=1, max_length=1024)]
+    """The sources and their weights."""
+    seed: NonNegativeInt = 1
+    """Seed of what a weight below 1 takes."""
+
+
+SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
 
 
 class SftData(PromptFormat):
@@ -95,7 +150,7 @@ class SftData(PromptFormat):
 
 
 class PreferenceSource(Section):
-    """A .jsonl or .parquet file of pairs: `prompt`, `chosen` and `rejected`, each a text or chat messages.
+    """A .jsonl or .parquet file, or a directory of `datasets`, of pairs: `prompt`, `chosen` and `rejected`, each a text or chat messages.
 
     `chosen` and `rejected` may be whole conversations that end with the assistant's message; the prompt is then what comes before it.
     """
@@ -125,15 +180,42 @@ class PreferenceData(PromptFormat):
 class EvalData(PromptFormat):
     """Prompts of an evaluation."""
 
-    eval: PromptSource
-    """The held-out prompts."""
+    eval: PromptSource | None = None
+    """The set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
 
 
-class PairsData(EvalData):
+class EvalSet(Section):
+    """A set of prompts that every evaluation asks, rendered as `data` says and scored as the others."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]\w{0,63}$")]
+    """What its numbers are called: eval/<name>/avg@n and so on."""
+    source: PromptSource
+    """The prompts."""
+    n: Annotated[int, Field(gt=0, le=65_536)] = 1
+    """Sampled responses to each: avg@n, and where scores are 0 or 1 the unbiased pass@k for k = 2, 4, 8, ... and n."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """Of those; null: rollout.temperature."""
+    greedy: bool = False
+    """Ask for the greedy response too."""
+
+
+def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
+    """ValueError where there is nothing to evaluate on, or two sets have one name."""
+    names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
+    if not names:
+        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+    for name in names:
+        if names.count(name) > 1 or name.endswith("_base"):
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
+
+
+class PairsData(PromptFormat):
     """Prompts whose responses become pairs."""
 
     train: PromptSource
-    """Those of train.jsonl; those of `eval` go to eval.jsonl."""
+    """Those of train.jsonl."""
+    eval: PromptSource
+    """Those of eval.jsonl."""
 
 
 class ServeData(PromptFormat):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from megarl.config import yaml_text
+from megarl.config.hints import hint_key
 from megarl.config.run import RunSettings
-from megarl.errors import ConfigError, hint
+from megarl.errors import ConfigError
 
 Root = TypeVar("Root", bound=RunSettings)
 MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files under each other; lines of a refusal; characters of what was given
@@ -38,7 +41,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         # As JSON, of which a strict model takes no number for a boolean and no text for a number, but a text for a path.
         config = root.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        lines = [_line(fault, root) for fault in error.errors()[:MOST_FAULTS]]
+        lines = [line for fault in error.errors()[:MOST_FAULTS] for line in _line(fault, root).splitlines()]
         if error.error_count() > MOST_FAULTS:
             lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further faults")
         raise ConfigError("\n".join(lines)) from None
@@ -135,7 +138,8 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     location, kinds = _place([str(part) for part in fault["loc"]], root)
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
-        return f"{key}: unknown key{hint(location[-1], _keys(root) - {location[-1]})}"
+        inside = {name for section in _place([str(part) for part in fault["loc"][:-1]], root)[1] for name in section.model_fields}
+        return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root))}"
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
     if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):
@@ -170,19 +174,18 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
     return [section for part in get_args(annotation) for section in sections(part)]
 
 
-def _walk(root: type[BaseModel]) -> set[type[BaseModel]]:
-    seen: set[type[BaseModel]] = set()
-    queue = [root]
-    while queue:
-        section = queue.pop()
-        if section not in seen:
-            seen.add(section)
-            queue += [inner for field in section.model_fields.values() for inner in sections(field.annotation)]
-    return seen
+@cache
+def _dotted(root: type[BaseModel]) -> tuple[str, ...]:
+    """Every key, those of all variants of a section, but not those inside a list."""
 
+    def below(section: type[BaseModel], above: str, inside: tuple[type[BaseModel], ...]) -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            yield above + name
+            for inner in [] if get_origin(field.annotation) is list else sections(field.annotation):
+                if inner not in inside:  # a source may leave out the questions of another one
+                    yield from below(inner, f"{above}{name}.", (*inside, inner))
 
-def _keys(root: type[BaseModel]) -> set[str]:
-    return {name for section in _walk(root) for name in section.model_fields}
+    return tuple(dict.fromkeys(below(root, "", (root,))))
 
 
 def _tags(section: type[BaseModel]) -> list[str]:

@@ -27,6 +27,9 @@ class CheckpointSettings(Section):
     """Host memory of a rank for tensors on their way to the disk; what exceeds it is waited for."""
     on_failure: Literal["stop", "continue"] = "stop"
     """When a save fails: end the run, or raise an alarm and go on."""
+    rolling: Literal["off", "local", "peer"] = "off"
+    """After every step copy its state into the memory of each machine (peer: and of the next one), for restarts inside the run: they then
+    lose the step that is under way, and no other. Of the last two steps, so memory for two (four)."""
     resume: bool = True
     """Go on from the run's newest whole checkpoint; false: what is there is moved aside, and the run begins anew."""
 
@@ -51,7 +54,10 @@ class ClusterSettings(Section):
     phase_timeout_s: Seconds = 3600.0
     """Longest time that any phase may take."""
     still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
-    """Longest time that a process of the run may be stopped (SIGSTOP, a debugger), or a machine not answer, before the run ends."""
+    """Longest time that a process of the run may be stopped (SIGSTOP, a debugger), or a machine not answer, before it counts as lost."""
+    restarts: NonNegativeInt = 3
+    """How often in a day engines or ranks that died, hang or lost their node are started again inside the run; after that, and with 0, the
+    run ends."""
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
@@ -61,12 +67,14 @@ class ClusterSettings(Section):
 
 
 class LogSettings(Section):
-    """Where the metrics go besides metrics.jsonl and the screen."""
+    """What is kept of a run besides metrics.jsonl, and who is told."""
 
     tensorboard: bool = True
     """Write TensorBoard files into the run's directory."""
     wandb: bool = False
     """Report to Weights & Biases."""
+    samples: NonNegativeInt = 8
+    """Responses of each step that are kept to read (`megarl samples`), beside all of each evaluation; 0: none of either."""
 
 
 class RunSettings(Section):

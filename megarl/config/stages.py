@@ -1,4 +1,4 @@
-"""The tree of each verb."""
+"""The tree of each verb that trains."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
-from megarl.config.data import DataSettings, EvalData, PairsData, PreferenceData, ServeData, SftData
+from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
-from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import BatchSize, EnvironmentVariable, Passes, Section, Steps, StepsOrNone
+from megarl.config.run import TrainingSettings
+from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
+from megarl.errors import refuse_all
 
 
 class StepSettings(Section):
@@ -45,6 +46,10 @@ class StepSettings(Section):
     """Evaluate before the first step."""
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
+    best: str | None = None
+    """Metric of evaluations, such as eval/heldout/avg@1: the policy of the evaluation with the highest is left; null: the last policy."""
+    patience: NonNegativeInt = 0
+    """This many evaluations in a row that do not raise `best` end the run; 0: all steps are taken."""
 
 
 class TrainConfig(TrainingSettings):
@@ -60,6 +65,8 @@ class TrainConfig(TrainingSettings):
     """Models with ranks of their own."""
     data: DataSettings
     """Prompts."""
+    eval: list[EvalSet] = []
+    """Further sets of prompts that are evaluated."""
     environment: EnvironmentSettings | None = None
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
@@ -74,51 +81,88 @@ class TrainConfig(TrainingSettings):
     """One step, and how often what happens."""
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> TrainConfig:
-        sequences = self.train.prompts_per_step * self.rollout.samples_per_prompt
+    def _fits_together(self) -> TrainConfig:
+        """All that contradicts each other, at once."""
+        refuse_all(
+            lambda: check_sets(self.data, self.eval),
+            self._check_batch,
+            self._check_critic,
+            self._check_best,
+            self._check_placement,
+            self._check_routing,
+            self._check_shared,
+            self._check_old_logp,
+            self._check_cut,
+            self._check_lengths,
+            self._check_critic_tokens,
+        )
+        return self
+
+    def _check_batch(self) -> None:
+        """ValueError where mini-batches and groups are not what ranks and algorithm need."""
+        sequences, mini_batch = self._sequences
         if sequences % self.train.mini_batches:
             raise ValueError(
                 f"train.mini_batches={self.train.mini_batches} does not divide "
                 f"prompts_per_step*samples_per_prompt={self.train.prompts_per_step}*{self.rollout.samples_per_prompt}={sequences}"
             )
-        if sequences // self.train.mini_batches < self.layout.dp:
+        if mini_batch < self.layout.dp:
             raise ValueError(
-                f"train.mini_batches={self.train.mini_batches} leaves {sequences // self.train.mini_batches} sequences "
+                f"train.mini_batches={self.train.mini_batches} leaves {mini_batch} sequences "
                 f"a mini-batch for {self.layout.dp} data-parallel ranks"
-            )
-        if self.algorithm.needs_critic and self.critic is None:
-            raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
-        if self.critic is not None and not self.algorithm.needs_critic:
-            raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
-        self._check_placement(sequences // self.train.mini_batches)
-        self._check_routing()
-        self._check_shared()
-        self._check_old_logp()
-        if self.rollout.cut is not None and self.algorithm.correction is None:
-            raise ValueError(
-                f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
-                "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
             )
         if self.rollout.samples_per_prompt < self.algorithm.min_group:
             raise ValueError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
                 f"to one prompt and needs at least {self.algorithm.min_group}"
             )
+
+    @property
+    def _sequences(self) -> tuple[int, int]:
+        """Of a step, and of a mini-batch."""
+        sequences = self.train.prompts_per_step * self.rollout.samples_per_prompt
+        return sequences, sequences // self.train.mini_batches
+
+    def _check_critic(self) -> None:
+        """ValueError where the algorithm has a critic and the run has not, or the other way round."""
+        if self.algorithm.needs_critic and self.critic is None:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
+        if self.critic is not None and not self.algorithm.needs_critic:
+            raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
+
+    def _check_lengths(self) -> None:
+        """ValueError where the longest response does not fit."""
         if self.reward.overlong is not None and self.reward.overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} is more than "
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        self._check_critic_tokens(longest)
-        if longest > self.train.micro_batch_tokens:
+        if self._longest > self.train.micro_batch_tokens:
             raise ValueError(
-                f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below rollout.max_prompt_tokens+max_response_tokens={longest}"
+                f"train.micro_batch_tokens={self.train.micro_batch_tokens} is below "
+                f"rollout.max_prompt_tokens+max_response_tokens={self._longest}"
             )
-        return self
 
-    def _check_placement(self, sequences: int) -> None:
+    @property
+    def _longest(self) -> int:
+        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+
+    def _check_best(self) -> None:
+        """ValueError where no evaluation has the metric that decides."""
+        train = self.train
+        known = ["eval/heldout/avg@1", "eval/heldout/greedy"] if self.data.eval is not None else []
+        for one in self.eval:
+            known += [f"eval/{one.name}/avg@{one.n}"] + ([f"eval/{one.name}/greedy"] if one.greedy else [])
+        if train.best is not None and train.best not in known:
+            raise ValueError(f"train.best={train.best}: no metric of an evaluation here ({', '.join(known)})")
+        if train.patience and train.best is None:
+            raise ValueError(f"train.patience={train.patience}: train.best does not say of which metric")
+        if train.best is not None and not train.eval_every:
+            raise ValueError(f"train.best={train.best}: train.eval_every=0 evaluates nothing on the way")
+
+    def _check_placement(self) -> None:
         """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
+        _, sequences = self._sequences
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
@@ -171,6 +215,14 @@ class TrainConfig(TrainingSettings):
         if self.train.old_logp == "rollout" and self.routing.replay == "r2":
             raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this leaves out; r3 goes with it")
 
+    def _check_cut(self) -> None:
+        """ValueError where responses come from a part of the distribution, and nothing corrects for it."""
+        if self.rollout.cut is not None and self.algorithm.correction is None:
+            raise ValueError(
+                f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
+                "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
+            )
+
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
         """Where the old log-probs of a step come from: a pass of their own, the update's own pass, or the engine."""
@@ -179,9 +231,9 @@ class TrainConfig(TrainingSettings):
             return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
         return self.train.old_logp
 
-    def _check_critic_tokens(self, longest: int) -> None:
+    def _check_critic_tokens(self) -> None:
         """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""
-        given = None if self.critic is None else self.critic.micro_batch_tokens
+        given, longest = None if self.critic is None else self.critic.micro_batch_tokens, self._longest
         if given is None:
             return
         if self.placement.critic is not None and given < longest:
@@ -282,78 +334,3 @@ class DpoConfig(LearnConfig):
     """Pairs."""
     dpo: LearnSettings
     """The stage's steps."""
-
-
-class EvalConfig(RunSettings):
-    """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
-
-    data: EvalData
-    """Prompts."""
-    environment: EnvironmentSettings | None = None
-    """What answers the policy's turns; null: each prompt has one response."""
-    reward: RewardSettings
-    """How responses are scored."""
-    rollout: RolloutSettings = RolloutSettings()
-    """Engines and sampling."""
-
-
-class PairsSettings(Section):
-    """What becomes of the responses to one prompt."""
-
-    per_prompt: PositiveInt = 1
-    """Most pairs of a prompt."""
-    answers: bool = False
-    """Score and pair the prompt's answer, as the data has it, like a response."""
-    prompts_per_call: PositiveInt = 256
-    """Prompts that are sampled and scored together."""
-
-
-class PairsConfig(RunSettings):
-    """`megarl pairs`: pairs of a policy's own responses, the better scored one first, for `megarl rm` and `megarl dpo`."""
-
-    leaves: ClassVar[tuple[str, ...]] = ("train.jsonl", "eval.jsonl")
-    data: PairsData
-    """Prompts."""
-    reward: RewardSettings
-    """How responses are scored."""
-    rollout: RolloutSettings = RolloutSettings()
-    """Engines and sampling."""
-    pairs: PairsSettings = PairsSettings()
-    """What becomes of the responses."""
-
-    @model_validator(mode="after")
-    def _responses_can_differ(self) -> PairsConfig:
-        if not self.pairs.answers and self.rollout.samples_per_prompt < 2:
-            raise ValueError("rollout.samples_per_prompt=1: a pair needs two responses (or pairs.answers=true)")
-        return self
-
-
-class ServeSettings(Section):
-    """Where a reward model listens, and for what; the protocol is that of megarl.rewards.http."""
-
-    port: Annotated[int, Field(ge=0, lt=1 << 16)] = 8000
-    """TCP port on loopback, or on cluster.interface; 0: any free one."""
-    path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
-    """The path of the address."""
-    token_env: EnvironmentVariable | None = None
-    """The environment variable that holds the token to ask for; required where other machines reach the port (cluster.interface)."""
-    max_tokens: PositiveInt = 2048
-    """Longest prompt + response."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of one micro-batch on one context-parallel group."""
-
-
-class ServeConfig(RunSettings):
-    """`megarl serve`: a reward model (`model.path`) on its ranks behind HTTP."""
-
-    data: ServeData = ServeData()
-    """How prompts are rendered."""
-    serve: ServeSettings = ServeSettings()
-    """Where it listens."""
-
-    @model_validator(mode="after")
-    def _asks_for_a_token(self) -> ServeConfig:
-        interface = self.cluster.interface
-        if interface not in (None, "lo") and self.serve.token_env is None:
-            raise ValueError(f"serve.token_env: required with cluster.interface={interface}, where other machines reach the port")
-        return self

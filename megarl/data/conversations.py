@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config import ConfigError, ConversationSource
 from megarl.data.files import at, read_rows
-from megarl.data.prompts import Prompt, checked
+from megarl.data.prompts import Prompt, checked, instructed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_
     ]
 
 
-def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
+def load_conversations(
+    source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str, system: str | None = None
+) -> list[Conversation]:
     """Every conversation of a file, through the tokenizer's chat template.
 
     The assistant's messages are tokenised as a rollout would have made them: after the rendered conversation before them, and with the end
@@ -83,6 +85,7 @@ def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenize
         tokenizer: the model's.
         max_tokens: of one conversation.
         key: the source's dotted key, say "data.train".
+        system: a system message before each that begins with none.
 
     Raises:
         ConfigError: in one line: the first row that is malformed, has no message of the assistant's, is longer than `max_tokens`, or whose
@@ -93,7 +96,8 @@ def load_conversations(source: ConversationSource, tokenizer: PreTrainedTokenize
         raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")
     check_template(tokenizer, "data.chat")
     rows = (
-        (place, _messages(at(row, source.messages_key, place, f"{key}.messages_key"), place)) for place, row in read_rows(source.path, key)
+        (place, instructed(_messages(at(row, source.messages_key, place, f"{key}.messages_key"), place), system))
+        for place, row in read_rows(source.path, key)
     )
     made: list[Conversation] = []
     while chunk := list(islice(rows, CHUNK)):

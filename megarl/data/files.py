@@ -1,4 +1,4 @@
-"""Rows of .jsonl and .parquet files in the column layout of DAPO and verl.
+"""Rows of .jsonl and .parquet files, and of `datasets` on disk, in the column layout of DAPO and verl.
 
     {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
 
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config import ConfigError, FileSource
 from megarl.data.bounds import in_memory
 from megarl.data.tokenizer import first_line
-from megarl.strict_json import parse_json
+from megarl.strict_json import parse_json, read_json
 
 BATCH = 4096  # Parquet rows in memory at a time
 MOST_BYTES = 64 << 20  # of a line
@@ -49,11 +49,15 @@ def _answer(value: Any, place: str, name: str) -> str:
 def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for messages, columns) of every row of a file, streamed. `key`: that of the source. Raises ConfigError as `read_file` does."""
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
-    if not path.is_file():
+    if path.is_dir():
+        read = _saved
+    elif not path.is_file():
         raise ConfigError(f"{key}.path: no such file: {path}")
-    if path.suffix not in readers:
+    elif path.suffix not in readers:
         raise ConfigError(f"{key}.path: {path} must end in .jsonl or .parquet")
-    for number, row in readers[path.suffix](path, f"{key}.path"):
+    else:
+        read = readers[path.suffix]
+    for number, row in read(path, f"{key}.path"):
         yield f"{key}.path: {path}:{number}", row
 
 
@@ -90,6 +94,38 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
                     yield number, row
     except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {first_line(error)}") from None
+
+
+def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of what Hugging Face's `Dataset.save_to_disk` wrote: Arrow streams, which state.json names in their order."""
+    import pyarrow
+    from pyarrow import ipc
+
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(split.name for split in path.iterdir() if (split / "state.json").is_file()))
+        raise ConfigError(f"{key}: {path} holds several splits ({splits}): name one, such as {path}/train")
+    try:
+        state = read_json(path / "state.json", MOST_BYTES)
+        names = [str(file["filename"]) for file in state["_data_files"]]
+        if state.get("_indices_data_files"):
+            raise ConfigError(f"{key}: {path} was saved with an order of its own; flatten_indices() before save_to_disk writes it out")
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names a file elsewhere")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{key}: {path} is no directory of `datasets` (save_to_disk): state.json: {first_line(error)}") from None
+    number = 0
+    for name in names:
+        try:
+            with pyarrow.memory_map(str(path / name)) as file, ipc.open_stream(file) as batches:
+                for batch in batches:
+                    for first in range(0, batch.num_rows, BATCH):
+                        for row in batch.slice(first, BATCH).to_pylist():
+                            number += 1
+                            yield number, row
+        except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key}: {path / name} is not readable as Arrow after row {number}: {first_line(error)}") from None
 
 
 def _next_rows(batches: Iterator[Any], size: int) -> list[dict[str, Any]]:

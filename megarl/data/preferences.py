@@ -56,7 +56,7 @@ def load_preferences(
         ConfigError: in one line: what `load_prompts` refuses of the prompts, the first row that lacks a side, has two equal or an empty one
             or is too long, a source without pairs.
     """
-    prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key)
+    prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key, data.system)
     pairs = [_read(prompt) for prompt in prompts]
     if not pairs:
         raise ConfigError(f"{key}.path: {source.path} holds no pairs")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, EpisodeSource, FileSource, PromptSource, ReasoningGymSource
+from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
+from megarl.data.mixture import mixed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def load_prompts(
     max_prompt_tokens: int,
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
+    system: str | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised; episodes as they are.
@@ -80,6 +82,7 @@ def load_prompts(
         max_prompt_tokens: a longer prompt is refused.
         key: the source's dotted key, say "data.train".
         limit_key: what a message calls the limit.
+        system: a system message before each chat that begins with none.
         tools: schemas of the tools that the chat template tells of.
 
     Returns:
@@ -92,7 +95,18 @@ def load_prompts(
     if isinstance(source, EpisodeSource):
         seeds = range(source.seed, source.seed + source.items)
         return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
-    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, tools)
+    if isinstance(source, MixtureSource):
+        parts = [
+            (
+                load_prompts(
+                    part.source, tokenizer, chat, template, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, system, tools
+                ),
+                part.weight,
+            )
+            for n, part in enumerate(source.parts)
+        ]
+        return [replace(prompt, id=number) for number, prompt in enumerate(mixed(parts, source.seed))]
+    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, system, tools)
 
 
 def tokenised(
@@ -103,13 +117,14 @@ def tokenised(
     max_prompt_tokens: int,
     key: str,
     limit_key: str,
+    system: str | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
     """The rows of a source as prompts: `load_prompts` from there on.
 
     The other arguments and what is refused are as there, but no row at all is no fault.
     """
-    section = key.rpartition(".")[0]
+    section = "data"  # says it for every source
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")
     if chat:
@@ -118,7 +133,13 @@ def tokenised(
         raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
     prompts: list[Prompt] = []
     while chunk := list(islice(rows, CHUNK)):
-        texts = _chat_texts(tokenizer, chunk, tools) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        for row in chunk:
+            _check_turn(row)
+        texts = (
+            _chat_texts(tokenizer, chunk, system, tools)
+            if chat
+            else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        )
         for row, text in zip(chunk, texts, strict=True):
             check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
@@ -185,13 +206,30 @@ def _question(row: Row, section: str) -> str:
     return _text(row)
 
 
-def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tools: Sequence[dict[str, Any]] | None) -> list[str]:
+def _check_turn(row: Row) -> None:
+    """ConfigError where the assistant has spoken last: what it said would be read, and not learned."""
+    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{row.place}: the prompt ends with the assistant's message; leave it out (megarl sft learns whole conversations: "
+            "data.train.type=conversations)"
+        )
+
+
+def instructed(chat: list[Message], system: str | None) -> list[Message]:
+    """The chat with the system message before it, unless it has one of its own."""
+    return chat if system is None or chat[0]["role"] == "system" else [{"role": "system", "content": system}, *chat]
+
+
+def _chat_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], system: str | None, tools: Sequence[dict[str, Any]] | None
+) -> list[str]:
     chats = [[{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt for row in rows]
+    chats = [instructed(chat, system) for chat in chats]
     try:
         return render_chats(tokenizer, chats, tools)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
         if len(rows) > 1 and not late:  # find the row
-            return [text for row in rows for text in _chat_texts(tokenizer, [row], tools)]
+            return [text for row in rows for text in _chat_texts(tokenizer, [row], system, tools)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

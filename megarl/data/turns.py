@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.config import ConfigError
+from megarl.data.prompts import instructed
 from megarl.data.tokenizer import Message, encode, first_line, render_chats
 
 if TYPE_CHECKING:
@@ -24,14 +25,20 @@ _PROBE = "f7Zq0-answer"  # no template has it
 class TurnTokens:
     """Turns chat messages into tokens, at the start of a conversation and after a turn of the policy's."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+        """
+        Args:
+            tokenizer: with the chat template.
+            system: a message before each conversation that begins with none.
+        """
+        self._system = system
         self._tokenizer, self._end, self._end_id = tokenizer, str(tokenizer.eos_token), tokenizer.eos_token_id
         [asked] = render_chats(tokenizer, [[_ASKED]])
         self._before = asked + _SAID["content"]
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The prompt of a conversation that begins with these messages."""
-        [text] = render_chats(self._tokenizer, [list(messages)])
+        [text] = render_chats(self._tokenizer, [instructed(list(messages), self._system)])
         return encode(self._tokenizer, [text], special=False)[0]
 
     def after(self, messages: Sequence[Message], turn: Sequence[int]) -> list[int]:

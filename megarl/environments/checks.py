@@ -81,7 +81,7 @@ def check_episodes(config: TrainConfig | EvalConfig | PairsConfig, prompts: Sequ
         if alone:
             raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")
         return
-    turns, first, most = TurnTokens(load_tokenizer(config.model.path)), prompts[0], config.rollout.max_prompt_tokens
+    turns, first, most = TurnTokens(load_tokenizer(config.model.path), config.data.system), prompts[0], config.rollout.max_prompt_tokens
 
     async def trial() -> None:
         host = open_host(settings.model_copy(update={"workers": 1}))

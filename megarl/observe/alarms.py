@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from megarl.config import RoutingSettings
+from megarl.observe.dead_runs import SIGNS, STEPS, learned_nothing
 
 # A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
 COLLAPSE = {
@@ -34,15 +35,19 @@ class Alarms:
     def __init__(self, routing: RoutingSettings | None = None) -> None:
         self._routing = routing
         self._first: dict[str, float] = {}
+        self._first_step: dict[str, float] = {}  # each metric of a step, as it was at first
+        self._steps = self._still = self._equal = 0  # of the policy: all, those without a gradient, those of equal rewards
         self._given: set[str] = set()
         self._lasted: dict[str, int] = {}  # for how many steps on end
         self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
-        self._best: tuple[float, float | None, float] | None = None  # held-out score, the reward at that time, the score's standard error
+        # Of each set the best held-out score, the reward at that time, the score's standard error.
+        self._best: dict[str, tuple[float, float | None, float]] = {}
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
         found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
         found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values) | self._rerouted(values)
+        found |= self._dead(values)
         new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
         self._given |= new.keys()
         return new
@@ -51,6 +56,28 @@ class Alarms:
         """For how many steps on end the sign has been there."""
         self._lasted[sign] = self._lasted.get(sign, 0) + 1 if there else 0
         return self._lasted[sign]
+
+    def _dead(self, values: Mapping[str, float]) -> dict[str, str]:
+        """What has been wrong for some steps on end, and what to try."""
+        if "reward/mean" not in values:  # no step of reinforcement learning
+            return {}
+        for name, value in values.items():
+            self._first_step.setdefault(name, value)
+        found = {}
+        for event, sign in SIGNS.items():
+            what = sign.seen(values, self._first_step)
+            if what is not None and self._lasts(event, bool(what)) >= STEPS:
+                found[event] = f"{event.replace('_', ' ')}: for {self._lasted[event]} steps {what}; {sign.advice}"
+        if "actor/grad_norm" in values:
+            self._steps += 1
+            self._still += values["actor/grad_norm"] == 0
+            self._equal += values.get("reward/min") == values.get("reward/max", math.nan)
+        return found
+
+    def at_the_end(self) -> dict[str, str]:
+        """What is wrong with the run as a whole."""
+        message = learned_nothing(self._steps, self._still, self._equal)
+        return {} if message is None else {"learned_nothing": message}
 
     def _collapses(self, values: Mapping[str, float]) -> dict[str, str]:
         found = {}
@@ -123,28 +150,32 @@ class Alarms:
                     f"reward outside range: for {steps} steps the reward model has scored more than {OUTSIDE:.0%} of the responses "
                     f"beyond all held-out pairs of its training, now {outside:.0%}; train it on samples of this policy (`megarl pairs`)"
                 )
-        rate, error = values.get("eval/heldout/avg@1"), values.get("eval/heldout/stderr")
-        if rate is not None and error is not None:
-            found |= self._held_out(rate, error)
+        for name, rate in values.items():
+            place, _, kind = name.rpartition("/")
+            if name.startswith("eval/") and kind.startswith("avg@") and not place.endswith("_base"):
+                error = values.get(f"{place}/stderr")
+                found |= {} if error is None or found.get("over_optimisation") else self._held_out(place, rate, error)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
-            if self._best is not None and self._best[1] is None:
-                self._best = (self._best[0], self._rewards[-1], self._best[2])
+            for place, (best, then, error) in self._best.items():
+                if then is None:
+                    self._best[place] = (best, self._rewards[-1], error)
         return found
 
-    def _held_out(self, rate: float, error: float) -> dict[str, str]:
-        """A held-out score that falls while the reward rises. `error`: its standard error."""
+    def _held_out(self, place: str, rate: float, error: float) -> dict[str, str]:
+        """A held-out score that falls while the reward rises. `place`: eval/<set>; `error`: the score's standard error."""
         reward = fmean(self._rewards) if self._rewards else None
-        if self._best is None or rate > self._best[0]:
-            self._best = (rate, reward, error)
+        if place not in self._best or rate > self._best[place][0]:
+            self._best[place] = (rate, reward, error)
             return {}
-        best, then, best_error = self._best
+        best, then, best_error = self._best[place]
         fall = FALL * math.hypot(best_error, error)
         if then is None or reward is None or reward <= then or rate >= best - fall:
             return {}
         return {
-            "over_optimisation": f"over-optimisation: the held-out score is {rate:.3g} and was {best:.3g}, while the reward has risen "
-            f"from {then:.3g} to {reward:.3g}; stop at the best evaluation, raise algorithm.kl_coef (lower kl_target) or mend the reward"
+            "over_optimisation": f"over-optimisation: the held-out score of {place.removeprefix('eval/')} is {rate:.3g} and was "
+            f"{best:.3g}, while the reward has risen from {then:.3g} to {reward:.3g}; stop at the best evaluation, raise algorithm.kl_coef "
+            "(lower kl_target) or mend the reward"
         }
 
 

@@ -13,6 +13,8 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from megarl.observe.estimates import SetResult
+
 # What a line shows of the last step: the metric, its label, its format.
 SHOWN = (
     ("perf/tokens_per_second", "tok/s", "{:,.0f}"),
@@ -90,10 +92,11 @@ class Console:
         self._printed = now
         return True
 
-    def rate(self, name: str, rates: Mapping[str, float]) -> None:
-        """Pass rates of an evaluation; they stay on the screen."""
-        self._rate = " ".join(f"{kind} {value:.3f}" for kind, value in rates.items())
-        self._print(f"pass rate {name}: {self._rate}")
+    def rate(self, weights: str, result: SetResult) -> None:
+        """A set's numbers of an evaluation; they stay on the screen."""
+        self._rate = " ".join(f"{name} {one.value:.3f}" for name, one in result.estimates.items())
+        numbers = "  ".join(f"{name} {one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in result.estimates.items())
+        self._print(f"{result.kind} of {result.set}, {weights}: {numbers}")
 
     def result(self, name: str, values: Mapping[str, float]) -> None:
         """Numbers of a measurement; they stay on the screen."""

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, dump
-from megarl.observe import report, summary
+from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, TrainingSettings, dump
+from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
+from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
-from megarl.observe.writers import open_writers, read_json_lines
-from megarl.rewards.score import Score
+from megarl.observe.writers import Writers, open_writers, read_json_lines
+from megarl.restarts import Restart
+from megarl.rewards.score import RewardUnavailable, Score
+from megarl.text import one_line
 
 BEST = "best"  # folder of a stage with `patience`: the best model so far
 # What a run writes.
@@ -30,8 +35,10 @@ KEPT = (
     "metrics.jsonl",
     "summary.json",
     "report.png",
+    "report.html",
     "tensorboard",
     "wandb",
+    samples.FOLDER,
     "model",
     "critic",
     BEST,
@@ -39,12 +46,14 @@ KEPT = (
     CHECKPOINTS,
     f"{CHECKPOINTS}-critic",
 )
-RESULTS = ("summary.json", "report.png", "model", "critic")  # of these, what a run leaves at its end
+RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
-METRICS = "metrics.jsonl"
+SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
+WORTH_SAVING = 50  # steps
+METRICS, RESTART = "metrics.jsonl", "events/restart"
+USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
-EVAL_KEY = {"sampled": "avg@1", "greedy": "greedy"}
 
 
 class Run:
@@ -60,12 +69,15 @@ class Run:
         self.directory: Path = config.directory
         self._phases = Phases()
         self._memory = PeakMemory()
-        self._alarms = Alarms(config.routing if isinstance(config, TrainConfig) else None)
-        self._pass_rates: dict[str, Mapping[str, float]] = {}
+        self._alarms = self._new_alarms()
+        self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
-        self._failed: set[str] = set()
+        self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
+        self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
         self._warnings: dict[str, str] = {}
+        self._aside: Path | None = None  # where what was here before is now
+        self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
         self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
@@ -78,24 +90,36 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
             else:
                 self._go_on(self._resumed)
                 _set_aside(self.directory, self._config, RESULTS)
             (self.directory / "config.yaml").write_text(dump(self._config))
-            purge = None if self._resumed is None else self._step + 1
-            self._writers = open_writers(self.directory, self._config.name, self._config.model_dump(mode="json"), self._config.log, purge)
+            self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, OSError):  # read-only, full
                 raise ConfigError(f"run_dir: cannot write to {error.filename or self.directory}: {error.strerror}") from None
             raise
         self._console.__enter__()
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        """Says what became of what was there, and what will be there."""
+        if self._resumed is not None:
+            self._console.note(f"goes on from the checkpoint of step {self._step}")
+        elif self._aside is not None:
+            self._console.note(f"what an earlier run of this name left is in {self._aside}")
+        config, steps = self._config, _steps(self._config)
+        if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
+            self._console.note(f"save.every=0: of {steps} steps none is saved on the way; a run that is killed begins anew")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._console.__exit__(kind, error, trace)
         self._writers.close()
+        if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
+            self._console.note(f"interrupted after step {self._step}; {self._saved()}")
         try:
             if kind is None:
                 self._finish()
@@ -111,6 +135,16 @@ class Run:
                 yield
             finally:
                 self._memory.sample()
+
+    @contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """A part of the start: in the phase `start`, and told with its seconds when it is there."""
+        begun = time.monotonic()
+        self._console.phase(f"start: {what}")
+        with self._phases("start"):
+            yield
+        self._memory.sample()
+        self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """The metrics of a step that is done, with the time since the last report."""
@@ -133,27 +167,42 @@ class Run:
         self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
-        """Shows the first message of each kind of failure of the reward function, once a run."""
+        """Shows the first message of each kind of failure of the reward function, once a run.
+
+        RewardUnavailable where it has failed on every response of so many calls on end.
+        """
+        scores = list(scores)
+        errors = [score.error for score in scores if score.error is not None]
+        self._judged += len(scores) - len(errors)
+        self._useless = self._useless + 1 if scores and len(errors) == len(scores) else 0
+        if self._useless >= USELESS:
+            raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times on end: {one_line(errors[-1])}")
         for score in scores:
             kind = None if score.error is None else score.error.partition(":")[0]
             if kind is not None and kind not in self._failed:
-                self._failed.add(kind)
+                self._failed.setdefault(kind, one_line(score.error or ""))
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
-    def pass_rate(self, name: str, rates: Mapping[str, float], step: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
-        """The held-out pass rates of some weights; the last one of a name counts.
+    def evaluated(self, when: str, results: Sequence[SetResult], metrics: Mapping[str, Metric], step: int = 0) -> dict[str, float]:
+        """What sets of prompts say of some weights; the last of a `when` counts.
 
         Args:
-            name: of the weights: base (whose metrics have a prefix of their own), sft, rl or eval.
-            rates: {"sampled": x, "greedy": y}.
+            when: base (whose metrics have a prefix of their own), start, end or eval.
+            results: of each set.
+            metrics: further numbers.
             step: of the metrics' row.
-            metrics: further numbers of that row.
+
+        Returns:
+            The row's numbers, but the seconds.
         """
-        self._pass_rates[name] = dict(rates)
-        prefix = "eval/heldout_base" if name == "base" else "eval/heldout"
-        values = {f"{prefix}/{EVAL_KEY[kind]}": rate for kind, rate in rates.items()}
-        self._write(step, values | scalars(metrics or {}) | scalars(_timing(self._phases.take())))
-        self._console.rate(name, rates)
+        self.evaluations[when] = summary.Evaluation(step, results)
+        of = "_base" if when == "base" else ""
+        values = {f"eval/{result.set}{of}/{name}": one.value for result in results for name, one in result.estimates.items()}
+        values |= scalars(metrics)
+        self._write(step, values | scalars(_timing(self._phases.take())))
+        for result in results:
+            self._console.rate(summary.weights(when, step), result)
+        return values
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
         """Numbers of a held-out set, in the summary as `name` ("held-out after"); the last of a name counts."""
@@ -166,11 +215,49 @@ class Run:
         """The numbers of held-out sets so far, by name."""
         return self._results
 
+    def keep(self, step: int, records: Sequence[samples.Record], evaluation: str | None = None) -> None:
+        """Keeps responses to read, of a step or of the evaluation of a set; of an evaluation the best and the worst one are shown."""
+        if not self._config.log.samples:
+            return
+        samples.write(self.directory, step, records, evaluation)
+        if evaluation is not None:
+            ordered = sorted(records, key=lambda record: record.reward)
+            for record in ordered[:: max(1, len(ordered) - 1)][:2]:
+                self._console.note(samples.line(record))
+
     def event(self, name: str, message: str) -> None:
         """Something that went wrong and did not end the run: shown, in the next row of the metrics, and kept for the summary."""
         self._events[f"events/{name}"] = 1.0
         self._warnings[name] = message
         self._console.warn(message)
+
+    def restarted(self, restart: Restart) -> None:
+        """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
+        self._restarts.append({"step": self._step, **asdict(restart)})
+        self._add_events(restart_events(restart))
+        lost = f"; {restart.lost_steps} steps are done again" if restart.lost_steps else ""
+        self._console.note(f"goes on after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
+
+    def rewind(self, state: Mapping[str, Any] | None) -> int:
+        """Goes back to where `state` was taken, or to the beginning. Returns how many steps that are done are to be done again."""
+        before = self._step
+        for result in ("model", "critic"):
+            if (self.directory / result).exists():
+                shutil.rmtree(self.directory / result)
+        self._writers.close()
+        self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
+        self.evaluations, self._results, self._whole = {}, {}, {}
+        kept = 0 if state is None else int(state["metrics_bytes"])
+        for row in read_json_lines(self.directory / METRICS, kept):
+            self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
+        if state is None:
+            os.truncate(self.directory / METRICS, 0)
+            samples.forget_after(self.directory, -1)
+        else:
+            self._go_on(state)
+        self._phases.take()
+        self._writers = self._open_writers(self._step + 1)
+        return before - self._step
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here must know, as plain values for JSON."""
@@ -178,11 +265,12 @@ class Run:
             "step": self._step,
             "learned": self._learned,
             "metrics_bytes": (self.directory / METRICS).stat().st_size,
-            "pass_rates": self._pass_rates,
+            "evaluations": {when: evaluation.plain() for when, evaluation in self.evaluations.items()},
             "results": self._results,
             "whole": {name: [type(metric).__name__, *astuple(metric)] for name, metric in self._whole.items()},
             "warnings": self._warnings,
             "ended_by": self.ended_by,
+            "restarts": self._restarts,
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
@@ -194,11 +282,32 @@ class Run:
         if not path.is_file() or path.stat().st_size < size:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
+        self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
+        samples.forget_after(self.directory, state["step"])
         for row in read_json_lines(path):
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         self._step, self._learned, self._warnings = state["step"], state["learned"], dict(state["warnings"])
-        self._pass_rates, self._results = dict(state["pass_rates"]), dict(state["results"])
+        self.evaluations = {when: summary.Evaluation.read(plain) for when, plain in state["evaluations"].items()}
+        self._results = dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
+
+    def _saved(self) -> str:
+        """What another start of the run would go on from."""
+        latest = self.directory / CHECKPOINTS / "latest"
+        if not latest.is_file():
+            return "no checkpoint is there, and another start begins anew (save.every)"
+        return f"another start goes on from {latest.read_text().strip()}"
+
+    def _new_alarms(self) -> Alarms:
+        return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
+
+    def _open_writers(self, purge: int | None) -> Writers:
+        config = self._config
+        return open_writers(self.directory, config.name, config.model_dump(mode="json"), config.log, purge)
+
+    def _add_events(self, events: Mapping[str, float]) -> None:
+        for name, value in events.items():
+            self._events[name] = self._events.get(name, 0.0) + value
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values |= self._events
@@ -212,9 +321,12 @@ class Run:
 
     def _finish(self) -> None:
         self._memory.sample()
+        for event, message in self._alarms.at_the_end().items():
+            self._warnings[event] = message
+            self._console.warn(message)
         whole = scalars(self._whole)
         result = summary.Summary(
-            pass_rates=self._pass_rates,
+            evaluations=self.evaluations,
             results=self._results,
             rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
             wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
@@ -223,11 +335,24 @@ class Run:
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
             alarms=self._warnings,
+            restarts=self._restarts,
         )
         if self._step:
             report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
+        page.write(self.directory)
         summary.show(result, Screen())
+        self._console.note(f"all of it is in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
+        if samples.files(self.directory):
+            self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
+        if self._failed and not self._judged:
+            raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
+
+
+def restart_events(restart: Restart) -> dict[str, float]:
+    """A restart as metrics."""
+    seconds = {"detection_s": restart.detection_s, "recovery_s": restart.recovery_s, "lost_steps": float(restart.lost_steps)}
+    return {RESTART: 1.0, f"{RESTART}/{restart.kind}": 1.0, **{f"{RESTART}/{name}": value for name, value in seconds.items()}}
 
 
 def _steps(config: RunSettings) -> int:
@@ -255,8 +380,8 @@ def _claim(directory: Path) -> int:
     return lock
 
 
-def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
+def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
 
     ConfigError where this run reads its model from there.
     """
@@ -264,9 +389,11 @@ def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> No
     for path in left:
         if config.model.path.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
-    if left:
-        number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
-        aside = directory / f"earlier-{number}"
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
+    if not left:
+        return None
+    number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
+    aside = directory / f"earlier-{number}"
+    aside.mkdir()
+    for path in left:
+        path.rename(aside / path.name)
+    return aside

@@ -37,13 +37,13 @@ class JsonLines:
         self._file.close()
 
 
-def read_json_lines(path: Path) -> list[dict[str, float]]:
-    """The rows that `JsonLines` wrote, non-finite numbers included. A last line cut by a crash is left out.
+def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
+    """The rows that `JsonLines` wrote after the first `skipped` bytes, non-finite numbers included. A last line cut by a crash is left out.
 
     Raises ConfigError for a line that it has not written.
     """
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes()[skipped:].split(b"\n")[:-1], 1):
         try:
             rows.append({name: float(value) for name, value in parse_json(line).items()})
         except (ValueError, TypeError, AttributeError):

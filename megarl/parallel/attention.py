@@ -118,6 +118,9 @@ class PackedAttention(MegatronModule):
         if ranks > 1:
             mine = zigzag(length, self.cp_group.rank(), ranks)
             mask = (torch.arange(length)[None, :] <= mine[:, None]).to(q.device)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # The one kernel for GPUs that shares keys between heads takes neither; what would run keeps all scores in memory.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -1,4 +1,4 @@
-"""The hardware, chosen once: CUDA with NCCL and Transformer Engine, or the CPU with gloo and Megatron's local modules.
+"""The hardware, chosen once: CUDA with NCCL and Transformer Engine (or without it), or the CPU with gloo and Megatron's local modules.
 
 New hardware is one more class here and a line in `choose`. Code elsewhere asks the backend and never which one it is.
 """
@@ -27,6 +27,7 @@ TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # what it asks for: from the first on, b
 # Read by cuBLAS and Transformer Engine when they are first used; NCCL's choice between algorithms would depend on what it measures.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
+LOCAL = "Megatron's local ones with torch's attention"
 
 
 class Backend(ABC):
@@ -34,7 +35,8 @@ class Backend(ABC):
 
     collective: Literal["nccl", "gloo"]  # of the process groups that carry tensors
     device: torch.device
-    fused: bool  # whether Transformer Engine's fused kernels are there
+    fused: bool  # layers of Transformer Engine's fused kernels; else Megatron's local ones, with torch's attention
+    note: str | None = None  # what the user should know of the choice
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
@@ -49,18 +51,33 @@ class Backend(ABC):
             "gradient_accumulation_fusion": False,  # needs apex's CUDA extension
         }
 
-    @abstractmethod
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         """Megatron's block spec (TransformerBlockSubmodules) of the layers that this rank builds for the given virtual stage."""
+        from megarl.parallel import spec
+
+        return (spec.transformer_engine if self.fused else spec.local)(config, vp_stage)
 
     @property
-    @abstractmethod
     def replicated_linear(self) -> type:
         """The linear module that has its whole weight on every tensor-parallel rank, for families whose layers need one."""
+        if not self.fused:
+            from megarl.parallel.spec import ReplicatedLinear
 
-    @abstractmethod
+            return ReplicatedLinear
+        from megatron.core.extensions.transformer_engine import TELinear
+
+        return TELinear
+
     def fuse_optimizer(self, optimizer: Any) -> None:
-        """Lets Megatron's optimizer update each parameter in one kernel."""
+        """Lets Megatron's optimizer update each parameter in one kernel. Transformer Engine's and apex's Adam do so as they are.
+
+        Without them Megatron makes a plain torch AdamW, of a dozen kernels (optimizer/__init__.py:357).
+        """
+        if self.fused:
+            return
+        for part in optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups if part.optimizer is not None else []:
+                group["fused"] = True
 
     @abstractmethod
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -92,12 +109,23 @@ class Backend(ABC):
 
 
 class Cuda(Backend):
-    """One GPU of NVIDIA's, which is this process's current device from here on."""
+    """One GPU of NVIDIA's, which is this process's current device from here on.
 
-    collective, fused = "nccl", True
+    Args:
+        deterministic: only algorithms that repeat their bits.
+        exact: float32 is float32: Transformer Engine would multiply in TF32.
+    """
 
-    def __init__(self, deterministic: bool = False) -> None:
-        check_transformer_engine()
+    collective = "nccl"
+
+    def __init__(self, deterministic: bool = False, exact: bool = False) -> None:
+        self.fused = not exact and has_transformer_engine()
+        if not self.fused:
+            slower = f"Transformer Engine is not installed, the layers are {LOCAL}, which are slower"
+            self.note = f"GPU: the layers of float32 are {LOCAL}" if exact else f"GPU: {slower}"
+            _hide(*GPU_PACKAGES)
+            # Megatron compiles some functions (megatron/core/jit.py). As the CPU runs them, they need no C compiler on the node either.
+            torch.compiler.set_stance("force_eager")
         self._deterministic = deterministic
         if deterministic:
             os.environ.update(DETERMINISTIC)
@@ -109,20 +137,6 @@ class Cuda(Backend):
     def transformer_overrides(self) -> dict[str, Any]:
         own = {"deterministic_mode": True, "moe_permute_fusion": False} if self._deterministic else {}
         return super().transformer_overrides | own
-
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        from megarl.parallel import spec
-
-        return spec.transformer_engine(config, vp_stage)
-
-    @property
-    def replicated_linear(self) -> type:
-        from megatron.core.extensions.transformer_engine import TELinear
-
-        return TELinear
-
-    def fuse_optimizer(self, optimizer: Any) -> None:
-        """Transformer Engine's and apex's Adam are fused as they are."""
 
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -155,29 +169,11 @@ class Cpu(Backend):
         self.device = torch.device("cpu")
         # In an environment for GPUs too: nothing may find one, and Megatron's optimizer would take Transformer Engine's or apex's kernels.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        for package in GPU_PACKAGES:
-            sys.modules[package] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there
+        _hide(*GPU_PACKAGES)
         hook.install()
         from megarl.parallel.cpu import patches
 
         patches.apply()
-
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        from megarl.parallel import spec
-
-        return spec.local(config, vp_stage)
-
-    @property
-    def replicated_linear(self) -> type:
-        from megarl.parallel.spec import ReplicatedLinear
-
-        return ReplicatedLinear
-
-    def fuse_optimizer(self, optimizer: Any) -> None:
-        """Without Transformer Engine and apex Megatron makes a plain torch AdamW, of a dozen kernels (optimizer/__init__.py:357)."""
-        for part in optimizer.chained_optimizers:
-            for group in part.optimizer.param_groups if part.optimizer is not None else []:
-                group["fused"] = True
 
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -204,15 +200,16 @@ class Cpu(Backend):
 _chosen: Backend | None = None
 
 
-def choose(gpus: bool | None = None, deterministic: bool = False) -> Backend:
+def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = False) -> Backend:
     """The backend of this process. Call it before anything imports megatron: it mends megatron, and on a CPU installs the hook.
 
     Args:
         gpus: whether to run on a GPU; None: as the first call said, and where that said nothing, if there is one.
         deterministic: of the first call: a GPU takes only algorithms that repeat their bits.
+        exact: of the first call: float32 is float32 on a GPU, too.
 
     Raises:
-        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and CUDA shows none or Transformer Engine is missing.
+        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and CUDA shows none, or Transformer Engine is broken.
     """
     global _chosen
     if _chosen is None:
@@ -226,21 +223,31 @@ def choose(gpus: bool | None = None, deterministic: bool = False) -> Backend:
                 "bash tools/setup.sh --gpu installs the CUDA builds"
             )
         upstream.quiet()
-        chosen = Cuda(deterministic) if (torch.cuda.is_available() if gpus is None else gpus) else Cpu()
-        upstream.apply(chosen.device, chosen.synchronize)
+        chosen = Cuda(deterministic, exact) if (torch.cuda.is_available() if gpus is None else gpus) else Cpu()
+        upstream.apply(chosen.device, chosen.synchronize, transformer_engine=chosen.fused)
         _chosen = chosen
     assert gpus is None or gpus == (_chosen.device.type == "cuda"), "a process has one backend"
     return _chosen
 
 
-def check_transformer_engine() -> None:
-    """ConfigError where Transformer Engine, of which the layers on GPUs are built, is not there or not what Megatron-core asks for."""
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed. ConfigError where it does not load, or is not what Megatron-core asks for."""
     remedy = f"Megatron-core {MEGATRON} builds its layers on GPUs of it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
     try:
         version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    try:
         importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError; a library of CUDA's that is missing an OSError
-        raise ConfigError(f"transformer-engine: not installed, or it does not load ({error}); {remedy}") from None
+    except (ImportError, OSError) as error:  # a library of CUDA's that is missing is an OSError
+        raise ConfigError(f"transformer-engine: does not load ({error}); {remedy}") from None
     if not TRANSFORMER_ENGINE[0] <= tuple(map(int, version.split(".")[:2])) < TRANSFORMER_ENGINE[1]:
         low, end = (".".join(map(str, bound)) for bound in TRANSFORMER_ENGINE)
         raise ConfigError(f"transformer-engine: {version} is installed, and it must be at least {low} and below {end}; {remedy}")
+    return True
+
+
+def _hide(*packages: str) -> None:
+    """Imports of these packages fail from here on: Megatron takes up what it finds."""
+    for package in packages:
+        sys.modules[package] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megarl.config import Layout
 from megarl.network import interface_towards
 from megarl.parallel.backend import choose
+
+FAULTS = (dist.DistError, torch.AcceleratorError)  # of a connection or a device: another process may fare better
 
 
 @dataclass(frozen=True)

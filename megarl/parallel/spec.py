@@ -1,4 +1,4 @@
-"""Which modules Megatron builds a layer from: Transformer Engine's on CUDA, Megatron's own (with our norm and attention) on CPU."""
+"""Which modules Megatron builds a layer from: Transformer Engine's, or Megatron's own, with our norm and attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReplicatedLinear(torch.nn.Module):
     Megatron's local spec cuts them by column and gathers the result, and loses gradients of the shared rotary key then: its gather's
     backward takes this rank's slice (multi_latent_attention.py:607) of what each rank knows only its own heads' part of. Transformer
     Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, which Megatron takes this
-    class for on a CPU (`cpu/patches.py`).
+    class for where there is none (`upstream.py`).
     """
 
     def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, config: TransformerConfig, bias: bool, **_: Any) -> None:
@@ -54,12 +54,12 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 def transformer_engine(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The CUDA spec of the layers that this pipeline rank builds for the given virtual stage."""
+    """The spec of Transformer Engine for the layers that this pipeline rank builds for the given virtual stage."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
 def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The CPU spec of the layers that this pipeline rank builds for the given virtual stage."""
+    """The local spec for the layers that this pipeline rank builds for the given virtual stage."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in block.layer_specs:
         _localise(layer, config)

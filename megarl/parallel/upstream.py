@@ -31,13 +31,24 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def apply(device: torch.device, synchronize: Callable[[], None]) -> None:
-    """Mend the importable megatron.core, on any hardware: `device`, whose queued work `synchronize` waits for."""
+def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool) -> None:
+    """Mend the importable megatron.core.
+
+    Args:
+        device: of this process.
+        synchronize: waits for the work queued on it.
+        transformer_engine: whether the layers are built of it; without it more is to be mended.
+    """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
     _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
+    if not transformer_engine:
+        _router_gemm(moe_utils)
+        _replicated_projections(multi_latent_attention)
 
 
 def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callable[[], None]) -> None:
@@ -86,3 +97,24 @@ def _padded_counts(router: Any) -> None:
         count(self, routing_map, padding_mask if padding_mask is None else padding_mask[:, None])
 
     router._apply_expert_bias = apply_expert_bias
+
+
+def _router_gemm(moe_utils: Any) -> None:
+    """moe_utils.py:22-40 imports `te_general_gemm` inside a try without an else; moe_utils.py:1192 then raises NameError without TE."""
+    expect(moe_utils.RouterGatingLinearFunction, "if te_general_gemm is not None")
+    if hasattr(moe_utils, "te_general_gemm"):
+        raise RuntimeError("megatron.core.transformer.moe.moe_utils now defines te_general_gemm: megarl's patch for it must be reviewed")
+    moe_utils.te_general_gemm = None
+
+
+def _replicated_projections(multi_latent_attention: Any) -> None:
+    """multi_latent_attention.py:421 knows a projection that every tensor-parallel rank has whole only as Transformer Engine's TELinear."""
+    from megarl.parallel.spec import ReplicatedLinear
+
+    expect(
+        multi_latent_attention.MLASelfAttention.__init__,
+        "if submodules.linear_q_down_proj in [TELinear]:",
+        "q_down_proj_kwargs['parallel_mode'] = 'duplicated'",
+        "if submodules.linear_kv_down_proj in [TELinear]:",
+    )
+    multi_latent_attention.TELinear = ReplicatedLinear

@@ -69,7 +69,7 @@ class Work:
     micro_batches: int  # of a mini-batch on one data-parallel rank
     sync_bytes: int  # of a weight update on rank 0
     offload: bool = False  # models that wait lie in host memory
-    spec: Spec = "te"
+    gpu: bool = True  # else the layers are the CPU's, and there is no CUDA context
 
 
 def plan_group(roles: Sequence[Role], layout: Layout, settings: ModelSettings, work: Work) -> Group:
@@ -102,7 +102,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
     if stage == 0 and work.sync_bytes:
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
-    context = CONTEXT if work.spec == "te" else 0
+    context = CONTEXT if work.gpu else 0
     return Stage(
         stage=stage,
         rank=stage * layout.ranks // layout.pp,
@@ -129,8 +129,9 @@ def recompute_of(settings: ModelSettings) -> Recompute:
 
 
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:
-    role, its, layers, cuda = model.role, model.facts, model.layers[stage], work.spec == "te"
-    shape = Shape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, work.spec, IMBALANCE if cuda else 1.0)
+    role, its, layers, cuda = model.role, model.facts, model.layers[stage], work.gpu
+    spec: Spec = "te" if work.gpu and settings.dtype != "float32" else "local"  # as `backend` chooses
+    shape = Shape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, IMBALANCE if cuda else 1.0)
     head = Head(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
     # Without gradients one layer's activations are there at a time, as where all but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")

@@ -118,6 +118,9 @@ class Engine(Protocol):
     def check_health(self) -> None:
         """Raises EngineDead where a process of the engine has ended or `close` was called, RolloutError where it failed in another way."""
 
+    async def ping(self, timeout_s: float) -> None:
+        """Returns when every process of the engine has answered."""
+
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """Takes requests, all or none.
 

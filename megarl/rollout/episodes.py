@@ -58,7 +58,7 @@ async def play(
     engine: Engine,
     host: Host,
     tokens: TurnTokens,
-    text_of: Callable[[list[int], bool], str],
+    text_of: Callable[[Sample], str],
     starts: Sequence[Start],
     sampling: Sampling,
     limits: Limits,
@@ -73,7 +73,7 @@ async def play(
         engine: idle.
         host: holds the environments.
         tokens: of the messages that they write.
-        text_of: the text of a turn's tokens; true: it ended by itself.
+        text_of: the text of a turn.
         starts: each with an id of its own.
         sampling: how the policy speaks; `max_tokens` is not read.
         limits: of an episode.
@@ -133,7 +133,7 @@ class _Player:
         self,
         responder: Responder,
         tokens: TurnTokens,
-        text_of: Callable[[list[int], bool], str],
+        text_of: Callable[[Sample], str],
         start: Start,
         number: int,
         sampling: Sampling,
@@ -172,7 +172,7 @@ class _Player:
             said = await self._responder(request_for((self._start.id, self._number, number), context, most, self._sampling, seed))
             finished, spoken = said.finish_reason == "stop", said.tokens[said.prompt_length :].tolist()
             self._turns.append(said)
-            self._text = self._text_of(spoken, finished)
+            self._text = self._text_of(said)
             answer = await episode.step(self._text, spoken, finished)
             self._take(answer, context, spoken)
             if answer.done:

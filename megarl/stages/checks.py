@@ -18,13 +18,13 @@ from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
     ConfigError,
-    DataSettings,
     EvalConfig,
-    EvalData,
     Layout,
+    MixtureSource,
     ModelReward,
     ModelSettings,
     PairsConfig,
+    PromptFormat,
     PromptSource,
     ReasoningGymReward,
     ReasoningGymSource,
@@ -36,6 +36,7 @@ from megarl.config import (
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
+from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
@@ -48,8 +49,9 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
-from megarl.workers.demand import ENGINES, demand
+from megarl.workers.demand import demand
 
+HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
@@ -58,11 +60,28 @@ GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts that evaluations ask."""
+
+    name: str
+    prompts: list[Prompt]
+    n: int  # sampled responses to each
+    temperature: float  # of those
+    greedy: bool  # the greedy response too
+    number: int = 0  # among the sets; with the run's seed it decides the random draws
+
+
+@dataclass(frozen=True)
 class Data:
     """Prompts that passed every check."""
 
     train: list[Prompt]
-    eval: list[Prompt]
+    sets: list[HeldOut]
+
+    @property
+    def eval(self) -> list[Prompt]:
+        """Those of data.eval."""
+        return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
@@ -121,11 +140,6 @@ def check_cluster(config: RunSettings) -> None:
         raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
     if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
         raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
-    if settings.gpus and config.model.dtype == "float32" and any(kind.name != ENGINES for kind in demand(config)):
-        raise ConfigError(
-            "model.dtype=float32 does not go with cluster.gpus=true: Transformer Engine multiplies in TF32 there, without fused attention "
-            "(bfloat16, or cluster.gpus=false)"
-        )
     if settings.address is not None:
         return
     known = psutil.net_if_addrs()
@@ -146,7 +160,7 @@ def check_gpus(config: RunSettings, here: int) -> None:
 
 
 def check_prompts(
-    config: TrainConfig | EvalConfig | PairsConfig, data: DataSettings | EvalData, rollout: RolloutSettings, source: PromptSource, key: str
+    config: TrainConfig | EvalConfig | PairsConfig, data: PromptFormat, rollout: RolloutSettings, source: PromptSource, key: str
 ) -> list[Prompt]:
     """Every prompt of a source, tokenised.
 
@@ -160,24 +174,44 @@ def check_prompts(
     Raises:
         ConfigError: for the first that is malformed or too long, and where scoring it would run code.
     """
-    if isinstance(source, ReasoningGymSource) and source.dataset in EVALUATING and _scored_by_gym(config.reward):
-        raise ConfigError(
-            f"{key}.dataset: {source.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
-            "never runs; give another reward (reward.source.type=function)"
-        )
+    parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
+    for where, one in {key: source, **parts}.items():
+        if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(config.reward):
+            raise ConfigError(
+                f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+                "never runs; give another reward (reward.source.type=function)"
+            )
     tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, tools=tools)
+    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system, tools=tools)
     check_episodes(config, prompts, key)
     return prompts
 
 
-def check_data(config: TrainConfig | PairsConfig) -> Data:
-    """`check_prompts` of both sources."""
-    return Data(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
+def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
+    """`check_prompts` of everything that is evaluated."""
+    temperature = config.rollout.temperature
+    sets = []
+    if config.data.eval is not None:
+        prompts = check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
+        sets.append(HeldOut(HELD_OUT, prompts, 1, temperature, True))
+    for index, one in enumerate(config.eval):
+        prompts = check_prompts(config, config.data, config.rollout, one.source, f"eval.{index}.source")
+        own = temperature if one.temperature is None else one.temperature
+        sets.append(HeldOut(one.name, prompts, one.n, own, one.greedy, index + 1))
+    return sets
+
+
+def check_data(config: TrainConfig) -> Data:
+    """`check_prompts` of what is trained on and what is evaluated."""
+    train = check_prompts(config, config.data, config.rollout, config.data.train, "data.train")
+    return Data(train, check_sets(config))
+
+
+def check_turns_and_data(config: TrainConfig) -> Data:
+    """`check_data`, once the environment is one that the prompts can begin with."""
+    check_environment(config)
+    return check_data(config)
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
@@ -252,15 +286,42 @@ def check_trained_head(path: Path, key: str) -> None:
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
-    """All checks of `megarl train`, and of another verb that does the same work."""
-    hf = check_model(config)
-    if config.model.base is not None:
-        base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
-        if base["architectures"] != hf["architectures"]:
-            raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
-    check_length(hf, config.rollout)
-    check_stops(hf, config.rollout)
-    check_routing(hf, config)
+    """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
+    hf, data = check_model(config), list[Data]()
+    refuse_all(
+        lambda: check_base(config, hf),
+        lambda: check_length(hf, config.rollout),
+        lambda: check_stops(hf, config.rollout),
+        lambda: check_routing(hf, config),
+        lambda: check_transport(config),
+        lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
+        lambda: check_models_beside(config, hf),
+        lambda: check_fits(config),
+        lambda: check_reward(config.reward),
+        lambda: data.append(check_turns_and_data(config)),
+    )
+    normalise = config.reward.normalise
+    for key, wanted in (
+        ("train.prompts_per_step", config.train.prompts_per_step),
+        ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
+    ):
+        if len(data[0].train) < wanted:
+            raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
+    check_resume(config, verb, len(data[0].train))
+    return data[0]
+
+
+def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """ConfigError where `model.base` is not whole, or another architecture."""
+    if config.model.base is None:
+        return
+    base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
+    if base["architectures"] != hf["architectures"]:
+        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+
+
+def check_transport(config: TrainConfig) -> None:
+    """ConfigError where weights cannot go that way."""
     if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
         fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
         gpus = str(config.cluster.gpus).lower()
@@ -270,7 +331,10 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
             "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
             "placement.engines=shared)"
         )
-    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+
+
+def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """Checks critic, reference and reward model, where the run has them. `hf`: the policy's config.json."""
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
@@ -283,19 +347,6 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
         check_trained_head(config.reward.source.path, "reward.source.path")
         read_range(config.reward.source.path, "reward.source.path")
-    check_fits(config)
-    check_reward(config.reward)
-    check_environment(config)
-    data = check_data(config)
-    normalise = config.reward.normalise
-    for key, wanted in (
-        ("train.prompts_per_step", config.train.prompts_per_step),
-        ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
-    ):
-        if len(data.train) < wanted:
-            raise ConfigError(f"{key}={wanted}: data.train holds {len(data.train)} prompts")
-    check_resume(config, verb, len(data.train))
-    return data
 
 
 def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:

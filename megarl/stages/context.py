@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from megarl.cluster.session import ray_session
 from megarl.config import TrainConfig
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
 from megarl.workers.demand import processes
 from megarl.workers.engines import Engines
+from megarl.workers.keeper import Copies
 from megarl.workers.model_groups import ModelGroups, start
 
 
@@ -26,16 +28,29 @@ class RunContext:
     engines: Engines
     train_reward: Reward
     eval_reward: Reward
+    restarts: Restarts
+
+    @property
+    def copies(self) -> Copies:
+        """Of the last steps."""
+        return self.models.copies
+
+    def restart(self, beginning: bool) -> bool:
+        """Starts the ranks again, with the models as they were at the start, and the engines where they are to begin with `model.base`.
+
+        beginning: the run begins anew. Returns whether a node was gone.
+        """
+        return self.models.restart(self.engines, beginning and self.config.model.base is not None)
 
 
 @contextmanager
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
     """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
-    with (
-        Run(config, None if resume is None else resume.run) as run,
-        ray_session(config.cluster, processes(config)),
-        open_scorers(config.reward, run.note) as scorers,
-    ):
-        with run.phase("start"):
-            models, engines = start(config)
-        yield RunContext(config, run, models, engines, *scorers.rewards(models))
+    with Run(config, None if resume is None else resume.run) as run, ExitStack() as stack:
+        with run.starting("Ray"):
+            stack.enter_context(ray_session(config.cluster, processes(config)))
+        with run.starting("scoring processes"):
+            scorers = stack.enter_context(open_scorers(config.reward, run.note))
+        restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
+        models, engines = start(config, run.starting, restarts)
+        yield RunContext(config, run, models, engines, *scorers.rewards(models), restarts)

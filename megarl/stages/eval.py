@@ -1,78 +1,123 @@
-"""Held-out pass rates: `evaluate` inside a run, `run_eval` as the verb `megarl eval`."""
+"""Evaluations of sets of prompts: `evaluate` inside a run, `run_eval` as the verb `megarl eval`."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
-from statistics import pstdev
+from dataclasses import dataclass
 
 from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, EvalConfig, ModelReward
-from megarl.data.prompts import Prompt
 from megarl.environments.checks import check_environment
-from megarl.observe.metrics import Last, merge
+from megarl.observe.estimates import SetResult, estimated
+from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
-from megarl.observe.summary import write_json
+from megarl.observe.samples import Record, record
+from megarl.observe.summary import rates, write_json
+from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
-from megarl.stages.checks import check_engines_alone, check_prompts
+from megarl.stages.checks import HeldOut, check_engines_alone, check_sets
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
 from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
+from megarl.workers.rollout_worker import Response
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 
 
-def evaluate(
-    name: str, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0
-) -> dict[str, float]:
-    """Pass rates over the prompts: of one response each that is sampled at the rollout temperature, and of the greedy one.
+@dataclass(frozen=True)
+class Judged:
+    """The responses to a set's prompts, sampled or greedy, and their scores."""
 
-    A pass rate is the mean of the scores. What is drawn does not depend on `step`.
+    responses: Sequence[Response]
+    scores: Sequence[Score]
+
+
+def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0) -> dict[str, float]:
+    """Asks every set: what it asks for is sampled, and the greedy response where it is wanted.
+
+    What is drawn depends on `seed` and the set alone, not on `step`.
 
     Args:
-        name: of the weights, in the run's summary.
-        prompts: the held-out ones.
+        when: what the run calls these weights: base, start, end, eval.
+        sets: the prompts.
         engines: with the weights.
         reward: that of evaluations.
-        run: to which the rates are reported.
+        run: to which the numbers and the responses are reported.
         seed: of the run.
         step: of the metrics' row.
 
     Returns:
-        {"sampled": rate, "greedy": rate}.
+        The numbers by the names of their metrics, such as eval/heldout/avg@1.
     """
-    found = dict[str, list[Score]]()
-    with run.phase("eval"):
-        for kind, temperature in (("sampled", engines.settings.temperature), ("greedy", 0.0)):
-            sampling = Sampling(1, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP))
-            responses = engines.generate(prompts, sampling)
-            found[kind] = reward.scores(prompts, responses)
-            run.failures(found[kind])
-    rates = {kind: sum(score.value for score in scores) / len(scores) for kind, scores in found.items()}
-    error = pstdev(score.value for score in found["sampled"]) / math.sqrt(len(prompts))
-    failures = merge([reward_failures(scores) for scores in found.values()])
-    run.pass_rate(name, rates, step, failures | {"eval/heldout/stderr": Last(error)})
-    return rates
+    results, metrics = list[SetResult](), list[dict[str, Metric]]()
+    for one in sets:
+        with run.phase("eval"):
+            result, found, records = _ask(one, engines, reward, run, seed)
+        results.append(result)
+        metrics.append({name.replace("eval/", f"eval/{one.name}{'_base' if when == 'base' else ''}/", 1): x for name, x in found.items()})
+        run.keep(step, records, f"{one.name}_base" if when == "base" else one.name)
+    return run.evaluated(when, results, merge(metrics), step)
 
 
-def check_eval(config: EvalConfig) -> list[Prompt]:
+def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[Record]]:
+    """What a set says of the weights: the estimates, the metrics beside them, the responses."""
+    kinds = [(one.n, one.temperature)] + ([(1, 0.0)] if one.greedy else [])
+    judged = []
+    for n, temperature in kinds:
+        responses = engines.generate(
+            one.prompts, Sampling(n, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP, one.number))
+        )
+        judged.append(Judged(responses, reward.scores(one.prompts, responses)))
+        run.failures(judged[-1].scores)
+    score_Pn = [list[float]() for _ in one.prompts]
+    for response, score in zip(judged[0].responses, judged[0].scores, strict=True):
+        score_Pn[response.prompt].append(score.value)
+    greedy_P = [score.value for score in judged[1].scores] if one.greedy else None
+    result = estimated(one.name, score_Pn, greedy_P)
+    records = [
+        record(one.prompts[response.prompt], response, score, greedy=number > 0)
+        for number, said in enumerate(judged)
+        for response, score in zip(said.responses, said.scores, strict=True)
+    ]
+    failures = merge([reward_failures(said.scores) for said in judged])
+    return result, failures | _beside(judged[0]) | {"eval/stderr": Last(result.stderr)}, records
+
+
+def _beside(sampled: Judged) -> dict[str, Metric]:
+    """Lengths, and the means of the reward's parts."""
+    parts = defaultdict[str, list[float]](list)
+    for score in sampled.scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    number = float(len(sampled.responses))
+    return {
+        "eval/response_length/mean": Mean(float(sum(response.loss_tokens for response in sampled.responses)), number),
+        "eval/response_length/clip_ratio": Mean(float(sum(not response.finished for response in sampled.responses)), number),
+        **{f"eval/{name}/mean": Mean(sum(values), float(len(values))) for name, values in parts.items()},
+    }
+
+
+def check_eval(config: EvalConfig) -> list[HeldOut]:
     """All checks of `megarl eval`; its prompts."""
     check_engines_alone(config, "eval")
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
     check_environment(config)
-    return check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
+    return check_sets(config)
 
 
 def run_eval(config: EvalConfig) -> None:
-    """`megarl eval`: leaves the pass rates of `config.model.path` in runs/<name>/eval.json."""
-    prompts = check_eval(config)
+    """`megarl eval`: leaves the numbers of `config.model.path` in runs/<name>/eval.json."""
+    sets = check_eval(config)
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
-            engines = start_engines(config)
-        rates = evaluate("eval", prompts, engines, scorers.rewards()[1], run, config.seed)
-        write_json(run.directory / "eval.json", {"model": str(config.model.path), "prompts": len(prompts), **rates})
+            engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
+        evaluate("eval", sets, engines, scorers.rewards()[1], run, config.seed)
+        counts = {one.name: len(one.prompts) for one in sets}
+        content = {"model": str(config.model.path), "prompts": sum(counts.values()), **rates(run.evaluations["eval"].results)}
+        write_json(run.directory / "eval.json", content | {"sets": run.evaluations["eval"].plain()["results"]})

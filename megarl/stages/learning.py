@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +22,13 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.plan.fits import check_fits
+from megarl.restarts import Restarts
+from megarl.stages.best import NOTHING, Best
 from megarl.stages.checks import check_model
-from megarl.stages.saving import Checkpoints, check_resume, every, resume_point
+from megarl.stages.recovery import newest, recovering
+from megarl.stages.saving import Checkpoints, ResumePoint, check_resume, every, resume_point
 from megarl.workers.demand import processes
+from megarl.workers.keeper import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
@@ -48,40 +49,23 @@ class SupervisedState:
     def __init__(self, sampler: Sampler, best: Path) -> None:
         self.step, self.sampler = 0, sampler
         self.measured = 0  # the last step after which the held-out numbers were taken
-        self._folder = best
-        self._record: tuple[float, float] | None = None  # held-out accuracy and -loss of the best evaluation
-        self._best_step = self.waited = 0  # the best evaluation's step, and how many evaluations have come since
-
-    @property
-    def best(self) -> Path:
-        """Where the model of the best evaluation is kept."""
-        return self._folder / f"{self._best_step:06d}"
+        self.best = Best(best)
 
     def improves(self, accuracy: float, loss: float) -> bool:
         """Takes an evaluation of this step: is it better than all before? Of two with the same accuracy, the lower loss is."""
         self.measured = self.step
-        if self._record is not None and (accuracy, -loss) <= self._record:
-            self.waited += 1
-            return False
-        self._record, self._best_step, self.waited = (accuracy, -loss), self.step, 0
-        return True
+        return self.best.improves(self.step, accuracy, -loss)
 
     def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        best = [self._record, self._best_step, self.waited]
-        return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": best}
+        return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": self.best.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where it was taken over other data.
-
-        Where the best model is gone, a better one had come after `state` and taken its place: that one will come again.
-        """
+        """Stands where `state` was taken. ValueError where it was taken over other data."""
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
-        record, step, waited = state.get("best", [None, 0, 0])
-        if record is not None and (self._folder / f"{step:06d}").is_dir():
-            self._record, self._best_step, self.waited = tuple(record), step, waited
+        self.best.restore(state.get("best", NOTHING))
 
 
 def learn(
@@ -107,76 +91,92 @@ def learn(
         finish: is given the directory of the model that is left, and its held-out numbers.
         shuffle: draw the items of each epoch in random order; false: in their own.
     """
-    settings = config.learn
-    resume = resume_point(config, config.section, items) if settings.steps else None
+    stage = Stage(config, objective, draw, held_out, finish)
+    resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, processes(config)):
         with run.phase("start"):
-            learners = start_learners(config, TrainSpec(objective, config.optimizer, settings.steps))
-        state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
-        checkpoints = Checkpoints(config, config.section, run, learners)
-        if resume is not None:
-            checkpoints.load(resume, state)
-        elif held_out is not None:
-            run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-        with termination.deferred():  # until the run can be saved
-            while state.step < settings.steps and not (settings.patience and state.waited >= settings.patience):
-                checkpoints.stop_where_asked(state)
-                state.step += 1
-                plan = draw(state.sampler.take(settings.batch_size))
-                with run.phase("update"):
-                    metrics = learners.train(plan)
-                run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
-                if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
-                    metrics = _measure(learners, held_out, run)
-                    numbers = scalars(metrics)
-                    better = state.improves(numbers[f"{objective.name}/accuracy"], numbers[f"{objective.name}/loss"])
-                    run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
-                    if better and settings.patience:
-                        _keep(learners, run, state.best)
-                if every(config.save.every, state.step):
-                    checkpoints.save(state)
-            checkpoints.finish()
-            if held_out is not None and state.measured != state.step and not state.best.is_dir():  # it was to take more steps once
-                run.held_out("held-out after", _measure(learners, held_out, run), state.step)
-            if settings.patience and state.best.is_dir():
-                run.note(f"ends after step {state.step} with the model of step {int(state.best.name)}, the best")
-                partial = run.directory / ".model.partial-best"
-                shutil.copytree(state.best, partial, copy_function=_link)
-                partial.rename(run.directory / "model")
-            elif settings.steps:
-                with run.phase("save"):
-                    learners.save(run.directory / "model")
-            if settings.steps and finish is not None:
-                finish(run.directory / "model", run.results["held-out after"])
+            learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps))
+        ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
+
+        def work(start: ResumePoint | None) -> None:
+            state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
+            take_steps(stage, ctx, state, start)
+
+        recovering(work, resume, ctx, newest(config, config.section, items))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What `learn` was given."""
+
+    config: SftConfig | RmConfig | DpoConfig
+    objective: Objective
+    draw: Callable[[list[int]], MiniBatch]
+    held_out: MiniBatch | None
+    finish: Callable[[Path, Mapping[str, float]], None] | None
+
+
+@dataclass(frozen=True)
+class LearnContext:
+    """The parts of a supervised run that live as long as the run."""
+
+    run: Run
+    learners: Learners
+    restarts: Restarts
+
+    @property
+    def copies(self) -> Copies:
+        """Of the last steps."""
+        return self.learners.copies
+
+    def restart(self, beginning: bool) -> bool:
+        """Starts the ranks again, with the model as it was at the start. Whether a node was gone."""
+        return self.learners.restart()
+
+
+def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
+    """All steps of a run, from the beginning or from a checkpoint; saves the model that is left."""
+    config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
+    checkpoints = Checkpoints(config, config.section, run, learners)
+    if resume is not None:
+        checkpoints.load(resume, state)
+    elif held_out is not None:
+        run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
+    with termination.deferred():  # until the run can be saved
+        while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
+            checkpoints.stop_where_asked(state)
+            state.step += 1
+            plan = stage.draw(state.sampler.take(settings.batch_size))
+            with run.phase("update"):
+                metrics = learners.train(plan)
+            run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
+            if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
+                metrics = _measure(learners, held_out, run)
+                numbers = scalars(metrics)
+                better = state.improves(numbers[f"{stage.objective.name}/accuracy"], numbers[f"{stage.objective.name}/loss"])
+                run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
+                if better and settings.patience:
+                    with run.phase("save"):
+                        state.best.keep(learners.save)
+            checkpoints.copy(state)
+            if every(config.save.every, state.step):
+                checkpoints.save(state)
+        checkpoints.finish()
+        if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
+            run.held_out("held-out after", _measure(learners, held_out, run), state.step)
+        if settings.patience and state.best.path.is_dir():
+            run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
+            state.best.leave(run.directory / "model")
+        elif settings.steps:
+            with run.phase("save"):
+                learners.save(run.directory / "model")
+        if settings.steps and stage.finish is not None:
+            stage.finish(run.directory / "model", run.results["held-out after"])
 
 
 def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
     with run.phase("eval"):
         return learners.measure(held_out)
-
-
-def _keep(learners: Learners, run: Run, best: Path) -> None:
-    """Saves the model as the best so far, in the place of the one before."""
-    with run.phase("save"):
-        if best.exists():  # of a process that went further before it was killed
-            _discard(best)
-        learners.save(best)
-        for other in best.parent.iterdir():
-            if other != best:
-                _discard(other)
-
-
-def _discard(model: Path) -> None:
-    """Removes a directory; under its name it is there whole or not at all."""
-    shutil.rmtree(model.rename(model.with_name(f".{secrets.token_hex(4)}")))
-
-
-def _link(source: str, target: str) -> None:
-    """Two names for one file, where the file system has that: a model may be large, and a run that is started again finds its best one."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def learn_pairs(

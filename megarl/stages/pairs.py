@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
-from megarl.stages.checks import Data, check_data, check_engines_alone
+from megarl.stages.checks import check_engines_alone, check_prompts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
@@ -34,14 +36,22 @@ def pairs(config: PairsConfig) -> None:
     data = check_pairs(config)
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
-            engines = start_engines(config)
+            engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         reward, _ = scorers.rewards()
         for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):
             metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, reward, run, number)
             run.held_out(name, metrics, number)
 
 
-def check_pairs(config: PairsConfig) -> Data:
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of both files."""
+
+    train: list[Prompt]
+    eval: list[Prompt]
+
+
+def check_pairs(config: PairsConfig) -> Asked:
     """All checks of `megarl pairs`; the prompts of both files."""
     check_engines_alone(config, "pairs")
     if isinstance(config.reward.source, ModelReward):
@@ -50,7 +60,10 @@ def check_pairs(config: PairsConfig) -> Data:
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
     check_reward(config.reward)
-    data = check_data(config)
+    data = Asked(
+        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
+        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
+    )
     if config.pairs.answers:
         tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
         for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
+from megarl.observe.samples import Record, record, spread
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
@@ -32,6 +33,7 @@ class Generated:
 class Group:
     """The scored responses to one prompt."""
 
+    prompt: Prompt
     responses: list[Response]
     scores: list[Score]
     greedy: float | None  # the reward of the greedy response
@@ -79,7 +81,7 @@ def score(ctx: RunContext, generated: Generated, scale: RewardScale | None) -> l
         found = scores(generated.responses)
         ctx.run.failures(found)
         greedy = scores(generated.greedy)
-    groups = [Group([], [], greedy[index].value if greedy else None) for index in range(len(prompts))]
+    groups = [Group(prompt, [], [], greedy[index].value if greedy else None) for index, prompt in enumerate(prompts)]
     for response, score_ in zip(generated.responses, found, strict=True):
         groups[response.prompt].responses.append(response)
         groups[response.prompt].scores.append(score_)
@@ -112,9 +114,19 @@ class RolloutBuffer:
         for group in groups:
             (self._kept if self.rounds is None or group.informative else self._uninformative).append(group)
 
+    @property
+    def chosen(self) -> list[Group]:
+        """The step's groups."""
+        return (self._kept + self._uninformative)[: self.wanted]
+
+    def samples(self, most: int) -> list[Record]:
+        """At most so many of the step's responses, to read."""
+        pairs = [(group.prompt, *pair) for group in self.chosen for pair in zip(group.responses, group.scores, strict=True)]
+        return [record(*pairs[index]) for index in spread(len(pairs), most)]
+
     def batch(self) -> RolloutBatch:
         """The step's responses, prompts counted anew, and how dynamic sampling went."""
-        chosen = (self._kept + self._uninformative)[: self.wanted]
+        chosen = self.chosen
         metrics: dict[str, Metric] = {}
         if self.rounds is not None:
             metrics["rollout/rounds"] = Sum(float(self.round))

@@ -38,7 +38,7 @@ class _Run(BaseModel, extra="allow"):
     step: int
     learned: int
     metrics_bytes: int
-    pass_rates: dict[str, dict[str, Any]]
+    evaluations: dict[str, dict[str, Any]] = {}  # older checkpoints have none
     results: dict[str, dict[str, Any]]
     whole: dict[str, list[Any]]
     warnings: dict[str, str]
@@ -77,14 +77,19 @@ class Trained(Protocol):
 
     def load(self, steps: Mapping[str, Verified], /) -> None: ...
 
+    def copy(self, step: int, record: object, /) -> None: ...
+
+    def restore(self, step: int, /) -> None: ...
+
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that verified, byte by byte."""
+    """A checkpoint that verified, byte by byte; or the copy of a step in the memory of the machines."""
 
     steps: Mapping[str, Verified]  # which step directory holds each trained model
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
+    copy: int | None = None  # the step
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
@@ -182,9 +187,23 @@ class Checkpoints:
     def load(self, resume: ResumePoint, state: State) -> None:
         """Puts models, optimizers, random states and `state` where the checkpoint has them."""
         with self._run.phase("load"):
-            self._models.load(resume.steps)
+            if resume.copy is None:
+                self._models.load(resume.steps)
+            else:
+                self._models.restore(resume.copy)
             state.restore(resume.progress)
-        self._saved = state.step
+        self._saved = state.step if resume.copy is None else None
+
+    def copy(self, state: State) -> None:
+        """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
+        if self._settings.rolling == "off":
+            return
+        record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
+        with self._run.phase("rolling"):
+            try:
+                self._models.copy(state.step, record)
+            except OSError as error:
+                self._run.event("copy_failed", f"step {state.step} was not copied: {error.strerror or error}")
 
     def save(self, state: State) -> None:
         """Saves the models as they are now, with where the run stands.

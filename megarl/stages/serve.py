@@ -56,7 +56,7 @@ class Service:
                 Row(place, checked(sample.get("prompt"), place), sample["response"], {"finished": bool(sample.get("finished", True))})
             )
         limit, key = settings.max_tokens, "serve.max_tokens"
-        prompts = tokenised(iter(rows), self._tokenizer, data.chat, data.template, limit, "data.samples", key)
+        prompts = tokenised(iter(rows), self._tokenizer, data.chat, data.template, limit, "data.samples", key, data.system)
         for row in rows:
             check_size(self._tokenizer, row.answer, limit, f"{row.place}: the response", key)
         responses = encode(self._tokenizer, [row.answer for row in rows], special=False) if rows else []

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.algorithms.sft import Sft
-from megarl.config import ConfigError, ConversationSource, SftConfig, SftSource
+from megarl.config import ConfigError, ConversationSource, SftConfig, SftMixture, SftSource
 from megarl.data.conversations import Conversation, answered, load_conversations
+from megarl.data.mixture import mixed
 from megarl.data.prompts import load_prompts
 from megarl.stages.learning import check_held_out, check_learn, learn, sample
 from megarl.stages.saving import check_resume
@@ -27,11 +28,14 @@ def check_sft(config: SftConfig) -> Conversations:
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
 
     def conversations(source: SftSource, key: str) -> list[Conversation]:
+        if isinstance(source, SftMixture):
+            parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
+            return mixed(parts, source.seed)
         if isinstance(source, ConversationSource):
             if not data.chat:
                 raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-            return load_conversations(source, tokenizer, limit, key)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens")
+            return load_conversations(source, tokenizer, limit, key, data.system)
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system)
         return answered(prompts, tokenizer, limit, key)
 
     held_out = [] if data.eval is None else conversations(data.eval, "data.eval")

@@ -11,7 +11,9 @@ from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Last, Mean, Metric
+from megarl.observe.run import BEST
 from megarl.rewards.scale import RewardScale
+from megarl.stages.best import NOTHING, Best
 from megarl.stages.pretraining import ValuePretraining
 from megarl.workers.plan import StepPlan
 
@@ -25,12 +27,14 @@ class TrainState:
         evaluated: the step after which the policy was last evaluated.
         kl_coef: weight of the KL to the reference, which `algorithm.kl_target` steers.
         scale: of the rewards, where `reward.normalise` asks for one.
+        best: the best evaluation, where `train.best` says which that is.
     """
 
     def __init__(self, config: TrainConfig, prompts: int) -> None:
         self.step = self.learned = self.evaluated = 0
         self.kl_coef = config.algorithm.kl_coef
         self.scale: RewardScale | None = None
+        self.best = Best(config.directory / BEST)
         self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
         self._algorithm = config.algorithm
@@ -58,7 +62,13 @@ class TrainState:
         """As plain values for JSON."""
         plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
         scale = None if self.scale is None else self.scale.plain()
-        return {**plain, "scale": scale, "sampler": self.sampler.state(), "pretraining": self.pretraining.state()}
+        return {
+            **plain,
+            "scale": scale,
+            "best": self.best.state(),
+            "sampler": self.sampler.state(),
+            "pretraining": self.pretraining.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stands where `state` was taken. ValueError where the prompts are others."""
@@ -66,5 +76,6 @@ class TrainState:
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
         scale = state.get("scale")  # older checkpoints have none
         self.scale = None if scale is None else RewardScale(*scale)
+        self.best.restore(state.get("best", NOTHING))
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])

@@ -7,8 +7,6 @@ gloo or NCCL, shared memory, or CUDA IPC. While the engines take one bucket, the
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -21,11 +19,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from megarl.parallel.grid import listen_store
+from megarl.shared_memory import SharedMemory
 from megarl.sync import wire
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
 Watch = Callable[[str, Tensor], None]
-_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -188,26 +186,15 @@ class _Buffer:
 
 
 class _SharedBuffer(_Buffer):
-    """Shared memory without a name: nothing is left behind, however this process ends.
-
-    Engines of the same user open it through this process's file descriptor; its mode is 0600 all the same.
-    """
+    """Memory that the engines of this machine open by `path`."""
 
     def __init__(self, capacity: int) -> None:
-        self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._reserved = 0
-        os.ftruncate(self._descriptor, capacity)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        super().__init__(torch.frombuffer(mmap.mmap(self._descriptor, capacity), dtype=torch.uint8))
+        self._memory = SharedMemory(capacity, "sync.transport=shm")
+        self.path = self._memory.path
+        super().__init__(self._memory.bytes_B)
 
     def reserve(self, nbytes: int) -> None:
-        """Raises OSError where the shared memory is full; written without it, the process would die of SIGBUS."""
-        if nbytes > self._reserved:
-            try:
-                os.posix_fallocate(self._descriptor, self._reserved, nbytes - self._reserved)
-            except OSError as error:
-                raise OSError(error.errno, f"sync.transport=shm: {_SHARED_MEMORY} has no room for a bucket of {nbytes} bytes") from error
-            self._reserved = nbytes
+        self._memory.reserve(nbytes)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._memory.close()

@@ -2,98 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
-from megarl.cluster.actor_group import ActorGroup
-from megarl.config import EnvironmentSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.cluster import watch
+from megarl.cluster.actor_group import ActorGroup, WorkerDied, WorkerLate, end
+from megarl.cluster.reserve import lost_nodes
+from megarl.cluster.watch import StandsStill
+from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
+from megarl.restarts import Restarts
+from megarl.rollout.engine import EngineDead, RolloutTimeout
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
-from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker
+from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, RolloutWorker, answered, ask
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
+PING_S = 60.0  # longest time in which an engine that has nothing to do says that it is there
+LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # what another engine would do without
 
-@dataclass(frozen=True)
-class Engines:
-    """The rollout engines."""
+Result = TypeVar("Result")
 
-    group: ActorGroup
+
+@dataclass
+class EngineStarter:
+    """Starts engines of a run.
+
+    Args:
+        config: of the run; says whether GPUs are used, and whether ranks use the same.
+        settings: of the engines.
+        places: a scheduling strategy for each engine, of `reserve_workers`.
+        model: the Hugging Face directory whose weights they begin with.
+        devices: the GPUs of the ranks that they share them with, `rollout.tp` for each engine; none: Ray has given them their own.
+    """
+
+    config: RunSettings
     settings: RolloutSettings
-    turns: Turns | None = None  # where they share devices with the policy's ranks
-    environment: EnvironmentSettings | None = None  # what answers the policy's turns; None: each prompt has one response
+    places: Sequence[Any]
+    model: Path
+    devices: Sequence[str] = ()
 
-    @classmethod
-    def create(cls, config: RunSettings, settings: RolloutSettings, places: Sequence[Any]) -> Engines:
-        """Starts the processes; `open` gives them weights.
+    @property
+    def shared(self) -> bool:
+        """Whether they take turns with ranks."""
+        return isinstance(self.config, TrainConfig) and self.config.placement.engines == "shared"
 
-        Args:
-            config: says whether GPUs are used, and whether ranks use the same.
-            settings: of the engines.
-            places: a scheduling strategy for each engine, of `reserve_workers`.
-        """
-        shared = isinstance(config, TrainConfig) and config.placement.engines == "shared"
-        actor, gpus = ray.remote(RolloutWorker), settings.tp if config.cluster.gpus else 0
-        as_guests = shared and config.cluster.gpus  # in the place of a rank
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guests else {"num_cpus": 1, "num_gpus": gpus}
-        if gpus and config.cluster.deterministic:
+    def create(self, index: int) -> Any:
+        """The process of an engine; `open` gives it weights."""
+        gpus = self.settings.tp if self.config.cluster.gpus else 0
+        as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
+        if gpus and self.config.cluster.deterministic:
             options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
-        actors = [
-            actor.options(scheduling_strategy=place, **options).remote(f"engine {index}", ENGINES[settings.engine.type])
-            for index, place in enumerate(places)
-        ]
-        group = ActorGroup("engine", actors)
-        environment = None if isinstance(config, PairsConfig) else getattr(config, "environment", None)
-        return cls(group, settings, Turns(group, config.cluster.phase_timeout_s) if shared else None, environment)
+        actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
+        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type])
 
-    def open(self, model: Path, config: RunSettings, devices: Sequence[str] = ()) -> list[Any]:
-        """Starts every engine with the weights of `model`; returns at once, with what to wait for.
-
-        Args:
-            model: a Hugging Face directory.
-            config: of the run.
-            devices: the GPUs of the ranks that they share them with, `rollout.tp` for each engine; none: Ray has given them their own.
-        """
+    def open(self, index: int, actor: Any) -> Any:
+        """Starts the engine itself; returns at once, with what to wait for."""
+        config, tp = self.config, self.settings.tp
         report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
         dtype = self.settings.dtype or config.model.dtype
-        tp, told = self.settings.tp, (model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.turns is not None)
-        return [actor.open.remote(*told, devices[index * tp : (index + 1) * tp]) for index, actor in enumerate(self.group.actors)]
+        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared)
+        return actor.open.remote(*told, self.devices[index * tp : (index + 1) * tp])
+
+
+class Engines:
+    """The rollout engines. One that dies, is stopped or late is replaced, where there is a `starter`, and nothing else is lost.
+
+    Args:
+        group: their actors.
+        settings: of the engines.
+        turns: where they share devices with the policy's ranks.
+        starter: starts others in their places.
+        restarts: says how often.
+        playing: how responses become episodes; None: each prompt has one response.
+    """
+
+    def __init__(
+        self,
+        group: ActorGroup,
+        settings: RolloutSettings,
+        turns: Turns | None = None,
+        starter: EngineStarter | None = None,
+        restarts: Restarts | None = None,
+        playing: Playing | None = None,
+    ) -> None:
+        self.playing = playing
+        self.group, self.settings, self.turns, self.starter, self._restarts = group, settings, turns, starter, restarts
+        self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all of them
+        if turns is not None:
+            turns.guard = self.keeping
+        if starter is not None and restarts is not None:
+            watch.spare(group.actors)
+
+    @classmethod
+    def create(cls, starter: EngineStarter, restarts: Restarts | None = None) -> Engines:
+        """Starts the processes; `open` gives them weights."""
+        group = ActorGroup("engine", [starter.create(index) for index in range(len(starter.places))])
+        turns = Turns(group, starter.config.cluster.phase_timeout_s) if starter.shared else None
+        return cls(group, starter.settings, turns, starter, restarts, playing(starter.config))
+
+    @property
+    def places(self) -> Sequence[Any]:
+        """Where they are."""
+        assert self.starter is not None
+        return self.starter.places
+
+    def open(self) -> list[Any]:
+        """Starts every engine with the weights of the starter's model; returns at once, with what to wait for."""
+        assert self.starter is not None
+        return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
-        """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn."""
+        """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn.
+
+        Of an engine that is lost the whole share is generated again: the same requests go through the same batches to the same bits.
+        """
         if self.turns is not None:
             self.turns.to_engines()
         sampling = sampling.within(self.settings)
-        references = [
-            self._ask(actor, dict(list(enumerate(prompts))[index :: len(self.group.actors)]), sampling, experts)
-            for index, actor in enumerate(self.group.actors)
-            if index < len(prompts)
-        ]
-        answers = self.group.wait(references, "generate", self.settings.timeout_s)
-        return sorted((response for answer in answers for response in answer), key=lambda response: (response.prompt, response.index))
+        numbered = [Start(number, prompt.tokens, prompt.seed, prompt.task) for number, prompt in enumerate(prompts)]
+        replicas = len(self.group.actors)
+        shares = {index: numbered[index::replicas] for index in range(min(replicas, len(numbered)))}
+        answers = dict[int, list[Response]]()
+        while missing := sorted(shares.keys() - answers.keys()):
+            with self._replacements() as lost:
+                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts, self.playing) for index in missing}
+                calls = {index: references[0] for index, references in asked.items()}
+                found = self.group.settle(calls, "generate", self.settings.timeout_s, lost)
+                answers |= {index: answered(responses, asked[index][1:], experts) for index, responses in found.items()}
+            if self.turns is not None:
+                self.turns.to_engines()
+        return sorted(
+            (response for answer in answers.values() for response in answer), key=lambda response: (response.prompt, response.index)
+        )
 
-    def _ask(self, actor: Any, share: Mapping[int, Prompt], sampling: Sampling, experts: ExpertsWanted | None) -> Any:
-        """A reference to what one engine answers to prompts, by their numbers."""
-        if self.environment is None:
-            return actor.respond.remote([(number, prompt.tokens) for number, prompt in share.items()], sampling, experts)
-        starts = [Start(number, prompt.tokens, prompt.seed, prompt.task) for number, prompt in share.items()]
-        settings, environment = self.settings, self.environment
-        limits = Limits(settings.max_prompt_tokens, sampling.max_tokens, environment.max_turns, environment.max_turn_tokens)
-        return actor.play.remote(starts, sampling, limits, environment, experts)
+    def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
+        """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.
+
+        Args:
+            doing: names the work in an error.
+            work: may be done twice.
+            refill: the new engine needs the weights of the last sync first.
+        """
+        while True:
+            try:
+                return work()
+            except Exception:
+                if not self._replaced_any(doing, refill):
+                    raise
+
+    def start_again(self, places: Sequence[Any]) -> list[Any]:
+        """Starts all of them anew at other places; returns at once, with what to wait for."""
+        assert self.starter is not None
+        end(self.group.actors)
+        self.starter.places = places
+        self.group.actors[:] = [self.starter.create(index) for index in range(len(places))]
+        return self.open()
+
+    def _replaced_any(self, doing: str, refill: bool) -> bool:
+        """Replaces the engines that do not answer, if there are any."""
+        if self.starter is None:
+            return False
+        found = list[int]()
+        with self._replacements(refill) as lost:
+
+            def failed(index: int, fault: Exception) -> None:
+                lost(index, fault)
+                found.append(index)
+
+            calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
+            self.group.settle(calls, doing, PING_S, failed)
+        return bool(found)
+
+    @contextmanager
+    def _replacements(self, refill: bool = True) -> Iterator[Callable[[int, Exception], None]]:
+        """Yields what is told of each engine that fails: it starts another one in the place of a lost one, and raises any other fault.
+
+        When it is left all of them are ready. Those that are lost inside it are one restart.
+        """
+        opening = dict[int, Any]()
+        with ExitStack() as recovery:
+
+            def lost(index: int, fault: Exception) -> None:
+                if self.starter is None or self._restarts is None or not isinstance(fault, LOST) or lost_nodes(self.starter.places):
+                    raise fault
+                if not opening:
+                    if not self._restarts.allow(fault):
+                        raise fault
+                    recovery.enter_context(self._restarts.recovery("engine", fault))
+                opening[index] = self._start_another(index)
+
+            yield lost
+            if not opening:
+                return
+            assert self.starter is not None
+            while opening:
+                calls = dict(opening)
+                opening.clear()
+                self.group.settle(calls, "start", self.starter.config.cluster.start_timeout_s, lost)
+            if self.turns is not None:
+                self.turns.admit()
+            if refill:
+                self.refill()
+
+    def _start_another(self, index: int) -> Any:
+        """Ends an engine and starts another one in its place, which is opening."""
+        assert self.starter is not None
+        end([self.group.actors[index]])
+        watch.renew()
+        self.group.actors[index] = self.starter.create(index)
+        if self.turns is not None:
+            self.turns.make_room()
+        return self.starter.open(index, self.group.actors[index])
 
 
-def start_engines(config: EvalConfig | PairsConfig | TrainConfig) -> Engines:
+def playing(config: RunSettings) -> Playing | None:
+    """How responses become episodes; None where they do not."""
+    if not isinstance(config, EvalConfig | TrainConfig) or config.environment is None:
+        return None
+    rollout, environment = config.rollout, config.environment
+    limits = Limits(rollout.max_prompt_tokens, rollout.max_response_tokens, environment.max_turns, environment.max_turn_tokens)
+    return Playing(environment, limits, config.data.system)
+
+
+def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Restarts | None = None) -> Engines:
     """Engines alone, ready."""
     [places] = reserve_workers(config, [engine_kind(config.rollout, config.cluster.gpus)])
-    engines = Engines.create(config, config.rollout, places)
-    engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+    engines = Engines.create(EngineStarter(config, config.rollout, places, config.model.path), restarts)
+    engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
     return engines
 
 

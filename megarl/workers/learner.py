@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -19,11 +19,13 @@ from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
-from megarl.cluster.actor_group import ActorGroup
-from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
+from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.critic import values
 from megarl.workers.demand import demand
+from megarl.workers.keeper import Copies
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks
@@ -171,12 +173,32 @@ class Learner(MegatronWorker):
         return int(self._trained.hf["vocab_size"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Learners:
     """The ranks, together one model."""
 
+    config: RunSettings
+    spec: TrainSpec
+    places: Sequence[Any]
     group: ActorGroup
-    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(isinstance(self.config, TrainingSettings) and self.config.save.rolling == "peer")
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time of a call."""
+        return self.config.cluster.phase_timeout_s
+
+    def restart(self) -> bool:
+        """Ends all ranks and starts them again, with the model as it was at the start. Whether a node was gone, and they are on others."""
+        end(self.group.actors)
+        moved = lost_nodes(self.places)
+        if moved:
+            give_back(self.places)
+            [self.places] = reserve_workers(self.config, demand(self.config))
+        self.group = start_ranks(Learner, self.config, self.config.layout, self.places, self.spec)
+        return moved
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
         """One optimizer step."""
@@ -205,6 +227,14 @@ class Learners:
         """
         self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
 
+    def copy(self, step: int, record: object) -> None:
+        """Copies a step of the model and its optimizer into the machines' memory (`save.rolling`). OSError: there is no room."""
+        self.copies.save(step, {MODEL: self.group}, self.timeout_s, record)
+
+    def restore(self, step: int) -> None:
+        """Gives the model and its optimizer what was copied."""
+        self.copies.load(step, {MODEL: self.group}, self.timeout_s)
+
     def wait_for_save(self) -> None:
         """Waits until the last checkpoint is written. SaveError where it failed."""
         self.group.call("wait_for_save", timeout_s=self.timeout_s)
@@ -221,4 +251,4 @@ class Learners:
 def start_learners(config: RunSettings, spec: TrainSpec) -> Learners:
     """The ranks of `config.layout`, with the models built."""
     [places] = reserve_workers(config, demand(config))
-    return Learners(start_ranks(Learner, config, config.layout, places, spec), config.cluster.phase_timeout_s)
+    return Learners(config, spec, places, start_ranks(Learner, config, config.layout, places, spec))

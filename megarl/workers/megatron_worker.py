@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
+from megarl.shared_memory import mapped
 
 if TYPE_CHECKING:
+    from megarl.parallel.checkpoint.rolling import RollingCopy
     from megarl.parallel.checkpoint.save import Saver
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
@@ -26,6 +28,7 @@ class MegatronWorker:
     """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
 
     _saver: Saver | None = None
+    _rolling: RollingCopy | None = None
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
         self._rank, self._config, self._layout = rank, config, layout
@@ -43,16 +46,16 @@ class MegatronWorker:
         self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
         return self._host, port
 
-    def build(self, address: tuple[str, int]) -> None:
-        """Joins the grid, then builds what this kind of rank holds."""
+    def build(self, address: tuple[str, int]) -> str | None:
+        """Joins the grid, then builds what this kind of rank holds. Returns what the user should know of the hardware's choice."""
         # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         with uncollected():
             from megarl.parallel import backend
 
-            cluster = self._config.cluster
-            self._backend = backend.choose(cluster.gpus, cluster.deterministic)  # before anything imports megatron
+            cluster, exact = self._config.cluster, self._config.model.dtype == "float32"
+            self._backend = backend.choose(cluster.gpus, cluster.deterministic, exact)  # before anything imports megatron
             from megarl.parallel import grid
             from megarl.workers import model  # noqa: F401  # what `_model` will need
 
@@ -60,6 +63,7 @@ class MegatronWorker:
         store = self._store if self._rank == 0 else grid.connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
         self._grid = grid.init_grid(self._layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
         self.build_models()
+        return self._backend.note
 
     def build_models(self) -> None:
         """What `build` makes on the grid."""
@@ -101,6 +105,37 @@ class MegatronWorker:
             inside = {name: model for name, model in models.items() if steps[name].path == path}
             load(steps[next(iter(inside))], inside, self._grid)
         load_random(steps[next(iter(models))], self._grid)
+
+    def node(self) -> str:
+        """Where this process is, for Ray."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def copy(self, keeper: Any, group: str, step: int, last: int) -> None:
+        """Copies the trained models, their optimizers and the random states into memory that a keeper on this machine holds from then on.
+
+        Args:
+            keeper: an actor, see `megarl.workers.keeper`.
+            group: names this rank's among those that train.
+            step: its number.
+            last: the step that was copied before; older ones are written over.
+
+        Raises:
+            OSError: there is no room.
+        """
+        from megarl.parallel.checkpoint.rolling import RollingCopy
+
+        if self._rolling is None:
+            self._rolling = RollingCopy(self._grid)
+        ray.get(keeper.forget.remote((group, self._rank), last))
+        path, size = self._rolling.write(step, last, self.trained())
+        ray.get(keeper.keep.remote((group, self._rank), step, path, size))
+
+    def restore(self, keeper: Any, group: str, step: int) -> None:
+        """Goes back to what this rank, in a process before this one, has copied."""
+        from megarl.parallel.checkpoint.rolling import restore
+
+        path, size = ray.get(keeper.place.remote((group, self._rank), step))
+        restore(mapped(path, size), self.trained(), self._grid)
 
     def _model(
         self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0

@@ -6,19 +6,24 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
-from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.config import CheckpointSettings, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
+from megarl.restarts import Restarts
 from megarl.workers.demand import assign_roles, demand
-from megarl.workers.engines import Engines
+from megarl.workers.engines import Engines, EngineStarter
+from megarl.workers.keeper import Copies
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted, Response
@@ -26,7 +31,7 @@ from megarl.workers.turns import Turns
 from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelGroups:
     """The groups of model ranks. The first holds the policy, and every model that has no ranks of its own (`placement`)."""
 
@@ -34,6 +39,19 @@ class ModelGroups:
     groups: tuple[WorkerGroup, ...]
     experts: ExpertsWanted | None  # what the ranks want to know of the experts that the engine chose
     turns: Turns | None = None  # where the policy's ranks share devices with the engines
+    places: Sequence[Sequence[Any]] = ()  # of the ranks of each group
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.config.save.rolling == "peer")
+
+    def build(self, created: Sequence[ActorGroup]) -> None:
+        """Builds the models on processes that are there: a group for each of `assign_roles`."""
+        build_ranks(created, self.config)
+        if self.turns is not None:
+            self.turns.join(created[0])
+        timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
+        self.groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
+        self.experts = self.policy.experts_wanted(self.config.routing.reported)
 
     def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""
@@ -111,10 +129,46 @@ class ModelGroups:
         return metrics
 
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
-        """Brings the policy's weights into every engine."""
+        """Brings the policy's weights into every engine, and into another one that takes the place of one of them later."""
+
+        def work() -> dict[str, Metric]:
+            if self.turns is not None:
+                self.turns.wake_weights()
+            return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
+
+        metrics = engines.keeping("sync", work, refill=False)
+        engines.refill = lambda: self.sync(engines, version)
+        return metrics
+
+    def restart(self, engines: Engines, with_engines: bool = False) -> bool:
+        """Ends all ranks and starts them again, with the models as they were at the start.
+
+        Where a node is gone, ranks and engines get new places, on nodes that are free now.
+
+        Args:
+            engines: keep what they have.
+            with_engines: they start again, too, with the weights that they began with.
+
+        Returns:
+            Whether a node was gone.
+        """
+        end(actor for group in self.groups for actor in group.group.actors)
+        engines.refill = lambda: None
         if self.turns is not None:
-            self.turns.wake_weights()
-        return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
+            self.turns.join(None)
+        opening, engine_places, places = [], engines.places, [*chain(*self.places), *engines.places]
+        moved = lost_nodes(places)
+        if moved:
+            give_back(places)
+            self.places, engine_places = places_of(self.config)
+        if moved or with_engines:
+            opening = engines.start_again(engine_places)
+        if self.turns is not None:
+            engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+            self.turns.to_ranks(keep_weights=False)
+        self.build(create_groups(self.config, self.places))
+        engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+        return moved
 
     @property
     def folders(self) -> dict[str, str]:
@@ -148,6 +202,16 @@ class ModelGroups:
             running.append(group.group.start("checkpoint", folder, step, keep, dict(extra) if group is self.policy else {}))
         self._wait(running, "checkpoint")
 
+    def copy(self, step: int, record: object) -> None:
+        """Copies all trained models and their optimizers into the machines' memory (`save.rolling`). OSError: there is no room."""
+        self._take_devices()
+        self.copies.save(step, self._named, self.config.cluster.phase_timeout_s, record)
+
+    def restore(self, step: int) -> None:
+        """Gives the trained models and their optimizers what was copied."""
+        self._take_devices()
+        self.copies.load(step, self._named, self.config.cluster.phase_timeout_s)
+
     def wait_for_save(self) -> None:
         """Waits until the last checkpoint is written. SaveError where it failed."""
         self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
@@ -161,6 +225,10 @@ class ModelGroups:
         """The engines leave the devices, where they are shared."""
         if self.turns is not None:
             self.turns.to_ranks(keep_weights=keep_weights)
+
+    @property
+    def _named(self) -> dict[str, ActorGroup]:
+        return {group.roles[0]: group.group for group in self._trainers}
 
     @property
     def _trainers(self) -> list[WorkerGroup]:
@@ -178,26 +246,39 @@ class ModelGroups:
         group.save(role, directory)
 
 
-def start(config: TrainConfig) -> tuple[ModelGroups, Engines]:
+def start(
+    config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None
+) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
-    The engines begin with `model.base` where there is one.
+    The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows. `starting` is
+    entered with the name of what is waited for.
     """
-    rank_places, engine_places = places_of(config)
-    engines = Engines.create(config, config.rollout, engine_places)
-    created = [
-        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
-        for (roles, layout), own in zip(assign_roles(config), rank_places, strict=True)
-    ]
-    shared_gpus = engines.turns is not None and config.cluster.gpus
-    devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s) if shared_gpus else []
-    opening = engines.open(config.model.base or config.model.path, config, [gpu for own in devices for gpu in own])
-    if engines.turns is not None:
+    with starting("model ranks"):
+        rank_places, engine_places = places_of(config)
+        starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
+        engines = Engines.create(starter, restarts)
+        created = create_groups(config, rank_places)
+        if engines.turns is not None and config.cluster.gpus:
+            devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
+            starter.devices = [gpu for own in devices for gpu in own]
+        opening = engines.open()
+        if engines.turns is not None:
+            engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+            engines.turns.to_ranks()
+        models = build_groups(config, created, engines.turns)
+        models.places = rank_places
+    with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-        engines.turns.to_ranks()
-    models = build_groups(config, created, engines.turns)
-    engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
+
+
+def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[ActorGroup]:
+    """The processes of each group of `assign_roles`."""
+    return [
+        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
+        for (roles, layout), own in zip(assign_roles(config), places, strict=True)
+    ]
 
 
 def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
@@ -210,12 +291,9 @@ def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[An
 
 def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None) -> ModelGroups:
     """The models on processes that are there: a group for each of `assign_roles`."""
-    build_ranks(created, config)
-    if turns is not None:
-        turns.join(created[0])
-    timeout_s, roles = config.cluster.phase_timeout_s, assign_roles(config)
-    groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
-    return ModelGroups(config, groups, groups[0].experts_wanted(config.routing.reported), turns)
+    models = ModelGroups(config, (), None, turns)
+    models.build(created)
+    return models
 
 
 def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:

@@ -219,11 +219,11 @@ class ModelWorker(MegatronWorker):
         """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
 
         Args:
-            engines: the actors; those of the first call stay connected for all that follow.
+            engines: the actors; they stay connected for the calls that follow, until one fails or others come.
             workers_per_engine: processes of each that hold weights.
             dtype: of the engines' weights; None: the model's.
             version: of the weights, which samples then carry.
-            settings: transport, bucket size, time limit, and whether to verify; read in the first call alone.
+            settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
 
         Returns:
             What was moved and how long it took, on rank 0.
@@ -237,9 +237,14 @@ class ModelWorker(MegatronWorker):
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
-        if self._publisher is None:
-            self._publisher = WeightPublisher(engines, workers_per_engine, settings, self._host, self._backend.device)
-        return self._publisher.publish(stream, version)
+        try:
+            if self._publisher is None or not self._publisher.reaches(engines):
+                self._publisher = WeightPublisher(engines, workers_per_engine, settings, self._host, self._backend.device)
+            return self._publisher.publish(stream, version)
+        except BaseException:
+            self._publisher = None
+            collections.deque(stream, maxlen=0)  # the other ranks gather to its end
+            raise
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes a model as a Hugging Face directory; value models in the layout of sequence classification."""

@@ -61,6 +61,44 @@ class ExpertsWanted:
     every: int  # one response in so many, the first included
 
 
+@dataclass(frozen=True)
+class Playing:
+    """How responses become episodes."""
+
+    environment: EnvironmentSettings
+    limits: Limits
+    system: str | None  # a message before each opening that begins with none
+
+
+Share = Sequence[Start]
+"""Prompts for one engine, whose ids are their numbers."""
+
+
+def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
+    """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
+    each = 1 + (0 if experts is None else len(experts.stages))
+    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
+
+
+def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
+    """The responses with references to their payloads.
+
+    Args:
+        responses: the first value of `respond`.
+        values: references to the others.
+        experts: what was asked for.
+    """
+    each = 1 + (0 if experts is None else len(experts.stages))
+    own = [values[first : first + each] for first in range(0, len(values), each)]
+    return [
+        replace(response, payload=payload, experts=None if response.experts is None else stages)
+        for response, (payload, *stages) in zip(responses, own, strict=True)
+    ]
+
+
+_Said = tuple[int, int, Sample, str, Episode | None]  # number of the prompt, of the response to it, what was said
+
+
 class RolloutWorker:
     """Holds one engine, and the tokenizer that turns its responses into text; its process holds nothing else.
 
@@ -103,47 +141,67 @@ class RolloutWorker:
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
     async def respond(
-        self, share: Sequence[tuple[int, list[int]]], sampling: Sampling, experts: ExpertsWanted | None = None
-    ) -> list[Response]:
-        """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported."""
-        prompts = [TokenPrompt(number, tokens) for number, tokens in share]
-        return [
-            self._response(
-                int(generated.prompt_id),
-                index,
-                sample,
-                self._text(sample.tokens[sample.prompt_length :].tolist(), sample.finish_reason == "stop", sampling),
-                sampling,
-                experts,
+        self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
+    ) -> list[Any]:
+        """The responses to each prompt, or the episodes that it begins. RolloutError where experts that are wanted were not reported.
+
+        Returns:
+            As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
+            the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
+        """
+        said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
+        responses, payloads = list[Response](), list[Any]()
+        for prompt, index, sample, text, episode in said:
+            wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0
+            responses.append(
+                Response(
+                    prompt=prompt,
+                    text=text,
+                    prompt_length=sample.prompt_length,
+                    length=sample.response_length,
+                    loss_tokens=sample.loss_tokens,
+                    finished=sample.finish_reason == "stop",
+                    payload=None,
+                    index=index,
+                    experts=[] if wanted else None,
+                    episode=episode,
+                )
             )
+            payloads.append(replace(sample, routed_experts=None))
+            if experts is not None:
+                payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
+        return [responses, *payloads]
+
+    async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
+        prompts = [TokenPrompt(start.id, start.tokens) for start in share]
+        return [
+            (int(generated.prompt_id), index, sample, self._text(sample, sampling), None)
             for generated in await generate(self._engine, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
 
-    async def play(
-        self,
-        starts: Sequence[Start],
-        sampling: Sampling,
-        limits: Limits,
-        environment: EnvironmentSettings,
-        experts: ExpertsWanted | None = None,
-    ) -> list[Response]:
-        """The episodes that begin with each start, whose id is the number of the prompt. RolloutError as of `respond`."""
-        if self._host is None or self._host[0] != environment:
+    async def _play(self, share: Share, sampling: Sampling, playing: Playing) -> list[_Said]:
+        if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
-            self._host = environment, open_host(environment)
+            self._host = playing.environment, open_host(playing.environment)
 
-        def text_of(tokens: list[int], finished: bool) -> str:
-            return self._text(tokens, finished, sampling)
+        def text_of(turn: Sample) -> str:
+            return self._text(turn, sampling)
 
-        turns = TurnTokens(self._tokenizer)
-        played = await play(self._engine, self._host[1], turns, text_of, starts, sampling, limits, self._timeout_s)
+        turns = TurnTokens(self._tokenizer, playing.system)
+        played = await play(self._engine, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
         return [
-            self._response(int(start.id), index, one.sample, one.text, sampling, experts, self._episode(one))
-            for start, episodes in zip(starts, played, strict=True)
+            (int(start.id), index, one.sample, one.text, self._episode(one))
+            for start, episodes in zip(share, played, strict=True)
             for index, one in enumerate(episodes)
         ]
+
+    def _text(self, said: Sample, sampling: Sampling) -> str:
+        """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
+        tokens = said.tokens[said.prompt_length :].tolist()
+        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
+        return decode(self._tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
 
     def _episode(self, played: Played) -> Episode:
         sample, opening, rest = played.sample, "", ""
@@ -152,44 +210,19 @@ class RolloutWorker:
             rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
         return Episode(played.reward, played.turns, played.error, played.info, opening, rest)
 
-    def _response(
-        self,
-        prompt: int,
-        index: int,
-        sample: Sample,
-        text: str,
-        sampling: Sampling,
-        experts: ExpertsWanted | None,
-        episode: Episode | None = None,
-    ) -> Response:
-        wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0
-        return Response(
-            prompt=prompt,
-            text=text,
-            prompt_length=sample.prompt_length,
-            length=sample.response_length,
-            loss_tokens=sample.loss_tokens,
-            finished=sample.finish_reason == "stop",
-            payload=ray.put(replace(sample, routed_experts=None)),
-            index=index,
-            experts=self._kept(sample, experts) if wanted and experts is not None else None,
-            episode=episode,
-        )
-
-    def _text(self, tokens: list[int], finished: bool, sampling: Sampling) -> str:
-        """The text of a response, without the token that ended it; a token that completed a stop text stays."""
-        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
-        return decode(self._tokenizer, tokens, finished=finished and (not sampling.stop or tokens[-1] in ends))
-
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
-        """The experts of a sample's tokens in the object store, an array [T, L, K] for each pipeline stage."""
+        """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""
         found = sample.routed_experts
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
         expected = (len(sample.tokens) - 1, wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
-        return [ray.put(found[:, list(stage)]) for stage in wanted.stages]
+        return [found[:, list(stage)] for stage in wanted.stages]
+
+    async def ping(self, timeout_s: float) -> None:
+        """Raises EngineDead or RolloutTimeout where a process of the engine has ended or does not answer."""
+        await self._engine.ping(timeout_s)
 
     async def sleep(self, keep_weights: bool, timeout_s: float) -> None:
         await self._engine.sleep(timeout_s, keep_weights=keep_weights)

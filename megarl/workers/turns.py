@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megarl.cluster.actor_group import ActorGroup
 
 
@@ -13,22 +15,25 @@ class Turns:
     Args:
         engines: their actors.
         timeout_s: longest time in which they leave the devices or come back.
+
+    Attributes:
+        guard: does something with the engines, and what else it takes where one of them is lost.
     """
 
     def __init__(self, engines: ActorGroup, timeout_s: float) -> None:
         self._engines, self._timeout_s = engines, timeout_s
         self._ranks: ActorGroup | None = None  # those that share the engines' devices, once there are any
         self._asleep: list[str] = []  # what the engines hold elsewhere, or not at all
+        self.guard: Callable[[str, Callable[[], object]], object] = lambda _, work: work()
 
-    def join(self, ranks: ActorGroup) -> None:
-        """The ranks are there, and have their turn."""
+    def join(self, ranks: ActorGroup | None) -> None:
+        """The ranks are there, and have their turn; None: they are gone."""
         self._ranks = ranks
 
     def to_ranks(self, *, keep_weights: bool = True) -> None:
         """The engines leave the devices. Where they do not keep their weights, `sync` must follow before they can answer again."""
         if not self._asleep:
-            self._engines.call("sleep", keep_weights, self._timeout_s, timeout_s=self._timeout_s)
-            self._asleep = ["weights", "kv_cache"]
+            self.guard("sleep", lambda: self._leave(keep_weights))
 
     def wake_weights(self) -> None:
         """The engines have room for new weights, beside the ranks."""
@@ -37,8 +42,29 @@ class Turns:
 
     def to_engines(self) -> None:
         """The ranks leave the devices, and the engines can answer."""
-        if self._asleep and self._ranks is not None:
+        self.guard("wake", self._to_engines)
+
+    def make_room(self) -> None:
+        """The ranks leave the devices: an engine starts, awake."""
+        if self._ranks is not None:
             self._ranks.call("park", timeout_s=self._timeout_s)
+
+    def admit(self) -> None:
+        """An engine has started in the place of another: where it is the ranks' turn, it leaves the devices, too."""
+        if self._asleep:
+            self._sleep(keep_weights=False)
+
+    def _leave(self, keep_weights: bool) -> None:
+        if not self._asleep:  # else one was replaced meanwhile, and only the weights of all are awake
+            self._sleep(keep_weights)
+
+    def _sleep(self, keep_weights: bool) -> None:
+        self._engines.call("sleep", keep_weights, self._timeout_s, timeout_s=self._timeout_s)
+        self._asleep = ["weights", "kv_cache"]
+
+    def _to_engines(self) -> None:
+        if self._asleep:
+            self.make_room()
         for part in tuple(self._asleep):
             self._wake(part)
 

@@ -41,6 +41,10 @@ class WeightPublisher:
         )
         self._sender.connect(self._meet)
 
+    def reaches(self, engines: Sequence[Any]) -> bool:
+        """Whether it is connected to these, and to no others."""
+        return [engine._actor_id for engine in engines] == [engine._actor_id for engine in self._engines]
+
     def publish(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
         """Moves the whole stream into every engine and puts it to work as `version`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
@@ -111,7 +112,8 @@ class WorkerGroup:
             FingerprintMismatch: an engine holds other bits than were sent.
         """
         told = (engines.actors, rollout.tp, rollout.dtype, version, settings)
-        return merge(self.group.call("sync", *told, timeout_s=settings.timeout_s))
+        calls = self.group.start("sync", *told)
+        return merge(self.group.wait(calls, "sync", settings.timeout_s, {engines.kind: engines.actors}))
 
     def save(self, role: Role, directory: Path) -> None:
         """Writes a model as a Hugging Face directory."""
@@ -137,14 +139,22 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
 
 
 def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
-    """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready."""
+    """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready.
+
+    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others.
+    """
     limit_s = config.cluster.start_timeout_s
     building = []
-    for group in groups:
-        [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
-        building.append(group.start("build", address))
-    for group, calls in zip(groups, building, strict=True):
-        group.wait(calls, "start", limit_s)
+    try:
+        for group in groups:
+            [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
+            building.append(group.start("build", address))
+        notes = [group.wait(calls, "start", limit_s) for group, calls in zip(groups, building, strict=True)]
+    except BaseException:
+        end(actor for group in groups for actor in group.actors)
+        raise
+    for note in dict.fromkeys(note for told in notes for note in told if note):
+        print(f"megarl: {note}", file=sys.stderr)
 
 
 def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.steps import Verified, verify
 from megarl.config import CheckpointSettings, CriticSettings, ModelSettings, OptimizerSettings, RunSettings
 from megarl.errors import SaveError
@@ -27,12 +25,13 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint import sharded
 from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.load import load, load_random
+from megarl.parallel.checkpoint.rolling import RollingCopy, restore
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
-from megarl.workers.model_worker import ModelWorker, RLSpec
+from megarl.shared_memory import mapped
 from tests.distributed.tiny_training import Job, Report, build, learn
 
 
@@ -79,6 +78,22 @@ def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resume
         Saver(root, grid, settings()).save(policy.steps, part, {})
     drawn = draw()
     return Resumed(exact, learn(grid, policy, job), drawn)
+
+
+def resume_from_memory(grid: Grid, job: Job, step: Path) -> Resumed:
+    """Loads a step, copies it into memory, and goes on from there in a fresh model."""
+    states = [ModelState(policy.chunks, read_config(job.path), policy) for policy in (build(grid, job), build(grid, job))]
+    load(verified(step), {"policy": states[0]}, grid)
+    load_random(verified(step), grid)
+    copy = RollingCopy(grid)
+    copy.write(1, 0, {"policy": states[1]})  # of a model that knows nothing, and stays where it is
+    place = copy.write(2, 1, {"policy": states[0]})
+    torch.manual_seed(99)
+    np.random.seed(99)
+    restore(mapped(*place), {"policy": states[1]}, grid)
+    drawn = draw()
+    assert states[1].trainable is not None
+    return Resumed(True, learn(grid, states[1].trainable, job), drawn)
 
 
 def draw() -> list[float]:
@@ -224,6 +239,11 @@ def die_in_a_save(grid: Grid, path: Path, root: Path) -> None:
 
 def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
     """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
+    import pytest
+
+    from megarl.algorithms.ppo import Ppo
+    from megarl.workers.model_worker import ModelWorker, RLSpec  # and with it Ray, which `tests.gpu` does without
+
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
     rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
-from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, train_and_save
+from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, resume_from_memory, train_and_save
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
@@ -75,6 +75,12 @@ def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, 
     """Bit for bit: losses, gradient norms, log-probs, and what the random states draw next."""
     saved = save(Job(path, steps=STEPS), LAYOUTS[name])
     assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
+
+
+@pytest.mark.parametrize("name", ["tp2_ep2", "ep4"])
+def test_a_copy_in_memory_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
+    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    assert pool.run(resume_from_memory, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
 CHAIN = ["tp2_ep2", "pp2_ep2", "ep4", "tp2_etp2_ep2", "pp2_vpp2", "cp2", "one"]

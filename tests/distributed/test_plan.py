@@ -72,7 +72,7 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str) -> None:
     measured = pool.run(measure, layout, MODELS, cases)
     for index, case in enumerate(cases):
         role = Role("policy", MODELS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
-        planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, spec="local"))
+        planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):
             parts = planned.stages[rank * layout.pp // layout.ranks].parts

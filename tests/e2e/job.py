@@ -21,6 +21,7 @@ from megarl.cluster.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
+RESTARTED = "events/restart"  # metrics of what failed and was replaced
 TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "time")  # metrics that measure the clock
 
 # What a launcher or another system may have left in the environment; every test here shows that a run does not depend on it.
@@ -74,6 +75,7 @@ class Job:
     verb: str = "train"
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    environment: dict[str, str] = field(default_factory=dict)  # besides what every job has
 
     @property
     def saves(self) -> Path:
@@ -95,7 +97,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
-            env={**inherited, **FOREIGN, **own},
+            env={**inherited, **FOREIGN, **own, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
@@ -147,9 +149,9 @@ class Job:
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
 
     def updates(self) -> list[dict[str, Any]]:
-        """The metrics of the steps of policy or critic, without those that measure the clock."""
+        """The metrics of the steps of policy or critic, without those that measure the clock, and what was replaced."""
         rows = [row for row in self.rows() if "actor/grad_norm" in row or "critic/grad_norm" in row]
-        return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+        return [{name: value for name, value in row.items() if not name.startswith((*TIMED, RESTARTED))} for row in rows]
 
     def steps(self) -> list[dict[str, Any]]:
         """Of these, the steps of the policy."""

@@ -23,6 +23,7 @@ from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.rollout.registry import ENGINES
 from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
@@ -34,7 +35,7 @@ from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
 from megarl.workers.demand import assign_roles, engine_kind
-from megarl.workers.engines import Engines, start_engines
+from megarl.workers.engines import Engines, EngineStarter, playing, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
@@ -75,7 +76,8 @@ class Lab:
             self.workers(config, own_engine) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
-            learn(RunContext(config, run, models, engines, *scorers.rewards(models)), data, resume)
+            restarts = Restarts(0, run.restarted, run.note)
+            learn(RunContext(config, run, models, engines, *scorers.rewards(models), restarts), data, resume)
 
     def learn(self, job: Job) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""
@@ -95,7 +97,7 @@ class Lab:
 
         def play(kind: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
             group = ActorGroup("rank", self._take(len(places)))
-            played.extend(group.actors)
+            played[:] = group.actors  # ranks that start again are others
             _begin(group, kind, config, layout, *arguments)
             build_ranks([group], config)
             return group
@@ -105,11 +107,12 @@ class Lab:
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (models, engines):
                 models.sync(engines, 0)
-            return Engines(engines.group, config.rollout, environment=getattr(config, "environment", None))
+            return Engines(engines.group, config.rollout, playing=playing(config))
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
+            patch.setattr(learner, "lost_nodes", lambda places: False)
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
@@ -120,7 +123,7 @@ class Lab:
         """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
         own = own_engine or shape(config.model.path) != shape(self._model)
         turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
-        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns, config.environment)
+        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns, playing=playing(config))
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
@@ -145,8 +148,9 @@ class Lab:
             [[place]] = reserve_workers(config, [engine_kind(config.rollout, gpus=False)])
             actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
             self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
-        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, environment=config.environment)
-        engines.group.wait(engines.open(config.model.path, config), "start", config.cluster.start_timeout_s)
+        starter = EngineStarter(config, config.rollout, [None], config.model.path)
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, None, starter, playing=playing(config))
+        engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
         return engines
 
     def _take(self, count: int) -> list[Any]:

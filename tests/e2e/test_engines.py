@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
 from megarl.batch import VersionSpan
 from megarl.config import TrainConfig, load
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode, load_tokenizer
-from megarl.rollout.engine import RolloutError
+from megarl.restarts import Restart, Restarts
+from megarl.rollout.engine import RolloutError, RolloutTimeout
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.stages.checks import check_train
 from megarl.workers.engines import start_engines
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
-from tests.rollout.backwards_engine import PLACE, BackwardsSettings
+from tests.rollout.backwards_engine import PLACE, STUCK, BackwardsSettings
 
 
 def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +42,44 @@ def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, t
         decode(tokenizer, prompt.tokens[::-1], finished=True) for prompt in prompts for _ in range(2)
     ]
     assert {sample.weight_versions for sample in samples} == {(VersionSpan(0, 1),)}
+
+
+def test_an_engine_that_is_lost_is_replaced_and_its_share_generated_again(
+    lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead or late, in a rollout or in a sync: the answers are those of engines that nothing happened to, of the new weights."""
+    monkeypatch.setitem(ENGINES, "backwards", PLACE)
+    config = load(Job(tmp_path, tiny_model).write(), ["rollout.replicas=2"], TrainConfig)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
+    prompts, sampling = check_train(config).train[:5], Sampling(2, 1.0, 64, 0)
+    told, notes = list[Restart](), list[str]()
+    with lab.workers(config) as (models, _):
+        engines = start_engines(config, Restarts(3, told.append, notes.append))
+        models.sync(engines, 1)
+        straight = engines.generate(prompts, sampling)
+        first = list(engines.group.actors)
+
+        ray.kill(first[1])  # noticed by the prompts
+        again = engines.generate(prompts, sampling)
+        assert engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]
+        assert [replace(one, payload=None) for one in again] == [replace(one, payload=None) for one in straight]
+        for one, other in zip(straight, again, strict=True):  # what it had answered before it died is there, too
+            assert np.array_equal(ray.get(one.payload).tokens, ray.get(other.payload).tokens)
+        samples = [ray.get(response.payload) for response in again]
+        assert {sample.weight_versions for sample in samples} == {(VersionSpan(0, 1),)}
+
+        ray.kill(first[0])  # noticed by the weights
+        models.sync(engines, 2)
+        assert engines.group.actors[0] is not first[0]
+        assert {ray.get(response.payload).weight_versions for response in engines.generate(prompts, sampling)} == {(VersionSpan(0, 2),)}
+
+        second = list(engines.group.actors)
+        with pytest.raises(RolloutTimeout, match=r"^engine 0: 2 of 2 responses not done"):  # of the one that takes its place, too
+            engines.generate([Prompt(0, "", [STUCK], "", {})], sampling)
+        assert engines.group.actors[0] is not second[0] and engines.group.actors[1] is second[1]
+        for actor in engines.group.actors:
+            ray.kill(actor)
+    assert [one.kind for one in told] == ["engine"] * 3 and all(one.recovery_s > 0 for one in told)
+    assert [one.fault.partition(" (")[0] for one in told[:2]] == ["generate: engine 1 died", "sync: engine 0 died"]
+    assert "responses not done" in told[2].fault
+    assert notes[-1] == "3 restarts within a day are all that cluster.restarts=3 allows"

@@ -61,7 +61,7 @@ class Short:
     def rose(self, run: str) -> float:
         """By how much RL raised the held-out pass rate, sampled."""
         rates = self.summary(run)
-        return rates["pass_rate_rl"]["sampled"] - rates["pass_rate_sft"]["sampled"]
+        return rates["pass_rate_end"]["sampled"] - rates["pass_rate_start"]["sampled"]
 
     def metric(self, run: str, name: str) -> list[float]:
         """The metric of all steps."""

@@ -1,8 +1,11 @@
-"""What a signal to any process of a job does: exit status, line, seconds, nothing left, and a run that goes on bit for bit.
+"""What a signal to any process of a job does that replaces nothing (`cluster.restarts=0`).
+
+Exit status, line, seconds, nothing left, and a run that goes on bit for bit.
 
     .venv/bin/python -m pytest tests/e2e/test_faults.py --long
 
 In the suite's own time the same is shown of a few: kills in test_kills.py, Ctrl-C in test_job.py, stopped ranks in test_watch.py.
+What a run replaces: test_kills.py, test_engines.py, tools/chaos.py.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def test_a_signal_to_any_process(
     layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")).start()
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
         processes = Processes.of(job, int(random.integers(2)) if layout == "tp2" else 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from megarl.config import SftConfig, load
+from megarl.observe.samples import files
 from megarl.stages.sft import sft
 from tests.e2e.job import Job, assert_same_first_step, listeners, read
 from tests.e2e.lab import Lab
@@ -39,9 +40,32 @@ def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: 
     measured = [(row["step"], row["eval/heldout/sft/loss"]) for row in rows if "eval/heldout/sft/accuracy" in row]
     assert [step for step, _ in measured] == [0, 3] and measured[1][1] < measured[0][1]
     trained = f"model.path={tmp_path / 'sft' / 'model'}"
-    assert lab.evaluate(examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16") == 0
+    few = "eval=[{name: few, source: {type: reasoning_gym, dataset: spell_backward, seed: 7, items: 4}, n: 4, temperature: 0.5}]"
+    assert lab.evaluate(examples / "eval.yaml", "name=eval", places[0], trained, "data.eval.items=16", few) == 0
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())
-    assert result["prompts"] == 16 and set(result) == {"model", "prompts", "sampled", "greedy"}
+    assert result["prompts"] == 20 and set(result) == {"model", "prompts", "sampled", "greedy", "sets"}
+    assert [list(one["estimates"]) for one in result["sets"]] == [["avg@1", "greedy"], ["avg@4", "pass@2", "pass@4"]]
+    kept = {file.set: list(file.records()) for file in files(tmp_path / "eval")}
+    assert {name: len(records) for name, records in kept.items()} == {"heldout": 32, "few": 16}
+    scored = sum(record.reward for record in kept["few"]) / 16
+    assert result["sets"][1]["estimates"]["avg@4"]["value"] == scored
+
+
+def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    best = ("train.best=eval/heldout/avg@1", "train.patience=2", "train.eval_every=1", "train.steps=6", "optimizer.lr=0.02")
+    job = lab.run(Job(tmp_path, tiny_model, best))
+    scores = [row["eval/heldout/avg@1"] for row in job.rows() if row["step"] and "eval/heldout/avg@1" in row]
+    highest = scores.index(max(scores))
+    assert len(scores) == min(6, highest + 3), "two evaluations without a better one end the run"
+    [kept] = (tmp_path / "job" / "best").iterdir()
+    assert kept.name == f"{highest + 1:06d}"
+    left = load_file(tmp_path / "job" / "model" / "model.safetensors")
+    assert all(bool((left[name] == tensor).all()) for name, tensor in load_file(kept / "model.safetensors").items())
+    text = job.write().read_text()
+    cut = [line for line in text.splitlines() if not line.startswith(("optimizer", "algorithm", "sync", "train", "  train"))]
+    (tmp_path / "eval.yaml").write_text("\n".join(cut))
+    assert lab.evaluate(tmp_path / "eval.yaml", "name=eval", f"model.path={tmp_path / 'job' / 'model'}") == 0
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text())["sampled"] == max(scores)
 
 
 def test_ctrl_c_ends_a_job_of_two_ranks_and_two_engines_that_was_closed_to_the_network_and_leaves_no_process(

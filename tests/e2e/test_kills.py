@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from megarl.cluster.actor_group import WorkerDied
 from megarl.rollout.engine import EngineDead
 from tests.e2e.comparing import assert_same
-from tests.e2e.job import EVERYTHING, STEPS, Job
+from tests.e2e.job import EVERYTHING, RESTARTED, STEPS, Job
 from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Processes, Victim, engine_processes
 from tests.e2e.lab import Lab
 
 SEED = 20
 DEATHS = {"rank": (WorkerDied, "rank 0 died"), "engine core": (EngineDead, "engine 0")}
+MENDED: tuple[tuple[Phase, Victim], ...] = (("update", "rank"), ("rollout", "engine core"))
 SHORT: tuple[frozenset[Phase], ...] = (frozenset(["rollout", "save"]), frozenset(["update"]), frozenset(["sync"]))
 
 
@@ -45,6 +46,17 @@ def killed(job: Job, aim: Aim, random: np.random.Generator) -> str:
     if aim.victim == "engine core":
         assert "EngineDead" in job.text() and "engine 0" in job.text()
     return met
+
+
+def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
+    """The command line is started; a rank is killed in an update, an engine's core in a rollout some steps later, and the run goes on."""
+    job.start().wait_for("actors", lambda: "sync ..." in job.text())
+    moments = []
+    for number, (phase, victim) in enumerate(MENDED):
+        moments.append(Aim(frozenset([phase]), victim, step + 2 * number).hit(job, Processes.of(job), job.wait_for, random))
+        job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+    assert job.finish() == 0, job.text()[-4000:]
+    return moments
 
 
 def killed_in(lab: Lab, job: Job, aim: Aim, random: np.random.Generator) -> str:
@@ -77,23 +89,25 @@ def killed_in(lab: Lab, job: Job, aim: Aim, random: np.random.Generator) -> str:
 def ends(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
     """Runs that were killed at random moments, spread over their steps, and then came to their end; and these moments.
 
-    With --long each phase is hit through each victim, over two runs and always from the command line.
+    With --long each phase is hit through each victim, over two runs and always from the command line. The last start is hit, too, and
+    goes on by itself.
     """
     pairs, runs = chosen(every=long), 2 if long else 1
-    steps = np.linspace(1, STEPS - 2, len(pairs) // runs).astype(int)
+    steps = np.linspace(1, STEPS - 5, len(pairs) // runs).astype(int)
     places = [tmp_path_factory.mktemp("killed") for _ in range(runs)]
 
     def chain(number: int) -> tuple[Job, list[str]]:
         random, met = np.random.default_rng([SEED, number]), list[str]()
         for (phases, victim), step in zip(pairs[number::runs], steps, strict=True):
-            job, aim = Job(places[number], tiny_model, EVERYTHING), Aim(phases, victim, int(step))
+            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(phases, victim, int(step))
             met.append(killed(job, aim, random) if long or victim == "driver" else killed_in(lab, job, aim, random))
-        return Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true")).run(), met
+        job = Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true"))
+        return job, [*met, *mended(job, STEPS - 3, random)]
 
     with ThreadPoolExecutor(runs) as pool:
         found = list(pool.map(chain, range(runs)))
     hits = [moment for _, met in found for moment in met]
-    assert len(hits) == len(pairs) and all(any(phase in moment for moment in hits) for phase in PHASES)
+    assert len(hits) == len(pairs) + runs * len(MENDED) and all(any(phase in moment for moment in hits) for phase in PHASES)
     return found
 
 
@@ -110,7 +124,11 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
     for job, _ in ends:
         directory = job.runs / "job"
         summary = json.loads((directory / "summary.json").read_text())
-        assert summary["rl_steps"] == STEPS - 1 and set(summary["pass_rate_rl"]) == {"sampled", "greedy"}
+        assert [one["kind"] for one in summary["restarts"]] == ["rank", "engine"]
+        told = [row for row in job.rows() if RESTARTED in row]
+        assert [(row.get(f"{RESTARTED}/rank"), row.get(f"{RESTARTED}/engine")) for row in told] == [(1.0, None), (None, 1.0)]
+        assert all(row[f"{RESTARTED}/recovery_s"] > 0 and row[f"{RESTARTED}/lost_steps"] <= 1 for row in told)
+        assert summary["rl_steps"] == STEPS - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
         assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
         assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
         assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])

@@ -12,6 +12,7 @@ import ray
 from megarl.config import TrainConfig, load
 from megarl.observe.metrics import Metric, scalars
 from megarl.observe.run import Run
+from megarl.restarts import Restarts
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
 from megarl.stages.reward import open_scorers
@@ -74,7 +75,8 @@ def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_m
             config = small(name, tmp_path, tiny_model)
             models, state = switch(models, config), TrainState(config, len(prompts))
             with Run(config) as run:
-                ctx = RunContext(config, run, models, Engines(engines.group, config.rollout), *scorers.rewards(models))
+                none = Restarts(0, run.restarted, run.note)
+                ctx = RunContext(config, run, models, Engines(engines.group, config.rollout), *scorers.rewards(models), none)
                 for _ in range(2):
                     metrics = scalars(train_step(ctx, state, prompts))
                     check(name, config, plans[-1], metrics)

@@ -25,6 +25,7 @@ from megarl.checkpoints.verify import main as verify
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.config import SftConfig, load
 from megarl.errors import SaveError
+from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
 from tests.e2e.comparing import assert_same
@@ -146,11 +147,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
     wait = ActorGroup.wait
 
-    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
         if doing == phase and done(job) == 3 and termination.asked() is None:
             threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
         try:
-            return wait(group, references, doing, timeout_s)
+            return wait(group, references, doing, timeout_s, *helpers)
         finally:
             ray.wait(references, num_returns=len(references))  # the lab's engine is to be idle when the next run comes
 
@@ -170,6 +171,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     lab.run(job)
     assert len(job.updates()) == 6
     prefix(job, straight)
+    kept, expected = ({file.path.name: file.path.read_bytes() for file in files(one.runs / "job")} for one in (job, straight))
+    assert {name for name in kept if "eval" not in name} == {f"step_{step}.jsonl" for step in range(1, done(job) + 1)}
+    assert all(expected[name] == text for name, text in kept.items() if "eval" not in name), "each step once, as if nothing had happened"
 
 
 def fill_the_disk(ranks: Sequence[int], full: bool) -> None:
@@ -218,10 +222,21 @@ save: {{every: 3}}
 
 
 def test_supervised_training_that_is_killed_goes_on_too(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
+    """Past an epoch's end; the numbers of the held-out set before the first step are kept.
+
+    Once by a process of its own, and once inside the one whose rank was killed, from the copy of its last step in memory.
+    """
     straight = lab.learn(Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT))
     job = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT)
     with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)), pytest.raises(WorkerDied), lab.stage():
-        sft(load(job.write(), [], SftConfig))
+        sft(load(job.write(), ["cluster.restarts=0"], SftConfig))
     assert 6 <= done(job) < 12
     assert_same(lab.learn(job), straight, "model")
+
+    job = Job(tmp_path / "mended", tiny_model, ("save.every=0", "save.rolling=local"), verb="sft", template=SFT)
+    with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)):
+        lab.learn(job)
+    assert_same(job, straight, "model")
+    [restart] = json.loads((job.runs / "job" / "summary.json").read_text())["restarts"]
+    assert restart["kind"] == "rank" and restart["lost_steps"] <= 1 and restart["step"] >= 5
+    assert any("timing_s/rolling" in row for row in job.rows())

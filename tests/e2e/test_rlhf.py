@@ -107,7 +107,7 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
         for metric in ("reward/mean", "reward/max", "critic/vf_loss", "critic/grad_norm", "actor/grad_norm"):
             assert rows[0][metric] == pytest.approx(one[0][metric], rel=5e-3, abs=1e-5), (name, metric)
     summary = json.loads((tmp_path / "shared" / "job" / "summary.json").read_text())
-    assert 0 <= summary["pass_rate_rl"]["sampled"] <= 1, "evaluations count what reward.eval counts"
+    assert 0 <= summary["pass_rate_end"]["sampled"] <= 1, "evaluations count what reward.eval counts"
 
 
 PAIRS = """

@@ -50,11 +50,11 @@ def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny
     """The other rank waits for it, and is not named."""
     wait, stopped = ActorGroup.wait, list[int]()
 
-    def stopping(group: ActorGroup, references: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
+    def stopping(group: ActorGroup, references: Sequence[Any], what: str, timeout_s: float, *helpers: Any) -> list[Any]:
         if what == "update" and not stopped:
             stopped.append(lab.playing[1])
             os.kill(stopped[0], signal.SIGSTOP)
-        return wait(group, references, what, timeout_s)
+        return wait(group, references, what, timeout_s, *helpers)
 
     job = Job(tmp_path, tiny_model, ("train.steps=2", "layout={ranks: 2, tp: 2, ep: 2}"))
     with watched(2.0, alone=True), monkeypatch.context() as patch:

@@ -59,6 +59,9 @@ class BackwardsEngine(Engine):
     def check_health(self) -> None:
         pass
 
+    async def ping(self, timeout_s: float) -> None:
+        pass
+
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         self.open |= {request.id: request for request in requests}
 

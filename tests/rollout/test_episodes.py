@@ -36,8 +36,8 @@ async def _episodes(tiny: Path) -> list[list[list[Played]]]:
         engine, host = VllmEngine("engine 0"), open_host(EnvironmentSettings.model_validate(TREE))
         await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
 
-        def text_of(tokens: list[int], finished: bool) -> str:
-            return decode(tokenizer, tokens, finished=finished)
+        def text_of(turn: Sample) -> str:
+            return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
 
         try:
             runs.append(await play(engine, host, TurnTokens(tokenizer), text_of, starts, SAMPLING, LIMITS, TIMEOUT_S))
@@ -163,10 +163,7 @@ def test_limits_and_failures_end_an_episode_with_what_it_has(tiny_model: Path) -
         host, engine = open_host(EnvironmentSettings.model_validate(TREE)), BackwardsEngine("engine 0")
 
         async def body() -> list[list[Played]]:
-            turns = TurnTokens(tokenizer)
-            return await play(
-                engine, host, turns, lambda tokens, _: "end_at_once" if tokens[0] == 9 else "x", starts, SAMPLING, limits, timeout_s
-            )
+            return await play(engine, host, TurnTokens(tokenizer), lambda _: "x", starts, SAMPLING, limits, timeout_s)
 
         try:
             return [one for episodes in asyncio.run(body()) for one in episodes]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_the_installed_command_finds_a_reward_function_in_the_folder_where_it_is
     command = [str(Path(sys.executable).with_name("megarl")), "train", "job.yaml", "--check", *places]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert shown.returncode == 0 and shown.stdout == "megarl: job.yaml passes every check\n", shown.stderr
+
+
+@pytest.mark.parametrize("verb", [*cli.VERBS, *cli.TOOLS])
+def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str], termination: None) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: megarl {verb}")
+    if verb in cli.VERBS:
+        assert "runs/<name>/" in shown and f"megarl config {verb}" in shown
+        with pytest.raises(SystemExit) as ended:
+            cli.main([verb])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"usage: megarl {verb} CONFIG.yaml [a.b=c ...] [--check]",
+            f"megarl {verb}: error: the following arguments are required: CONFIG.yaml",
+        ]
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str], termination: None) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"megarl {version('megarl')}\n")
 
 
 def test_an_unknown_verb_is_refused() -> None:

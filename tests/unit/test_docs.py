@@ -26,7 +26,16 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACE = re.compile(r"[\w./-]+\.(?:py|yaml|sh|md|json|png|lock)|(?:[\w-]+/)+")
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?")
-ELSEWHERE = {"runs", "checkpoints", "model", "critic", "tensorboard", "best", "sapo.py"}  # what a run leaves, and what a reader would write
+ELSEWHERE = {
+    "runs",
+    "samples",
+    "checkpoints",
+    "model",
+    "critic",
+    "tensorboard",
+    "best",
+    "sapo.py",
+}  # what a run leaves, and what a reader would write
 
 each = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

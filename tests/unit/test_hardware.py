@@ -65,7 +65,6 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.dtype=float32"], "^model.dtype=float32 does not go with cluster.gpus=true: Transformer Engine multiplies in TF32"),
         (
             ["sync.transport=cuda_ipc"],
             "^sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have",
@@ -84,6 +83,7 @@ def test_what_gpus_would_do_wrong_is_refused(tmp_path: Path, tiny_model: Path, o
 # A package that Megatron would take up where it finds it, and that would then run on CUDA alone.
 CHOICE = """
     import sys
+    from importlib.metadata import version
     from megarl.config import ConfigError
     from megarl.parallel import backend
 
@@ -92,7 +92,13 @@ CHOICE = """
     except ConfigError as error:
         print(error)
     try:
-        backend.check_transformer_engine()
+        backend.has_transformer_engine()
+    except ConfigError as error:
+        print(error)
+    backend.importlib.metadata.version = lambda name: {"transformer-engine": "2.8.0"}.get(name) or version(name)
+    sys.modules["transformer_engine.pytorch"] = sys
+    try:
+        backend.has_transformer_engine()
     except ConfigError as error:
         print(error)
     print(backend.choose(gpus=False).device)
@@ -100,7 +106,7 @@ CHOICE = """
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
     repeating = object.__new__(backend.Cuda)
-    repeating._deterministic = True
+    repeating._deterministic = repeating.fused = True
     overrides = repeating.transformer_overrides
     assert overrides["deterministic_mode"] and overrides.keys() <= TransformerConfig.__dataclass_fields__.keys()
     print(gpt_layer_specs.HAVE_TE, megatron.core.optimizer.Adam.__module__.partition(".")[0], repr(os.environ["CUDA_VISIBLE_DEVICES"]))
@@ -119,9 +125,10 @@ def test_a_process_runs_on_the_hardware_that_was_asked_for_or_not_at_all(tmp_pat
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHOICE)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    gpus, engine, device, found = done.stdout.splitlines()
+    gpus, engine, old, device, found = done.stdout.splitlines()
     assert gpus.startswith("cluster.gpus=true: this process sees no CUDA device (torch 2.13.0") and "setup.sh --gpu" in gpus
-    assert engine.startswith("transformer-engine: not installed, or it does not load (libcudart.so.13: cannot open shared object file)")
+    assert engine.startswith("transformer-engine: does not load (libcudart.so.13: cannot open shared object file)")
+    assert old.startswith("transformer-engine: 2.8.0 is installed, and it must be at least 2.9 and below 2.12")
     assert (device, found) == ("cpu", "False torch ''")
 
 

@@ -39,11 +39,14 @@ def load(step: Verified, models: Mapping[str, ModelState], grid: Grid) -> None:
 
 
 def load_random(step: Verified, grid: Grid) -> bool:
-    """Sets every random state of this process to the one saved. False, and nothing done, where the layout is another. Collective."""
+    """Sets every random state of this process to the one saved. Collective.
+
+    Returns:
+        False where that cannot be: the layout is another (nothing is done), or the hardware (the device's states stay as they are).
+    """
     if step.manifest.layout != grid.layout.model_dump():
         return False
-    restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
-    return True
+    return restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
 
 
 def _saved(step: Verified, name: str, model: ModelState) -> Mapping[str, Any]:

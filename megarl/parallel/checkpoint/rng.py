@@ -28,19 +28,27 @@ def random_states() -> bytes:
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         **{_TRACKER + name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
     }
-    rest = json.dumps({"python": [version, gauss], "numpy": numpy_rest})
+    rest = json.dumps({"python": [version, gauss], "numpy": numpy_rest, "device": choose().device.type})
     return save(tensors, metadata={"rest": rest})
 
 
-def restore_random_states(file: bytes) -> None:
-    """Sets every state to that of `random_states`' answer."""
+def restore_random_states(file: bytes) -> bool:
+    """Sets every state to that of `random_states`' answer; those of a device, where that was of this process's kind.
+
+    Returns:
+        Whether all are as they were.
+    """
     tensors, rest = load(file), _metadata(file)
+    same = rest["device"] == choose().device.type
     torch.set_rng_state(tensors["torch"])
-    choose().set_random_state(tensors["device"])
     version, gauss = rest["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), *rest["numpy"]))
-    get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)})
+    if same:
+        tracked = {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}
+        choose().set_random_state(tensors["device"])
+        get_cuda_rng_tracker().set_states(tracked)
+    return same
 
 
 def _metadata(file: bytes) -> Any:

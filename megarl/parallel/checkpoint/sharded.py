@@ -94,12 +94,32 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
         state: a loaded `empty_optimizer_state`: main copies and moments.
         adam_step: Adam's count of steps.
     """
-    for part in _optimizers(trainable):
-        if not part.optimizer.state:
-            part._init_optimizer_states_with_dummy_values()  # a step on zero gradients: what it changes is overwritten here
+    start_optimizer(trainable)
     for number, one in enumerate(_held(trainable)):
         for name, mine in zip(STATES, one.local(), strict=True):
             mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
+    set_adam_step(trainable, adam_step)
+
+
+def tensors(state: Sharded) -> list[Tensor]:
+    """The tensors of a `model_state`, in its order."""
+    return [leaf.data.detach() for leaf in _leaves(state)]
+
+
+def local_optimizer_state(trainable: Trainable) -> list[Tensor]:
+    """This rank's own pieces of main copies and moments; before the first step the moments are zeros of nobody, see `start_optimizer`."""
+    return [tensor for one in _held(trainable) for tensor in one.local()]
+
+
+def start_optimizer(trainable: Trainable) -> None:
+    """Gives the optimizer moments where it has none yet: a step on zero gradients. What that changes must be overwritten then."""
+    for part in _optimizers(trainable):
+        if not part.optimizer.state:
+            part._init_optimizer_states_with_dummy_values()
+
+
+def set_adam_step(trainable: Trainable, adam_step: int) -> None:
+    """Sets Adam's count of steps."""
     for part in _optimizers(trainable):
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter

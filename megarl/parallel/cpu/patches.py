@@ -24,13 +24,10 @@ def apply() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     _rng_state(random)
-    _router_gemm(moe_utils)
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
-    _replicated_projections(multi_latent_attention)
     _optimizer_without_compiler()
 
 
@@ -46,16 +43,6 @@ def _rng_state(random: Any) -> None:
         torch.set_rng_state(new_state)
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
-
-
-def _router_gemm(moe_utils: Any) -> None:
-    """moe_utils.py:22-40 imports `te_general_gemm` inside a try without an else; moe_utils.py:1192 then raises NameError without TE."""
-    expect(moe_utils.RouterGatingLinearFunction, "if te_general_gemm is not None")
-    if hasattr(moe_utils, "te_general_gemm"):
-        raise RuntimeError(
-            "megatron.core.transformer.moe.moe_utils now defines te_general_gemm: megarl's CPU patch for it must be reviewed"
-        )
-    moe_utils.te_general_gemm = None
 
 
 def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
@@ -94,19 +81,6 @@ def _uneven_collectives(mappings: Any) -> None:
         return parts.view(group.size(), mine, *input_.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
-
-
-def _replicated_projections(multi_latent_attention: Any) -> None:
-    """multi_latent_attention.py:421 knows a projection that every tensor-parallel rank has whole only as Transformer Engine's TELinear."""
-    from megarl.parallel.spec import ReplicatedLinear
-
-    expect(
-        multi_latent_attention.MLASelfAttention.__init__,
-        "if submodules.linear_q_down_proj in [TELinear]:",
-        "q_down_proj_kwargs['parallel_mode'] = 'duplicated'",
-        "if submodules.linear_kv_down_proj in [TELinear]:",
-    )
-    multi_latent_attention.TELinear = ReplicatedLinear
 
 
 def _optimizer_without_compiler() -> None:

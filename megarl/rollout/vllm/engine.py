@@ -118,6 +118,9 @@ class VllmEngine(Engine):
             exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
             raise EngineDead(f"{self.label}: its process has ended ({exits})")
 
+    async def ping(self, timeout_s: float) -> None:
+        await self._call("megarl_pid", timeout_s=timeout_s)
+
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         for _, waiting in self._open.values():

@@ -18,7 +18,6 @@ from torch import Tensor
 from megarl.algorithms import Algorithm, PolicyAlgorithm
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
-from megarl.workers.assemble import corrections
 
 Result = TypeVar("Result")
 LENGTHS = [*range(1, 41), 4000]
@@ -186,6 +185,8 @@ def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> di
     """What the ranks add for the correction: to the sequences of which `batch` holds the entries; `sum_over` joins the others'."""
     if algorithm.correction is None:
         return {}
+    from megarl.workers.assemble import corrections  # and with it Ray, which `tests.gpu` does without
+
     members = list(range(len(batch.length_N)))
     return corrections(algorithm, algorithm.correction, batch, members, [[[members]]], sum_over)
 

@@ -189,7 +189,7 @@ def piped_manifest(room: Room) -> list[str]:
     return checkpoint(spoil, None, "steps", "model.weights=HERE/steps/step_000001")(room)
 
 
-RUN = {"step": 1, "learned": 1, "metrics_bytes": 0, "pass_rates": {}, "results": {}, "whole": {}, "warnings": {}}
+RUN = {"step": 1, "learned": 1, "metrics_bytes": 0, "evaluations": {}, "results": {}, "whole": {}, "warnings": {}}
 TRAINER: dict[str, Any] = {"verb": "train", "progress": {"step": 1, "sampler": {"count": 64}}, "run": RUN, "where": {}, "config": "{}"}
 
 

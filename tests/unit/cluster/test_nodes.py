@@ -72,8 +72,8 @@ SHAPES: list[tuple[dict[str, int], int, int]] = [
 ]
 
 
-def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[tuple[dict[str, int], int, int]]) -> tuple[list[Any], str]:
-    """What PROGRAM says of a cluster of that mode, and its standard error."""
+def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[Any], program: str = PROGRAM) -> tuple[list[Any], str]:
+    """What a program says of a cluster of that mode, and its standard error."""
     runs = tmp_path / "runs"
     runs.mkdir()
     (tmp_path / "model").mkdir()
@@ -85,7 +85,7 @@ def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[tuple[dict[s
     try:
         assert cluster.stdout is not None
         address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address, str(runs), str(len(gpus)), json.dumps(shapes)]
+        command = [sys.executable, "-c", textwrap.dedent(program), address, str(runs), str(len(gpus)), json.dumps(shapes)]
         own = {"RAY_AUTH_TOKEN": TOKEN} if mode == "token" else {"RAY_AUTH_MODE": "token"}  # the one is needed, the other misleads
         done = subprocess.run(command, cwd=ROOT, env={**environment, **own}, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr

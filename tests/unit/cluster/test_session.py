@@ -108,7 +108,7 @@ UNINVITED = """
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            watch.check("sync", "rank", [])
+            watch.check("sync", {"rank": []})
 """
 
 

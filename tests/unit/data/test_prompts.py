@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from examples import make_data
-from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource
+from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
+from megarl.config.data import PromptPart
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.sampler import Sampler
@@ -109,6 +111,82 @@ def test_jsonl_and_parquet_give_the_same_prompts(load: Load, tmp_path: Path) -> 
     first, second = from_parquet
     assert (first.text, first.answer, first.meta) == ("17 + 17?", "34", {"data_source": "sums", "extra_info": {"index": 7}})
     assert len(second.tokens) == len(first.tokens) + len("Add.") + 1
+
+
+def save_to_disk(path: Path, rows: list[dict[str, Any]], shards: int = 2, **state: Any) -> FileSource:
+    """What `datasets` 4 writes: Arrow streams, and state.json with their names."""
+    path.mkdir()
+    names = [f"data-{n:05d}-of-{shards:05d}.arrow" for n in range(shards)]
+    for n, name in enumerate(names):
+        table = pyarrow.Table.from_pylist(rows[n * len(rows) // shards : (n + 1) * len(rows) // shards])
+        with pyarrow.OSFile(str(path / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": None, **state}))
+    return FileSource(path=path)
+
+
+def test_datasets_on_disk_give_the_same_prompts(load: Load, tmp_path: Path) -> None:
+    rows = [{**ROW, "prompt": f"{n} + 17?"} for n in range(7)]
+    source = save_to_disk(tmp_path / "saved", rows)
+    assert load(source) == load(write(tmp_path / "a.jsonl", *rows))
+    ordered = save_to_disk(tmp_path / "ordered", rows, _indices_data_files=[{"filename": "indices.arrow"}])
+    (tmp_path / "dict" / "train").mkdir(parents=True)
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (tmp_path / "dict" / "train" / "state.json").write_text("{}")
+    outside = save_to_disk(tmp_path / "outside", rows, _data_files=[{"filename": "../saved/data-00000-of-00002.arrow"}])
+    cut = save_to_disk(tmp_path / "cut", rows, shards=1)
+    data = (tmp_path / "cut" / "data-00000-of-00001.arrow").read_bytes()
+    (tmp_path / "cut" / "data-00000-of-00001.arrow").write_bytes(data[: len(data) // 2])
+    (tmp_path / "other").mkdir()
+    for bad, message in (
+        (ordered, r".*ordered was saved with an order of its own; flatten_indices\(\) before"),
+        (FileSource(path=tmp_path / "dict"), r".*dict holds several splits \(train\): name one, such as .*dict/train$"),
+        (outside, ".*state.json: it names a file elsewhere"),
+        (cut, ".*00001.arrow is not readable as Arrow after row 0: "),
+        (FileSource(path=tmp_path / "other"), r".*other is no directory of `datasets` \(save_to_disk\): state.json"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^data\.train\.path: {message}"):
+            load(bad)
+
+
+def test_a_system_message_comes_before_each_chat_that_has_none(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    own = {**ROW, "prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "17 + 17?"}]}
+    source = write(tmp_path / "a.jsonl", ROW, own)
+    first, second = load_prompts(source, tokenizer, True, "", 64, "data.train", system="Add.")
+    said = write(tmp_path / "b.jsonl", {**ROW, "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]})
+    assert first.tokens == load(said)[0].tokens != load(source)[0].tokens and first.text == "17 + 17?"
+    assert second == load(source)[1]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    learned, plain = (
+        load_conversations(
+            ConversationSource(path=write(tmp_path / "c.jsonl", {"messages": row}).path), tokenizer, 64, "data.train", system
+        )
+        for row, system in ((chat, "Add."), ([{"role": "system", "content": "Add."}, *chat], None))
+    )
+    assert learned[0].tokens.tolist() == plain[0].tokens.tolist() and learned[0].prompt_length == plain[0].prompt_length
+
+
+def test_a_prompt_after_which_nobody_has_to_speak_is_refused(load: Load, tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", {"messages": MESSAGES[:2], "answer": "b"})
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:1: the prompt ends with the assistant's message; leave it out \(megarl sft learns whole"
+    ):
+        load(source.model_copy(update={"prompt_key": "messages", "answer_key": "answer"}))
+
+
+def test_several_sources_are_one_by_their_weights(load: Load, tmp_path: Path) -> None:
+    one, other = (write(tmp_path / f"{name}.jsonl", *({**ROW, "prompt": f"{n}{name}"} for n in range(10))) for name in ("a", "b"))
+    parts = [PromptPart(source=one, weight=2.5), PromptPart(source=other, weight=0.3)]
+    prompts = load(MixtureSource(parts=parts, seed=4))
+    assert [prompt.id for prompt in prompts] == list(range(28))
+    counts = Counter(prompt.text for prompt in prompts)
+    assert sorted(counts[f"{n}a"] for n in range(10)) == [2] * 5 + [3] * 5
+    assert sorted(counts[f"{n}b"] for n in range(10)) == [0] * 7 + [1] * 3
+    assert load(MixtureSource(parts=parts, seed=4)) == prompts != load(MixtureSource(parts=parts, seed=5))
+    assert [prompt.text for prompt in load(MixtureSource(parts=[PromptPart(source=one)]))] == [prompt.text for prompt in load(one)]
+    bad = write(tmp_path / "c.jsonl", {"prompt": ""})
+    with pytest.raises(ConfigError, match=r"^data\.train\.parts\.1\.source\.path: .*c\.jsonl:1: "):
+        load(MixtureSource(parts=[PromptPart(source=one), PromptPart(source=bad)]))
 
 
 def test_columns_can_be_named(load: Load, tmp_path: Path) -> None:

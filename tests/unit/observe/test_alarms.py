@@ -31,7 +31,9 @@ def test_reward_up_and_pass_rate_down() -> None:
     rows = [evaluated(0.25), stepped(1.0), stepped(2.0), evaluated(0.5), stepped(3.0), evaluated(0.45), stepped(4.0), evaluated(0.2)]
     assert given([*rows, evaluated(0.0)]) == [(7, "over_optimisation")]
     [message] = [text for alarms in [Alarms()] for number, row in enumerate(rows) for text in alarms.check(number, row).values()]
-    assert message.startswith("step 7: over-optimisation: the held-out score is 0.2 and was 0.5, while the reward has risen from 1.5 to 3")
+    assert message.startswith(
+        "step 7: over-optimisation: the held-out score of heldout is 0.2 and was 0.5, while the reward has risen from 1.5 to 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,70 @@ def test_tokens_that_go_elsewhere_where_no_replay_keeps_them(replay: Literal["of
     assert found == [(REROUTED_STEPS - 1, name) for name in names]
     assert not [event for number in range(9) for event in Alarms(RoutingSettings(alarm=0.08)).check(number, row)]
     assert given([row] * 9) == []
+
+
+ALIVE = {
+    "reward/mean": 0.5,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "frac_reward_zero_std": 0.5,
+    "response_length/mean": 20.0,
+    "response_length/clip_ratio": 0.1,
+    "actor/grad_norm": 0.3,
+    "actor/entropy": 0.8,
+    "actor/reference_kl": 2.0,
+    "actor/ppo_kl": 0.001,
+    "rollout_corr/kl": 0.001,
+}
+DEAD = {
+    "all_truncated": {"response_length/clip_ratio": 1.0},
+    "rewards_equal": {"reward/mean": 0.0, "reward/max": 0.0},
+    "groups_equal": {"frac_reward_zero_std": 1.0},
+    "no_gradient": {"actor/grad_norm": 0.0},
+    "entropy_explosion": {"actor/entropy": 2.5},
+    "entropy_collapse": {"actor/entropy": 0.004},
+    "kl_runs_away": {"actor/reference_kl": 11.0},
+    "steps_too_large": {"actor/ppo_kl": 0.3},
+    "engine_differs": {"rollout_corr/kl": 0.2},
+    "length_runs_away": {"response_length/mean": 50.0, "response_length/clip_ratio": 0.6},
+    "length_collapse": {"response_length/mean": 1.9, "actor/reference_kl": 0.1},
+}
+
+
+@pytest.mark.parametrize("event", DEAD)
+def test_a_run_that_dies_is_named_within_three_steps(event: str) -> None:
+    sick = ALIVE | DEAD[event]
+    found = given([ALIVE, sick, sick, evaluated(0.5), sick, sick])  # an evaluation between two steps is no step
+    assert [name for _, name in found] == [event] and found[0][0] <= 4
+    alarms = Alarms()
+    messages = [message for step, row in enumerate([ALIVE, sick, sick, sick]) for message in alarms.check(step, row).values()]
+    assert len(messages) == 1 and event.replace("_", " ") in messages[0]
+
+
+@pytest.mark.parametrize("event", sorted(set(DEAD) - {"entropy_collapse", "length_collapse"}))
+def test_a_run_that_recovers_is_not(event: str) -> None:
+    sick = ALIVE | DEAD[event]
+    assert given([ALIVE, sick, sick, ALIVE, sick, sick, ALIVE]) == []
+
+
+def test_a_critic_learns_from_rewards_that_differ_between_prompts() -> None:
+    assert given([ALIVE | DEAD["groups_equal"] | {"critic/vf_loss": 1.0}] * 5) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([ALIVE | DEAD["no_gradient"]] * 2, "learned nothing: the gradient was 0 in all 2 steps of the policy"),
+        (
+            [ALIVE | DEAD["rewards_equal"]],
+            "learned nothing from the reward: all responses scored the same in each of 1 steps of the policy",
+        ),
+        ([ALIVE | DEAD["no_gradient"], ALIVE], None),
+        ([evaluated(0.5)], None),
+    ],
+)
+def test_a_run_that_learned_nothing_says_so(rows: Sequence[Row], said: str | None) -> None:
+    alarms = Alarms()
+    for step, row in enumerate(rows):
+        alarms.check(step, row)
+    assert alarms.at_the_end() == ({} if said is None else {"learned_nothing": said})

@@ -23,12 +23,14 @@ from megarl.config import ConfigError, LogSettings, TrainConfig, load
 from megarl.observe import summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
+from megarl.observe.estimates import estimated
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
+from megarl.rewards.score import RewardUnavailable, Score
 
 CONFIG = """
 name: watched
@@ -202,13 +204,14 @@ def run_steps(config: TrainConfig) -> Path:
     with Run(config) as run:
         with run.phase("sync"):
             run.log(0, {"training/logprob_gap_mean": Mean(3e-6, 1.0), "training/logprob_gap_max": Max(4e-6)})
-        run.pass_rate("sft", {"sampled": 0.25, "greedy": 0.5})
+        run.evaluated("start", [estimated("heldout", [[0], [0], [0], [1]], [0, 0, 1, 1])], {})
         for step in (1, 2, 3):
             with run.phase("rollout"):
                 gap = Mean(1e-6, 1.0)
             learned: dict[str, Metric] = {"actor/grad_norm": Mean(1.0, 1.0), "perf/tokens": Sum(100.0), "training/logprob_gap_mean": gap}
             run.log(step, {"reward/mean": Mean(step, 4.0), **learned})
-        run.pass_rate("rl", {"sampled": 0.5, "greedy": 0.75}, step=3)
+        sets = [estimated("heldout", [[0], [1], [0], [1]], [0, 1, 1, 1]), estimated("own", [[0.5, 0.5], [2.5, 0.5]])]
+        run.evaluated("end", sets, {"eval/heldout/raw/mean": Mean(1.0, 4.0)}, step=3)
         run.held_out("held-out after", {"rm/accuracy": Mean(3.0, 4.0)}, step=3)
     return run.directory
 
@@ -217,11 +220,11 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     directory = run_steps(config)
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
-        *("pass_rate_sft", "pass_rate_rl", "results", "rl_steps", "wall_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms"),
+        *("pass_rate_start", "pass_rate_end", "evaluations", "results", "rl_steps", "wall_s"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms", "restarts"),
     ]
-    assert result["pass_rate_sft"] == {"sampled": 0.25, "greedy": 0.5}
-    assert result["pass_rate_rl"] == {"sampled": 0.5, "greedy": 0.75}
+    assert result["pass_rate_start"] == {"sampled": 0.25, "greedy": 0.5}
+    assert result["pass_rate_end"] == {"sampled": 0.5, "greedy": 0.75}
     assert result["results"] == {"held-out after": {"rm/accuracy": 0.75}}
     assert result["rl_steps"] == 3
     assert result["logprob_gap_mean"] == pytest.approx(6e-6 / 4)  # over all tokens of the run, not over its steps
@@ -235,7 +238,9 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     assert sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/")) <= sum(result["wall_s"].values())
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG")
     assert load(directory / "config.yaml", [], TrainConfig) == config
-    assert "pass rate rl" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "score of own, step 3: avg@2 1.000 [0.307, 1.693]" in shown.err
+    assert "step 0" in shown.out and "pass rate avg@1" in shown.out and "score avg@2" in shown.out
 
 
 def test_an_earlier_run_of_the_same_name_is_set_aside(config: TrainConfig) -> None:
@@ -278,11 +283,11 @@ def test_the_console_is_plain_where_there_is_no_terminal_or_a_dumb_one(dumb: boo
         console.phase("start")
         console.step(1, {"reward/mean": 0.5, "perf/tokens_per_second": 12345.6}, {"rollout": 1.25, "sync": 0.001})
         console.phase("rollout")
-        console.rate("rl", {"sampled": 0.5, "greedy": 0.75})
+        console.rate("step 3", estimated("heldout", [[0], [1]], [1, 1]))
     assert screen.getvalue().splitlines() == [
         "r: start ...",
         "r: step 1/3  tok/s 12,346 reward 0.500  (rollout 1.2s)",
-        "r: pass rate rl: sampled 0.500 greedy 0.750",
+        "r: pass rate of heldout, step 3: avg@1 0.500 [0.095, 0.905]  greedy 1.000 [0.342, 1.000]",
     ]
 
 
@@ -290,8 +295,8 @@ def test_the_console_shows_one_live_line_on_a_terminal() -> None:
     screen = io.StringIO()
     with Console("r", 3, lambda: ("rollout", 1.0), RichConsole(file=screen, width=120, force_terminal=True)) as console:
         console.step(2, {"reward/mean": 0.5}, {})
-        console.rate("rl", {"sampled": 0.5})
-    assert "r  step 2/3 | rollout 1.0s | reward 0.500 | sampled 0.500" in screen.getvalue()
+        console.rate("step 2", estimated("heldout", [[0], [1]]))
+    assert "r  step 2/3 | rollout 1.0s | reward 0.500 | avg@1 0.500" in screen.getvalue()
 
 
 def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
@@ -331,3 +336,16 @@ def test_the_picture_shows_the_critic_by_position(tmp_path: Path) -> None:
 def test_supervised_training_may_lower_the_entropy() -> None:
     alarms = Alarms()
     assert [alarms.check(step, {"actor/entropy": entropy}) for step, entropy in ((1, 4.6), (2, 0.01))] == [{}, {}]
+
+
+def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig) -> None:
+    broken, good = Score(0.0, error="KeyError: 'x\x1b[2J'"), Score(0.0)
+    message = "the reward function has failed on every response"
+    with pytest.raises(RewardUnavailable, match=rf"^{message} of this run: KeyError: 'x.\[2J'$"), Run(config) as run:
+        run.failures([broken])
+        run.failures([broken])
+    with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times on end: KeyError"), Run(config) as run:
+        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [broken], [broken]):
+            run.failures(scores)
+    with Run(config) as run:
+        run.failures([broken, good])

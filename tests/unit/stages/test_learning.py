@@ -111,8 +111,8 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path) -> None:
         if there:
             (tmp_path / "000004").mkdir()
         again.restore(state)
-        assert (again.waited, again.improves(0.85, 0.1)) == ((1, False) if there else (0, True))
-    assert again.waited == 2 and again.best == tmp_path / "000004"
+        assert (again.best.waited, again.improves(0.85, 0.1)) == ((1, False) if there else (0, True))
+    assert again.best.waited == 2 and again.best.path == tmp_path / "000004"
 
 
 def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:

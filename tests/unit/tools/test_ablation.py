@@ -56,7 +56,7 @@ def finished(trial: Any, rate: float) -> None:
         writer.write(step, {"reward/mean": rate * step / 4, "critic/explained_variance": 0.1 * step, **learned})
     writer.close()
     rates = {"sampled": rate, "greedy": rate + 0.1}
-    summary = {"pass_rate_rl": rates, "wall_s": {"update": 30.0, "rollout": 60.0}}
+    summary = {"pass_rate_end": rates, "wall_s": {"update": 30.0, "rollout": 60.0}}
     (directory / "summary.json").write_text(json.dumps(summary))
 
 

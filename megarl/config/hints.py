@@ -1,0 +1,146 @@
+"""What follows the refusal of an unknown key: the key that was meant, also where it is verl's, TRL's, slime's or OpenRLHF's name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+# Names of other systems, and what they are here, of what the verb has; a text with a blank is shown as it is.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("optimizer.lr",),
+    "lr": ("optimizer.lr", "critic.optimizer.lr"),
+    "adam_beta1": ("optimizer.betas",),
+    "adam_beta2": ("optimizer.betas",),
+    "max_grad_norm": ("optimizer.clip_grad",),
+    "grad_clip": ("optimizer.clip_grad",),
+    "lr_warmup_steps": ("optimizer.warmup_steps",),
+    "lr_warmup_iters": ("optimizer.warmup_steps",),
+    "lr_scheduler_type": ("optimizer.decay",),
+    "lr_decay_style": ("optimizer.decay",),
+    "min_lr": ("optimizer.min_lr_fraction",),
+    "min_lr_ratio": ("optimizer.min_lr_fraction",),
+    "n": ("rollout.samples_per_prompt",),
+    "num_generations": ("rollout.samples_per_prompt",),
+    "n_samples_per_prompt": ("rollout.samples_per_prompt",),
+    "rollout_n": ("rollout.samples_per_prompt",),
+    "top_p": ("not offered: log-probs are those of the whole distribution at rollout.temperature",),
+    "top_k": ("not offered: log-probs are those of the whole distribution at rollout.temperature",),
+    "rollout_temperature": ("rollout.temperature",),
+    "max_prompt_length": ("rollout.max_prompt_tokens",),
+    "rollout_max_prompt_len": ("rollout.max_prompt_tokens",),
+    "max_response_length": ("rollout.max_response_tokens",),
+    "max_completion_length": ("rollout.max_response_tokens",),
+    "max_new_tokens": ("rollout.max_response_tokens",),
+    "rollout_max_response_len": ("rollout.max_response_tokens",),
+    "max_tokens": ("rollout.max_response_tokens",),
+    "max_length": ("sft.max_tokens", "rm.max_tokens", "dpo.max_tokens", "rollout.max_response_tokens"),
+    "max_seq_length": ("sft.max_tokens", "rm.max_tokens", "dpo.max_tokens"),
+    "gpu_memory_utilization": ("rollout.gpu_memory_fraction",),
+    "vllm_gpu_memory_utilization": ("rollout.gpu_memory_fraction",),
+    "tensor_model_parallel_size": ("layout.tp", "rollout.tp"),
+    "tensor_parallel_size": ("rollout.tp", "layout.tp"),
+    "pipeline_model_parallel_size": ("layout.pp",),
+    "virtual_pipeline_model_parallel_size": ("layout.vpp",),
+    "context_parallel_size": ("layout.cp",),
+    "expert_model_parallel_size": ("layout.ep",),
+    "expert_tensor_parallel_size": ("layout.etp",),
+    "n_gpus_per_node": ("layout.ranks",),
+    "nnodes": ("layout.ranks",),
+    "train_batch_size": ("train.prompts_per_step", "sft.batch_size", "rm.batch_size", "dpo.batch_size"),
+    "rollout_batch_size": ("train.prompts_per_step",),
+    "per_device_train_batch_size": ("train.micro_batch_tokens", "sft.micro_batch_tokens"),
+    "ppo_mini_batch_size": ("train.mini_batches",),
+    "num_steps_per_rollout": ("train.mini_batches",),
+    "global_batch_size": ("train.mini_batches", "sft.batch_size"),
+    "ppo_epochs": ("train.epochs",),
+    "num_iterations": ("train.epochs",),
+    "num_train_epochs": ("train.steps", "sft.steps", "rm.steps", "dpo.steps"),
+    "total_epochs": ("train.steps", "sft.steps"),
+    "total_training_steps": ("train.steps", "sft.steps"),
+    "max_steps": ("train.steps", "sft.steps", "rm.steps", "dpo.steps"),
+    "num_rollout": ("train.steps",),
+    "ppo_max_token_len_per_gpu": ("train.micro_batch_tokens",),
+    "max_tokens_per_gpu": ("train.micro_batch_tokens",),
+    "clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
+    "clip_ratio_low": ("algorithm.clip_low",),
+    "clip_ratio_high": ("algorithm.clip_high",),
+    "eps_clip": ("algorithm.clip_low",),
+    "eps_clip_high": ("algorithm.clip_high",),
+    "epsilon": ("algorithm.clip_low",),
+    "epsilon_high": ("algorithm.clip_high",),
+    "beta": ("algorithm.kl_coef", "algorithm.beta"),
+    "kl_loss_coef": ("algorithm.kl_coef",),
+    "init_kl_coef": ("algorithm.kl_coef",),
+    "use_kl_loss": ("algorithm.kl_coef",),
+    "kl_loss_type": ("algorithm.kl_kind",),
+    "entropy_coeff": ("algorithm.entropy_coef",),
+    "adv_estimator": ("algorithm.type",),
+    "advantage_estimator": ("algorithm.type",),
+    "loss_type": ("algorithm.type",),
+    "lam": ("algorithm.gae_lambda",),
+    "tis_imp_ratio_cap": ("algorithm.correction.cap",),
+    "use_tis": ("algorithm.correction.type",),
+    "loss_agg_mode": ("algorithm.aggregation",),
+    "train_files": ("data.train.path",),
+    "val_files": ("data.eval.path",),
+    "prompt_data": ("data.train.path",),
+    "eval_prompt_data": ("eval",),
+    "dataset_name": ("data.train.path",),
+    "input_key": ("data.train.prompt_key",),
+    "label_key": ("data.train.answer_key",),
+    "apply_chat_template": ("data.chat",),
+    "custom_reward_function": ("reward.source.path",),
+    "reward_funcs": ("reward.source.path",),
+    "rm_path": ("reward.source.path",),
+    "overlong_buffer": ("reward.overlong",),
+    "test_freq": ("train.eval_every",),
+    "eval_steps": ("train.eval_every", "sft.eval_every"),
+    "eval_interval": ("train.eval_every",),
+    "val_before_train": ("train.eval_at_start",),
+    "save_freq": ("save.every",),
+    "save_steps": ("save.every",),
+    "save_interval": ("save.every",),
+    "save_total_limit": ("save.keep_last",),
+    "max_ckpt_to_keep": ("save.keep_last",),
+    "resume_mode": ("save.resume",),
+    "resume_from_checkpoint": ("save.resume",),
+    "experiment_name": ("name",),
+    "run_name": ("name",),
+    "output_dir": ("run_dir",),
+    "default_local_dir": ("run_dir",),
+    "report_to": ("log.wandb",),
+    "logger": ("log.wandb",),
+    "model_name_or_path": ("model.path",),
+    "hf_checkpoint": ("model.path",),
+    "ref_load": ("model.path",),
+    "gradient_checkpointing": ("model.recompute",),
+    "recompute_granularity": ("model.recompute",),
+    "bf16": ("model.dtype",),
+    "torch_dtype": ("model.dtype",),
+    "param_offload": ("placement.offload",),
+    "colocate": ("placement.engines",),
+    "use_rollout_routing_replay": ("routing.replay",),
+}
+
+
+def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str]) -> str:
+    """What follows "unknown key": the key that was meant, or nothing.
+
+    Args:
+        key: the parts of the dotted key.
+        section: the names in its section.
+        everywhere: all dotted keys of the verb.
+    """
+    name = key[-1]
+    there = [found for found in ALIASES.get(name, ()) if found in everywhere or " " in found]
+    if there:
+        return f" ({there[0]})" if " " in there[0] else f" (here it is {' or '.join(there[:2])})"
+    near = difflib.get_close_matches(name, sorted(section), n=1)
+    if near:
+        return f" (did you mean {near[0]!r}?)"
+    elsewhere = [found for found in everywhere if found.rpartition(".")[2] == name]
+    if elsewhere:
+        return f" (there is {min(elsewhere, key=lambda found: (found.count('.'), found))})"
+    leaves = {found.rpartition(".")[2]: found for found in reversed(everywhere)}
+    near = difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=0.75)
+    return f" (did you mean {leaves[near[0]]!r}?)" if near else ""

@@ -1,0 +1,139 @@
+"""`megarl compare RUN RUN ...`: runs beside each other, as a table and one picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megarl.config import yaml_text
+from megarl.errors import ConfigError
+from megarl.observe.writers import read_json_lines
+from megarl.stdout import say
+from megarl.text import escaped, one_line
+
+SHOWN = (
+    *("reward/mean", "sft/loss", "rm/accuracy", "dpo/accuracy", "actor/entropy", "response_length/mean", "actor/grad_norm"),
+    *("critic/explained_variance", "training/logprob_gap_mean", "perf/tokens_per_second", "perf/time_per_step"),
+)
+MIDDLE = ("perf/",)  # whose median says more than the last value
+MOST_RUNS, LONGEST = 16, 60  # characters of a value of a configuration
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run as its files tell it."""
+
+    name: str
+    rows: list[dict[str, float]]
+    config: Mapping[str, Any]  # dotted keys
+    summary: Mapping[str, Any]  # empty where the run has not come to its end
+
+    def series(self, metric: str) -> tuple[list[float], list[float]]:
+        """Steps and values."""
+        kept = [(row["step"], row[metric]) for row in self.rows if metric in row]
+        return [step for step, _ in kept], [value for _, value in kept]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table and draws the picture. Raises ConfigError where there is no run."""
+    top = argparse.ArgumentParser(
+        prog="megarl compare", description="Runs beside each other: numbers, what differs in their configurations, one picture."
+    )
+    top.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory; it may be one that still goes on")
+    top.add_argument("--picture", type=Path, default=Path("compare.png"), metavar="FILE", help="where the picture goes (compare.png)")
+    given = top.parse_args(list(arguments))
+    if len(given.runs) > MOST_RUNS:
+        raise ConfigError(f"compare: {len(given.runs)} runs, more than {MOST_RUNS}")
+    runs = [read(path) for path in given.runs]
+    say(*table(runs))
+    try:
+        draw(runs, given.picture)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"compare: --picture: cannot write {given.picture}: {error}") from None
+    say("", f"picture: {given.picture}")
+    return 0
+
+
+def read(path: Path) -> Told:
+    """A run from its directory. ConfigError where it is none."""
+    for name in ("metrics.jsonl", "config.yaml"):
+        if not (path / name).is_file():
+            raise ConfigError(f"compare: {path} is no run: it has no {name}")
+    try:
+        summary = json.loads((path / "summary.json").read_text()) if (path / "summary.json").is_file() else {}
+        config = dict(_flat(yaml_text.read((path / "config.yaml").read_text(encoding="utf-8")), ""))
+        return Told(one_line(str(path), LONGEST), read_json_lines(path / "metrics.jsonl"), config, summary)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"compare: {path}: {error}") from None
+
+
+def _flat(tree: Any, key: str) -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        return [(key, tree)]
+    return [found for name, value in tree.items() for found in _flat(value, f"{key}.{name}" if key else name)]
+
+
+def metrics(runs: Sequence[Told]) -> list[str]:
+    """What is shown of them: held-out numbers first, of what any of them has."""
+    there = {name for run in runs for row in run.rows for name in row}
+    held_out = sorted(
+        name
+        for name in there
+        if name.startswith("eval/") and name.rpartition("/")[2].startswith(("avg@", "pass@", "greedy", "accuracy", "loss"))
+    )
+    return held_out + [name for name in SHOWN if name in there]
+
+
+def table(runs: Sequence[Told]) -> list[str]:
+    """The lines: numbers by run, then the keys that differ."""
+    heads = ["", *(run.name for run in runs)]
+    rows = [["steps", *(f"{max((row['step'] for row in run.rows), default=0):.0f}" for run in runs)]]
+    for name in metrics(runs):
+        how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
+        rows.append([f"{name} ({how})", *(_cell(run.series(name)[1], how) for run in runs)])
+    rows.append(["seconds", *(f"{sum(run.summary['wall_s'].values()):,.0f}" if run.summary else "not at its end" for run in runs)])
+    rows.append(["alarms", *(", ".join(run.summary.get("alarms", {})) or "none" for run in runs)])
+    keys = sorted({key for run in runs for key in run.config})
+    differing = [key for key in keys if len({json.dumps(run.config.get(key), sort_keys=True) for run in runs}) > 1]
+    rows += [
+        [key, *(one_line(json.dumps(run.config.get(key)), LONGEST) for run in runs)] for key in differing if key not in ("name", "run_dir")
+    ]
+    width = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    return [escaped("  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip()) for row in [heads, *rows]]
+
+
+def _cell(values: Sequence[float], how: str) -> str:
+    if not values:
+        return "-"
+    if how == "median":
+        return f"{median(values):.4g}"
+    return f"{values[0]:.4g}, {values[-1]:.4g}, {max(values):.4g}" if how.startswith("first") else f"{values[-1]:.4g}"
+
+
+def draw(runs: Sequence[Told], picture: Path) -> None:
+    """A panel for each metric, a line for each run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names, columns = metrics(runs), 3
+    lines = max(1, math.ceil(len(names) / columns))
+    figure = Figure(figsize=(5 * columns, 3 * lines + 0.5 * len(runs)))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis, name in zip(axes, names, strict=False):
+        for color, run in enumerate(runs):
+            steps, values = run.series(name)
+            axis.plot(steps, values, color=f"C{color}", marker="." if len(steps) < 60 else None, label=run.name.replace("$", r"\$"))
+        axis.set_title(name)
+    for axis in axes[len(names) :]:
+        axis.set_visible(False)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="lower center", ncols=1, fontsize="small")
+    figure.tight_layout(rect=(0, 0.5 * len(runs) / (3 * lines + 0.5 * len(runs)), 1, 1))
+    figure.savefig(picture, dpi=80)

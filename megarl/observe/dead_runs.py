@@ -1,0 +1,142 @@
+"""Signs that a run learns nothing, or runs away: what they are, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Values = Mapping[str, float]
+Seen = Callable[[Values, Values], str | None]
+"""Of a step's metrics and the first one's: what is there, with the numbers; "" where nothing is; None where it cannot be told."""
+
+STEPS = 3  # on end, then it is no chance
+TRUNCATED = 0.99  # share of the responses that is as good as all
+EXPLODED, NATS = 3.0, 1.0  # entropy: so many times the first, and above it by more than this
+TOKEN_KL = 0.5  # nats a token from the reference
+STEP_KL = 0.2  # nats a token from the policy before the step's updates
+ENGINE_KL = 0.1  # nats a token between engine and trainer
+LONGER, CUT = 2.0, 0.5  # length: so many times the first, with more than this share cut where it was less than half of that
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign, and what is to be done where it has lasted."""
+
+    seen: Seen
+    advice: str
+
+
+def _truncated(now: Values, first: Values) -> str | None:
+    share = now.get("response_length/clip_ratio")
+    if share is None:
+        return None
+    return f"{share:.0%} of the responses are cut by the length limit" if share >= TRUNCATED else ""
+
+
+def _rewards_equal(now: Values, first: Values) -> str | None:
+    lowest, highest = now.get("reward/min"), now.get("reward/max")
+    if lowest is None or highest is None:
+        return None
+    return f"all responses score {highest:g}" if lowest == highest else ""
+
+
+def _groups_equal(now: Values, first: Values) -> str | None:
+    share = now.get("frac_reward_zero_std")
+    if share is None or "critic/vf_loss" in now:  # a critic learns from rewards that differ between prompts alone
+        return None
+    return "the responses to each prompt all score the same" if share >= 1 and not _rewards_equal(now, first) else ""
+
+
+def _no_gradient(now: Values, first: Values) -> str | None:
+    norm = now.get("actor/grad_norm")
+    if norm is None:
+        return None
+    return "the policy's gradient is 0" if norm == 0 else ""
+
+
+def _entropy(now: Values, first: Values) -> str | None:
+    entropy, before = now.get("actor/entropy"), first.get("actor/entropy")
+    if entropy is None or before is None or "reward/mean" not in now:
+        return None
+    return f"actor/entropy is {entropy:.3g}, and was {before:.3g} at first" if entropy > max(EXPLODED * before, before + NATS) else ""
+
+
+def _reference(now: Values, first: Values) -> str | None:
+    kl, length = now.get("actor/reference_kl"), now.get("response_length/mean")
+    if kl is None or not length:
+        return None
+    return f"the KL to the reference is {kl / length:.3g} nats a token" if kl > TOKEN_KL * length else ""
+
+
+def _step(now: Values, first: Values) -> str | None:
+    kl = now.get("actor/ppo_kl")
+    if kl is None:
+        return None
+    return f"a step moves the policy by {kl:.3g} nats a token (actor/ppo_kl)" if kl > STEP_KL else ""
+
+
+def _engine(now: Values, first: Values) -> str | None:
+    kl = now.get("rollout_corr/kl")
+    if kl is None:
+        return None
+    return f"engine and trainer differ by {kl:.3g} nats a token (rollout_corr/kl)" if kl > ENGINE_KL else ""
+
+
+def _length(now: Values, first: Values) -> str | None:
+    cut, before = now.get("response_length/clip_ratio"), first.get("response_length/clip_ratio")
+    mean, start = now.get("response_length/mean"), first.get("response_length/mean")
+    if cut is None or before is None or mean is None or start is None:
+        return None
+    there = mean > LONGER * start and cut > CUT > 2 * before
+    return f"responses have {mean:.0f} tokens and had {start:.0f} at first; {cut:.0%} are cut, and {before:.0%} were" if there else ""
+
+
+READ = "read some: megarl samples RUN"
+SIGNS = {
+    "all_truncated": Sign(
+        _truncated,
+        "raise rollout.max_response_tokens, ask for shorter answers in the prompt, or look why the model does not end by itself (chat "
+        f"template, eos_token); {READ} --truncated",
+    ),
+    "rewards_equal": Sign(
+        _rewards_equal,
+        "nothing can be learned from that: with 0 the task is too hard, or the reward does not find the answer (its format, "
+        f"reward.require_finished); with the highest reward it is too easy; {READ} --best",
+    ),
+    "groups_equal": Sign(
+        _groups_equal,
+        "group advantages are then 0: take prompts that the policy solves now and then, more rollout.samples_per_prompt, a higher "
+        "rollout.temperature, or train.dynamic_sampling_rounds",
+    ),
+    "no_gradient": Sign(
+        _no_gradient, f"the weights do not change: the rewards are all equal, or no response is learned from (train.drop_truncated); {READ}"
+    ),
+    "entropy_explosion": Sign(
+        _entropy, "lower optimizer.lr, raise algorithm.kl_coef, or lower an entropy bonus; the policy is on its way to noise"
+    ),
+    "kl_runs_away": Sign(_reference, "raise algorithm.kl_coef, set algorithm.kl_target, or lower optimizer.lr"),
+    "steps_too_large": Sign(_step, "lower optimizer.lr, train.epochs or train.mini_batches, or clip more tightly"),
+    "engine_differs": Sign(
+        _engine,
+        "the policy is trained on what it did not say: set algorithm.correction, rollout.dtype as model.dtype, fp32_head on both sides, "
+        "and of a mixture routing.replay=r3",
+    ),
+    "length_runs_away": Sign(
+        _length, f"set reward.overlong or train.drop_truncated, or raise rollout.max_response_tokens; {READ} --truncated"
+    ),
+}
+
+
+def learned_nothing(steps: int, still: int, equal: int) -> str | None:
+    """What a run says at its end, of `steps` steps of the policy, where it cannot have learned; None where it can.
+
+    Args:
+        steps: of the policy.
+        still: those whose gradient was 0.
+        equal: those whose responses all scored the same.
+    """
+    if steps and still == steps:
+        return f"learned nothing: the gradient was 0 in all {steps} steps of the policy"
+    if steps and equal == steps:
+        return f"learned nothing from the reward: all responses scored the same in each of {steps} steps of the policy"
+    return None

@@ -1,0 +1,99 @@
+"""What an evaluation says of a set of prompts: avg@n and pass@k, each with its interval of 95 %.
+
+Axes: P prompts, n responses to each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist, fmean, pstdev
+from typing import Any
+
+Z = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts, with the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The numbers of one set of prompts."""
+
+    set: str
+    prompts: int
+    rate: bool  # every score is 0 or 1: means are pass rates; else scores
+    stderr: float  # of the sampled mean, between prompts
+    estimates: Mapping[str, Estimate]  # "avg@4", "pass@2", "pass@4", "greedy"
+
+    @property
+    def kind(self) -> str:
+        return "pass rate" if self.rate else "score"
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON; `SetResult.read` is it again."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> SetResult:
+        return cls(**{**plain, "estimates": {name: Estimate(**one) for name, one in plain["estimates"].items()}})
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The unbiased estimate of the chance that one of `k` responses is right, from `n` of which `correct` are.
+
+    1 - C(n - correct, k) / C(n, k): the share of all choices of k of the n that hold a right one (arXiv:2107.03374, eq. 1).
+    """
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def wilson(rate: float, trials: int) -> Estimate:
+    """A rate with Wilson's interval. For the mean of `trials` independent numbers between 0 and 1 it is wide enough, since none of them
+    varies more than a coin of that rate."""
+    z2 = Z * Z / trials
+    centre, half = (rate + z2 / 2) / (1 + z2), Z / (1 + z2) * math.sqrt(rate * (1 - rate) / trials + z2 / 4 / trials)
+    return Estimate(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
+
+
+def normal(value_P: Sequence[float]) -> Estimate:
+    """A mean with 1.96 standard errors on both sides."""
+    mean, half = fmean(value_P), Z * _stderr(value_P)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def estimated(set_: str, score_Pn: Sequence[Sequence[float]], greedy_P: Sequence[float] | None = None) -> SetResult:
+    """All numbers of a set.
+
+    Intervals are those of a draw of other prompts: Wilson's where every score is 0 or 1, the normal one of the mean else.
+
+    Args:
+        set_: its name.
+        score_Pn: the scores of n sampled responses to each of P prompts.
+        greedy_P: the scores of the greedy responses, where they were asked for.
+    """
+    n, mean_P = len(score_Pn[0]), [fmean(score_n) for score_n in score_Pn]
+    rate = all(score in (0, 1) for score_n in [*score_Pn, greedy_P or []] for score in score_n)
+    per_prompt = {f"avg@{n}": mean_P}
+    if rate:
+        correct_P = [round(sum(score_n)) for score_n in score_Pn]
+        per_prompt |= {f"pass@{k}": [pass_at_k(n, correct, k) for correct in correct_P] for k in sizes(n)}
+    if greedy_P is not None:
+        per_prompt["greedy"] = list(greedy_P)
+    found = {name: wilson(fmean(value_P), len(value_P)) if rate else normal(value_P) for name, value_P in per_prompt.items()}
+    return SetResult(set_, len(score_Pn), rate, _stderr(mean_P), found)
+
+
+def sizes(n: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, ... and n."""
+    return sorted({*(1 << power for power in range(1, n.bit_length()) if 1 << power < n), n} - {1})
+
+
+def _stderr(value_P: Sequence[float]) -> float:
+    return pstdev(value_P) / math.sqrt(len(value_P))

@@ -1,0 +1,133 @@
+"""report.html: a run on one page that needs no network and runs no script. What a model wrote is shown as text, whatever it is."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megarl.observe import samples
+from megarl.text import escaped
+
+MOST_FILES, MOST_SAMPLES, LONGEST = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #1c1c1c; background: #fff }
+h1, h2 { font-weight: 600; line-height: 1.2 } h2 { margin-top: 2em; border-bottom: 1px solid #ddd; padding-bottom: .2em }
+table { border-collapse: collapse; margin: 1em 0 } td, th { text-align: left; padding: .25em 1em .25em 0; vertical-align: top }
+th { border-bottom: 1px solid #bbb } td.n { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #f6f6f4; padding: .7em; margin: .3em 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px }
+details { margin: .4em 0 } summary { cursor: pointer } details details { margin-left: 1.2em }
+.alarm { border-left: 4px solid #c0392b; background: #fdf1ef; padding: .5em .9em; margin: .6em 0 }
+.good { color: #2c6e2f } .bad { color: #a23b2a } img { max-width: 100% } .note { color: #666 }
+"""
+
+
+def write(run: Path) -> None:
+    """Writes the page of a run's directory from what is there; whole or not at all."""
+    partial = run / ".report.html.partial"
+    partial.write_text("\n".join(lines(run)) + "\n", encoding="utf-8")
+    partial.replace(run / "report.html")
+
+
+def lines(run: Path) -> Iterator[str]:
+    """The page, piece by piece."""
+    summary = json.loads((run / "summary.json").read_text())
+    name = text(run.name)
+    yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{name}</h1>'
+    yield f'<p class="note">{text(run)}: {summary["rl_steps"]} RL steps, {sum(summary["wall_s"].values()):,.0f} s</p>'
+    yield from _alarms(summary["alarms"])
+    yield from _evaluations(summary["evaluations"], summary["results"])
+    if (picture := run / "report.png").is_file():
+        yield "<h2>Curves</h2>"
+        yield f'<img alt="curves of the run" src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">'
+    yield from _samples(samples.files(run))
+    yield "<h2>What it took</h2>"
+    yield from _table(("phase", "seconds"), ((phase, f"{seconds:,.1f}") for phase, seconds in summary["wall_s"].items()))
+    yield from _table(("process", "peak memory, MB"), ((kind, f"{size:,.0f}") for kind, size in summary["peak_rss_mb"].items()))
+    yield "<h2>Configuration</h2>"
+    yield f"<details><summary>config.yaml</summary><pre>{text((run / 'config.yaml').read_text())}</pre></details>"
+    yield "<h2>Versions</h2>"
+    yield from _table(("package", "version"), summary["versions"].items())
+    yield "</body>\n</html>"
+
+
+def text(value: object) -> str:
+    """As the text of a page: no mark-up, no control character, nothing that turns the direction of writing."""
+    return escape(escaped(str(value)))
+
+
+def _alarms(alarms: Mapping[str, str]) -> Iterator[str]:
+    yield "<h2>Alarms</h2>"
+    if not alarms:
+        yield '<p class="good">none</p>'
+    for name, message in alarms.items():
+        yield f'<div class="alarm"><b>{text(name)}</b><br>{text(message)}</div>'
+
+
+def _evaluations(evaluations: Mapping[str, Any], results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    if evaluations:
+        yield "<h2>Evaluations</h2>"
+        rows = (
+            (
+                one["set"],
+                one["prompts"],
+                f"{'pass rate' if one['rate'] else 'score'} {name}",
+                _when(when, evaluation["step"]),
+                _interval(found),
+            )
+            for when, evaluation in evaluations.items()
+            for one in evaluation["results"]
+            for name, found in one["estimates"].items()
+        )
+        yield from _table(("set", "prompts", "", "weights", "mean [95 %]"), rows)
+    if results:
+        yield "<h2>Held-out</h2>"
+        yield from _table(("", "", ""), ((name, metric, f"{x:.4g}") for name, values in results.items() for metric, x in values.items()))
+
+
+def _when(when: str, step: int) -> str:
+    return {"base": "model.base", "eval": "model.path"}.get(when, f"step {step}")
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def _samples(files: Sequence[samples.File]) -> Iterator[str]:
+    if not files:
+        return
+    shown = [files[index] for index in samples.spread(len(files), MOST_FILES)]
+    left_out = f", {len(files) - len(shown)} files are left out (megarl samples shows them)" if len(shown) < len(files) else ""
+    yield f'<h2>Samples</h2>\n<p class="note">the newest first{left_out}</p>'
+    for file in shown:
+        records = sorted(file.records(), key=lambda record: -record.reward)
+        mean = sum(record.reward for record in records) / max(1, len(records))
+        kind = f"evaluation of {file.set}" if file.set else "training"
+        yield f"<details><summary>step {file.step}, {text(kind)}: {len(records)} responses, mean reward {mean:.3f}</summary>"
+        for index in samples.spread(len(records), MOST_SAMPLES):  # from the best to the worst
+            yield from _sample(records[index])
+        yield "</details>"
+
+
+def _sample(record: samples.Record) -> Iterator[str]:
+    parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
+    ended = "ended" if record.finish_reason == "stop" else '<span class="bad">cut</span>'
+    failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
+    about = text(f"reward {record.reward:g}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
+    yield f"<details><summary>{about}{ended}</summary>{failed}"
+    for name, said in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
+        cut = said if len(said) <= LONGEST else f"{said[: LONGEST // 2]}\n...\n{said[-LONGEST // 2 :]}"
+        yield f'<span class="note">{name}</span><pre>{text(cut)}</pre>'
+    yield "</details>"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield "<table><tr>" + "".join(f"<th>{text(head)}</th>" for head in heads) + "</tr>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
+    yield "</table>"

@@ -1,0 +1,120 @@
+"""Responses to read: samples/step_12.jsonl of a training step, samples/eval_heldout_step_12.jsonl of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError
+from megarl.strict_json import parse_json
+from megarl.text import one_line
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import Prompt
+    from megarl.rewards.score import Score
+    from megarl.workers.rollout_worker import Response
+
+FOLDER = "samples"
+_FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One response with what it was asked and what it scored. Nothing in it is safe to print: see `megarl.text.escaped`."""
+
+    prompt: str | list[dict[str, str]]  # as the source has it
+    answer: str
+    response: str
+    reward: float
+    parts: dict[str, float]
+    error: str | None  # of the reward function
+    finish_reason: str  # "stop" or "length"
+    length: int  # tokens of the response
+    sample: int  # which of the responses to the prompt
+    greedy: bool = False
+
+    @property
+    def question(self) -> str:
+        """The prompt as one text."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+@dataclass(frozen=True)
+class File:
+    """The samples of one step, or of one evaluation."""
+
+    path: Path
+    step: int
+    set: str | None  # the evaluation's
+
+    def records(self) -> Iterator[Record]:
+        """Raises ConfigError for a line that megarl has not written."""
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+            try:
+                row = parse_json(line)
+                yield Record(**{field.name: row[field.name] for field in fields(Record)})
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{self.path}:{number}: no sample: {error}") from None
+
+
+def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> Record:
+    """What is kept of a scored response."""
+    played = response.episode
+    return Record(
+        prompt=prompt.given or prompt.text if played is None else played.opening,
+        answer=prompt.answer,
+        response=response.text if played is None else played.transcript,
+        reward=score.value,
+        parts=score.parts,
+        error=score.error,
+        finish_reason="stop" if response.finished else "length",
+        length=response.length,
+        sample=response.index,
+        greedy=greedy,
+    )
+
+
+def line(record: Record) -> str:
+    """A response in short, on one line that is safe to print."""
+    ended = "ended" if record.finish_reason == "stop" else "cut"
+    said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
+    return f"reward {record.reward:g}, {record.length} tokens, {ended}{', greedy' if record.greedy else ''}: {said}"
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the indices below `count`, evenly spaced: of as many prompts as possible, whatever the responses score."""
+    return sorted({index * count // most for index in range(most)}) if count > most else list(range(count))
+
+
+def write(run: Path, step: int, records: Sequence[Record], evaluation: str | None = None) -> None:
+    """Writes the samples of a step, or of the evaluation of a set, whole or not at all, in the place of earlier ones.
+
+    The file is ASCII: JSON escapes whatever could move a terminal's cursor.
+    """
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{'' if evaluation is None else f'eval_{evaluation}_'}step_{step}.jsonl"
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="ascii")
+    os.replace(partial, path)
+
+
+def files(run: Path) -> list[File]:
+    """All files of a run, the newest step first; of one step, evaluations first."""
+    found = [(path, _FILE.fullmatch(path.name)) for path in sorted((run / FOLDER).glob("*.jsonl"))]
+    named = [File(path, int(match["step"]), match["set"]) for path, match in found if match is not None]
+    return sorted(named, key=lambda file: (-file.step, file.set is None))
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Removes what a run that goes on from `step` will write anew."""
+    for file in files(run):
+        if file.step > step:
+            file.path.unlink()

@@ -1,0 +1,98 @@
+"""`megarl samples RUN`: what the model said, from the files of a run."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from megarl.errors import ConfigError
+from megarl.observe.samples import File, Record, files
+from megarl.stdout import say
+from megarl.text import escaped, one_line
+
+LONGEST = 2000  # characters of a text that are shown
+
+Found = tuple[File, Record]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints samples. Raises ConfigError where the run has none, or none that is asked for."""
+    top = argparse.ArgumentParser(
+        prog="megarl samples",
+        description="Responses that a run has kept (log.samples of each step, all of each evaluation), the newest first. What a terminal "
+        "would obey is shown as \\x1b and the like.",
+    )
+    top.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
+    top.add_argument("--step", type=int, metavar="N", help="of this step alone")
+    top.add_argument("--set", metavar="NAME", help="of evaluations of this set alone, such as heldout; `train`: of training alone")
+    order = top.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="the highest rewards first")
+    order.add_argument("--worst", action="store_true", help="the lowest rewards first")
+    top.add_argument("--truncated", action="store_true", help="those that the length limit has cut")
+    top.add_argument("--search", metavar="TEXT", help="those with this text in prompt, response or answer, in whatever case")
+    top.add_argument("--most", type=int, default=4, metavar="N", help="so many (4)")
+    top.add_argument("--whole", action="store_true", help=f"texts of more than {LONGEST:,} characters too")
+    given = top.parse_args(list(arguments))
+    found = chosen(run_of(given.run), given)
+    if not found:
+        raise ConfigError(f"samples: {given.run} has none like that ({_of(files(run_of(given.run)))})")
+    for file, record in found:
+        say(*shown(file, record, given.whole))
+    return 0
+
+
+def run_of(path: Path) -> Path:
+    """The directory of a run. ConfigError where it is none, or has no samples."""
+    if not path.is_dir():
+        raise ConfigError(f"samples: no such directory: {path}")
+    if not files(path):
+        raise ConfigError(f"samples: {path} has none: it is no run of megarl, has taken no step, or log.samples=0")
+    return path
+
+
+def chosen(run: Path, given: argparse.Namespace) -> list[Found]:
+    """The samples that the arguments ask for, in their order."""
+    found = _matching(run, given)
+    if given.best or given.worst:
+        pick = heapq.nlargest if given.best else heapq.nsmallest
+        return pick(given.most, found, key=lambda pair: pair[1].reward)
+    return list(islice(found, max(0, given.most)))
+
+
+def _matching(run: Path, given: argparse.Namespace) -> Iterator[Found]:
+    for file in files(run):
+        if given.step not in (None, file.step) or given.set not in (None, file.set or "train"):
+            continue
+        for record in file.records():
+            texts = (record.question, record.response, record.answer)
+            cut = record.finish_reason == "length"
+            if (cut or not given.truncated) and (given.search is None or any(given.search.lower() in text.lower() for text in texts)):
+                yield file, record
+
+
+def _of(found: Sequence[File]) -> str:
+    steps, sets = [file.step for file in found], sorted({file.set or "train" for file in found})
+    return f"steps {min(steps)} to {max(steps)}, sets {', '.join(sets)}"
+
+
+def shown(file: File, record: Record, whole: bool) -> Iterator[str]:
+    """The lines of one sample."""
+    parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
+    ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"
+    kind = f"evaluation of {file.set}" if file.set else "training"
+    yield (
+        f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {ended}"
+        f"{', greedy' if record.greedy else ''}{f', not judged: {one_line(record.error, 200)}' if record.error else ''}"
+    )
+    for name, text in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
+        for number, line in enumerate(escaped(text if whole else _ends(text)).split("\n")):
+            yield f"{name if number == 0 else '':>8} | {line}"
+
+
+def _ends(text: str) -> str:
+    """Beginning and end of a long text."""
+    left_out = len(text) - LONGEST
+    return text if left_out <= 0 else f"{text[: LONGEST // 2]}\n[{left_out:,} characters; --whole shows them]\n{text[-LONGEST // 2 :]}"

@@ -1,0 +1,125 @@
+"""This rank's part of a step in shared memory, for the same rank of the same layout: a copy without a disk, and without other ranks.
+
+The bytes: the length of a header, the header (JSON), the random states, then every tensor that the rank holds, in the model's own order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.checkpoint import sharded
+from megarl.parallel.checkpoint.rng import random_states, restore_random_states
+from megarl.parallel.checkpoint.state import ModelState
+from megarl.parallel.grid import Grid
+from megarl.shared_memory import SharedMemory
+
+ALIGN = 64
+SLACK = 1 << 16  # the header's numbers grow
+
+
+class RollingCopy:
+    """Writes this rank's part of one step after the other, into two slots: while one is written, the other is whole.
+
+    Args:
+        grid: this rank's.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._slots: dict[int, SharedMemory] = {}
+        self._steps: dict[int, int] = {}  # that the slots hold
+
+    def write(self, step: int, last: int, models: Mapping[str, ModelState]) -> tuple[str, int]:
+        """Copies the models, their optimizers and the random states as they are now.
+
+        Args:
+            step: its number.
+            last: the step whose copy stays as it is.
+            models: by name; one after the other is awake.
+
+        Returns:
+            Where other processes of this machine open it, and its size.
+
+        Raises:
+            OSError: there is no room.
+        """
+        header: dict[str, Any] = {"models": {}, "sizes": {}}
+        random = torch.frombuffer(bytearray(random_states()), dtype=torch.uint8)
+        for name, model in models.items():
+            model.wake()
+            trainable = model.trainable
+            header["models"][name] = None if trainable is None else [trainable.steps, sharded.adam_step(trainable)]
+            header["sizes"][name] = [tensor.nbytes for tensor in _tensors(model, self._grid)]
+        header["random"] = len(random)
+        head = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        sizes = [8, len(head), len(random), *(size for own in header["sizes"].values() for size in own)]
+        memory = self._slot(step, last, sum(map(_aligned, sizes)))
+        room = _Room(memory.bytes_B)
+        room.take(8).view(torch.int64)[0] = len(head)
+        room.take(len(head)).copy_(head)
+        room.take(len(random)).copy_(random)
+        for model in models.values():
+            model.wake()
+            for tensor in _tensors(model, self._grid):
+                room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return memory.path, room.taken
+
+    def _slot(self, step: int, last: int, size: int) -> SharedMemory:
+        """The slot that does not hold `last`, with room for `size` bytes."""
+        slot = int(self._steps.get(0) == last)
+        memory, self._steps[slot] = self._slots.get(slot), step
+        if memory is None or len(memory.bytes_B) < size:
+            if memory is not None:
+                memory.close()
+            memory = self._slots[slot] = SharedMemory(size + SLACK, "save.rolling")
+        memory.reserve(size)
+        return memory
+
+
+@torch.no_grad()
+def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> None:
+    """Gives models, optimizers and this process's random states what `RollingCopy.write` copied on the same rank of the same layout."""
+    room = _Room(bytes_B)
+    header = json.loads(bytes(room.take(int(room.take(8).view(torch.int64)[0])).numpy()))
+    random = bytes(room.take(header["random"]).numpy())
+    for name, model in models.items():
+        model.wake()
+        counts = header["models"][name]
+        if model.trainable is not None:
+            sharded.start_optimizer(model.trainable)
+        mine = list(_tensors(model, grid))
+        assert [tensor.nbytes for tensor in mine] == header["sizes"][name], f"{name}: a copy of another model or layout"
+        for tensor in mine:
+            tensor.copy_(room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape))
+        if model.trainable is not None:
+            model.trainable.steps, adam_step = counts
+            sharded.set_adam_step(model.trainable, adam_step)
+    restore_random_states(random)
+
+
+def _tensors(model: ModelState, grid: Grid) -> Iterator[Tensor]:
+    """What this rank holds of a model: the weights, and its slices of what the optimizer has."""
+    yield from sharded.tensors(sharded.model_state(model.chunks, grid))
+    if model.trainable is not None:
+        yield from sharded.local_optimizer_state(model.trainable)
+
+
+class _Room:
+    """Hands out one piece of memory after the other."""
+
+    def __init__(self, bytes_B: Tensor) -> None:
+        self._bytes_B, self.taken = bytes_B, 0
+
+    def take(self, size: int) -> Tensor:
+        piece = self._bytes_B[self.taken : self.taken + size]
+        self.taken += _aligned(size)
+        return piece
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

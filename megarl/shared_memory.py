@@ -1,0 +1,51 @@
+"""Memory that processes of one machine share, without a name: nothing is left behind, however they end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+DIRECTORY = "/dev/shm"
+
+
+class SharedMemory:
+    """Memory of this machine, as uint8 [capacity].
+
+    Other processes of the same user open it by `path`, as long as this one holds it; its mode is 0600 all the same.
+
+    Args:
+        capacity: in bytes.
+        what: it is for, in errors.
+    """
+
+    def __init__(self, capacity: int, what: str) -> None:
+        self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._reserved, self._what = 0, what
+        os.ftruncate(self._descriptor, capacity)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.bytes_B: Tensor = torch.frombuffer(mmap.mmap(self._descriptor, capacity), dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes sure that the first `nbytes` can be written. OSError where there is no room; else the process would die of SIGBUS."""
+        if nbytes > self._reserved:
+            try:
+                os.posix_fallocate(self._descriptor, self._reserved, nbytes - self._reserved)
+            except OSError as error:
+                raise OSError(error.errno, f"{self._what}: {DIRECTORY} has no room for {nbytes} bytes") from error
+            self._reserved = nbytes
+
+    def close(self) -> None:
+        """Lets go of it; views of `bytes_B` stay valid."""
+        os.close(self._descriptor)
+
+
+def mapped(path: str, size: int) -> Tensor:
+    """What another process of this machine has at `path`. Changes stay here."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

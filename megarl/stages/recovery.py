@@ -1,0 +1,102 @@
+"""A run goes on after its ranks have failed: they start again, and it goes back to the last step that is copied or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ray.exceptions import ObjectLostError
+
+from megarl import termination
+from megarl.cluster import watch
+from megarl.cluster.actor_group import WorkerDied, WorkerLate
+from megarl.cluster.watch import StandsStill
+from megarl.config import TrainingSettings
+from megarl.observe.run import Run
+from megarl.parallel.grid import FAULTS
+from megarl.restarts import Restarts
+from megarl.stages.saving import ResumePoint, resume_point
+from megarl.workers.keeper import Copies
+
+LOST = (
+    WorkerDied,
+    WorkerLate,
+    StandsStill,
+    ObjectLostError,
+    *FAULTS,
+)  # what ranks that start again may do without; what else they raise they would again
+
+
+class Context(Protocol):
+    """What the work of a run is done with."""
+
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def restarts(self) -> Restarts: ...
+
+    @property
+    def copies(self) -> Copies: ...
+
+    def restart(self, beginning: bool, /) -> bool:
+        """Starts the ranks again, with the models as they were at the start; `beginning`: the run begins anew. Whether a node was gone."""
+
+
+def recovering(
+    work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Callable[[], ResumePoint | None]
+) -> None:
+    """Does the work of a run to its end, however often its ranks fail, as far as `cluster.restarts` allows.
+
+    A failure while they start again is one more. SIGTERM ends the run at once then: there is nothing to be saved.
+
+    Args:
+        work: from a checkpoint, or from the beginning, with ranks that have just started.
+        resume: where it begins.
+        ctx: what it is done with.
+        find: the newest checkpoint, if there is any.
+    """
+    fault: Exception | None = None
+    while True:
+        try:
+            if fault is not None:
+                resume = _recovered(fault, ctx, find)
+            work(resume)
+            return
+        except LOST as error:
+            if _ray_is_gone(error):
+                raise
+            number = termination.asked()
+            if number is not None:
+                saved = "started again, the run goes on from what it has saved"
+                raise termination.Terminated(number, f", after {error}; {saved}") from error
+            if not ctx.restarts.allow(error):
+                raise
+            fault = error
+
+
+def _ray_is_gone(fault: Exception) -> bool:
+    try:
+        watch.check("recovery", {})
+    except StandsStill as error:
+        fault = error
+    return isinstance(fault, StandsStill) and fault.session
+
+
+def _recovered(fault: Exception, ctx: Context, find: Callable[[], ResumePoint | None]) -> ResumePoint | None:
+    with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
+        copied = ctx.copies.newest()
+        resume = find() if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
+        if resume is None:
+            ctx.run.note("nothing is saved yet: the run begins anew")
+        watch.renew()
+        if ctx.restart(resume is None):
+            told.kind = "node"
+    return resume
+
+
+def newest(config: TrainingSettings, verb: str, items: int) -> Callable[[], ResumePoint | None]:
+    """Finds what the run itself has saved; what was there before it, and was not to be gone on with, lies elsewhere by now."""
+    own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
+    return lambda: resume_point(own, verb, items)

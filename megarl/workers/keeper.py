@@ -1,0 +1,155 @@
+"""Copies of the last steps in the memory of the machines, which outlive the ranks that made them (`save.rolling`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.cluster.actor_group import ActorGroup
+from megarl.shared_memory import SharedMemory
+
+PIECE = 16 << 20  # bytes that travel between machines at a time
+KEPT = 2  # steps
+ANSWER_S = 10.0  # longest wait for a machine to say what it has
+
+Owner = tuple[str, int]
+"""A rank: its group, its number."""
+
+
+class Keeper:
+    """Holds the memory of the ranks on its machine, as an actor there."""
+
+    def __init__(self) -> None:
+        self._held: dict[Owner, dict[int, tuple[int, int]]] = {}  # the descriptor and the size of each step's memory
+
+    def keep(self, owner: Owner, step: int, path: str, size: int) -> None:
+        """Takes a complete copy; older ones than the one before are let go of."""
+        steps = self._held.setdefault(owner, {})
+        self._drop(steps, [step])
+        steps[step] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), size
+        self._drop(steps, sorted(steps)[:-KEPT])
+
+    def forget(self, owner: Owner, but: int) -> None:
+        """Lets go of an owner's copies but that of one step: the others are about to be written over."""
+        steps = self._held.get(owner, {})
+        self._drop(steps, [step for step in steps if step != but])
+
+    def steps(self) -> dict[Owner, list[int]]:
+        """Of which steps there are copies."""
+        return {owner: sorted(steps) for owner, steps in self._held.items()}
+
+    def place(self, owner: Owner, step: int) -> tuple[str, int]:
+        """Where processes of this machine open a copy, and its size."""
+        descriptor, size = self._held[owner][step]
+        return f"/proc/{os.getpid()}/fd/{descriptor}", size
+
+    def piece(self, owner: Owner, step: int, begin: int) -> bytes:
+        """Some bytes of a copy, PIECE at most."""
+        descriptor, size = self._held[owner][step]
+        return os.pread(descriptor, min(PIECE, size - begin), begin)
+
+    def fetch(self, source: Any, owner: Owner, step: int) -> None:
+        """Takes over a copy from another machine. Raises OSError where there is no room."""
+        _, size = ray.get(source.place.remote(owner, step))
+        memory = SharedMemory(size, "save.rolling")
+        memory.reserve(size)
+        for begin in range(0, size, PIECE):
+            piece = ray.get(source.piece.remote(owner, step, begin))
+            memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+        self.keep(owner, step, memory.path, size)
+        memory.close()
+
+    def _drop(self, steps: dict[int, tuple[int, int]], old: Sequence[int]) -> None:
+        for step in old:
+            if step in steps:
+                os.close(steps.pop(step)[0])
+
+
+class Copies:
+    """The driver's hold on all keepers, and what it must know itself of each step.
+
+    Args:
+        peers: every copy is also held on another machine.
+    """
+
+    def __init__(self, peers: bool) -> None:
+        self._peers = peers
+        self._keepers: dict[str, Any] = {}  # by node
+        self._records: dict[int, Any] = {}  # by step
+        self._travelling: list[Any] = []
+
+    def save(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float, record: Any) -> None:
+        """Copies a step of all groups. Raises what a rank raises: OSError where there is no room; the copies before stay.
+
+        Args:
+            step: its number.
+            groups: of the ranks that train, by name.
+            timeout_s: of each group.
+            record: what `newest` gives back with the step.
+        """
+        if self._travelling:
+            ray.wait(self._travelling, num_returns=len(self._travelling), timeout=timeout_s)
+        self._travelling = []
+        last = max(self._records, default=-1)
+        for name, group in groups.items():
+            nodes = group.call("node", timeout_s=timeout_s)
+            keepers = [self._keeper(node) for node in nodes]
+            calls = [actor.copy.remote(keeper, name, step, last) for actor, keeper in zip(group.actors, keepers, strict=True)]
+            group.wait(calls, "copy", timeout_s)
+            self._travelling += self._mirror(name, step, nodes)
+        self._records = {old: kept for old, kept in self._records.items() if old == last} | {step: record}
+
+    def newest(self) -> tuple[int, Any] | None:
+        """The newest step of which a copy of every rank is there, and its record."""
+        held: dict[Owner, set[int]] = {}
+        for keeper in self._living():
+            for owner, steps in ray.get(keeper.steps.remote()).items():
+                held.setdefault(owner, set()).update(steps)
+        whole = set(self._records).intersection(*held.values()) if held else set()
+        self._records = {step: self._records[step] for step in whole}
+        return max(self._records.items(), default=None, key=lambda item: item[0])
+
+    def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
+        """Gives every rank its part of a step; on another machine than before it travels there first."""
+        where = {id(keeper): (keeper, ray.get(keeper.steps.remote())) for keeper in self._living()}
+        for name, group in groups.items():
+            calls = []
+            for rank, (actor, node) in enumerate(zip(group.actors, group.call("node", timeout_s=timeout_s), strict=True)):
+                keeper, owner = self._keeper(node), (name, rank)
+                _, here = where.get(id(keeper), (None, {}))
+                if step not in here.get(owner, []):
+                    source = next(other for other, steps in where.values() if step in steps.get(owner, []))
+                    ray.get(keeper.fetch.remote(source, owner, step), timeout=timeout_s)
+                calls.append(actor.restore.remote(keeper, name, step))
+            group.wait(calls, "restore", timeout_s)
+        self._records = {step: self._records[step]}
+
+    def _keeper(self, node: str) -> Any:
+        if node not in self._keepers:
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._keepers[node] = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=place).remote()
+        return self._keepers[node]
+
+    def _mirror(self, name: str, step: int, nodes: Sequence[str]) -> list[Any]:
+        """Copies go to the next machine, behind the run's back."""
+        others = sorted(self._keepers)
+        if not self._peers or len(others) < 2:
+            return []
+        after = {node: self._keepers[others[(index + 1) % len(others)]] for index, node in enumerate(others)}
+        return [after[node].fetch.remote(self._keepers[node], (name, rank), step) for rank, node in enumerate(nodes)]
+
+    def _living(self) -> list[Any]:
+        """The keepers that answer; the others are forgotten."""
+        asked = {node: keeper.steps.remote() for node, keeper in self._keepers.items()}
+        for node, call in asked.items():
+            try:
+                ray.get(call, timeout=ANSWER_S)
+            except RayError:
+                del self._keepers[node]
+        return list(self._keepers.values())

@@ -1,0 +1,99 @@
+"""Part 3: checkpoints that cross from the CPU to the device and back, random states, parking, exported bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.process import Run
+from tests.gpu.training import FLOAT32
+
+
+def begin(grid: Any, path: Path, root: Path) -> dict[str, Any]:
+    """Trains a step, saves, and takes two more."""
+    from tests.distributed.checkpoint_work import train_and_save
+    from tests.distributed.tiny_training import Job, make_checkpoint
+
+    make_checkpoint(path)
+    return asdict(train_and_save(grid, Job(path, steps=1), root))
+
+
+def go_on(grid: Any, path: Path, step: Path, root: Path) -> dict[str, Any]:
+    """Loads the step, saves it again as it is, and trains on."""
+    from tests.distributed.checkpoint_work import resume
+    from tests.distributed.tiny_training import Job
+
+    return asdict(resume(grid, Job(path, steps=1), step, root))
+
+
+def same(grid: Any, one: Path, other: Path) -> tuple[int, bool]:
+    """How many tensors two saved policies hold, and whether they are the same ones, bit for bit."""
+    import torch
+
+    from tests.distributed.checkpoint_work import plain_tensors
+
+    mine, theirs = plain_tensors(grid, one / "policy"), plain_tensors(grid, other / "policy")
+    return len(mine), mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
+
+
+def park(grid: Any, path: Path) -> dict[str, Any]:
+    """A trained model leaves the device and comes back: fingerprints of what is exported before and after, and the device's bytes."""
+    import torch
+
+    from megarl.config import ModelSettings, OptimizerSettings
+    from megarl.parallel.backend import choose
+    from megarl.sync.fingerprint import Fingerprinter
+    from megarl.workers.model import Model
+
+    backend = choose()
+    settings = ModelSettings(path=path, dtype="float32")
+    model = Model(path, settings, grid.layout, backend, grid, optimizer=OptimizerSettings(lr=1e-3), updates=3)
+
+    def printed() -> dict[str, Any]:
+        prints = Fingerprinter()
+        for name, tensor in model.stream("bfloat16"):
+            prints.add(name, tensor)
+        return {name: (found.value, found.numel) for name, found in prints.digest().items()}
+
+    def held() -> int:
+        return torch.cuda.memory_allocated() if backend.device.type == "cuda" else sum(p.untyped_storage().nbytes() for p in parameters)
+
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    before, there = printed(), held()
+    model.park()
+    away = held()
+    model.wake()
+    return {"before": before, "after": printed(), "bytes there": there, "bytes away": away}
+
+
+def check(there: Run, cpu: Run, directory: Path, *, memory: bool = True) -> dict[str, Any]:
+    """CPU -> device -> CPU.
+
+    Args:
+        there: runs on the device,
+        cpu: on the CPU.
+        directory: an empty one.
+        memory: the device has memory of its own, and models are parked.
+
+    Returns:
+        Figures. AssertionError where anything is lost on the way.
+    """
+    path, roots = directory / "tiny", [directory / name for name in ("cpu", "device", "back")]
+    first = cpu(begin, path, roots[0])
+    steps = [root / "step_000001" for root in roots]
+    crossed = there(go_on, path, steps[0], roots[1])
+    back = cpu(go_on, path, steps[1], roots[2])
+    tensors, equal = cpu(same, steps[0], steps[1])
+    assert tensors > 30 and equal and cpu(same, steps[1], steps[2]) == (tensors, True)
+    assert not crossed["exact"] and not back["exact"], "random states of one kind of device mean nothing on another"
+    assert crossed["random"][1:3] == first["random"][1:3] == back["random"][1:3], "numpy's and Python's go on everywhere"
+    apart = [abs(one["report"]["loss"][0] - first["report"]["loss"][0]) for one in (crossed, back)]
+    assert max(apart) < FLOAT32, apart
+    figures = {"tensors": tensors, "loss after the load": apart[0]}
+    if not memory:
+        return figures
+    parked = there(park, path)
+    assert parked["before"] == parked["after"] == cpu(park, path)["before"], "what is exported"
+    assert parked["bytes away"] < 0.1 * parked["bytes there"], parked
+    return {**figures, "bytes there": parked["bytes there"], "bytes away": parked["bytes away"]}

@@ -1,0 +1,74 @@
+"""What follows "unknown key": names of other systems lead to ours, a slip to the key of the same section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import VERBS
+from megarl.config import ConfigError, SftConfig, TrainConfig, load
+from megarl.config.hints import ALIASES
+from megarl.config.loading import _dotted
+from megarl.imports import find
+
+CONFIG = """
+name: hints
+model: {path: nowhere}
+algorithm: {type: gspo}
+data: {train: {type: file, path: x.jsonl}, eval: {type: file, path: x.jsonl}}
+reward: {source: {type: math_verify}}
+train: {steps: 1, prompts_per_step: 8}
+"""
+
+
+def test_every_alias_leads_to_a_key() -> None:
+    known = {key for verb in VERBS.values() for key in _dotted(find(verb.config))}
+    assert {place for places in ALIASES.values() for place in places if " " not in place} <= known
+    assert not set(ALIASES) & {key for key in known if "." not in key}
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("optimizer.learning_rate", " (here it is optimizer.lr)"),
+        ("learning_rate", " (here it is optimizer.lr)"),
+        ("rollout.n", " (here it is rollout.samples_per_prompt)"),
+        ("rollout.top_p", " (not offered: log-probs are those of the whole distribution at rollout.temperature)"),
+        ("algorithm.clip_ratio", " (here it is algorithm.clip_low or algorithm.clip_high)"),
+        ("data.train_batch_size", " (here it is train.prompts_per_step)"),
+        ("train.stesp", " (did you mean 'steps'?)"),
+        ("train.temperature", " (there is rollout.temperature)"),
+        ("data.max_respons_tokens", " (did you mean 'rollout.max_response_tokens'?)"),
+        ("train.xyzzy", ""),
+    ],
+)
+def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "a.yaml", [f"{key}=1"], TrainConfig)
+    assert str(refused.value) == f"{key}: unknown key{hint}"
+
+
+def test_a_name_leads_to_a_key_of_the_verb(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "name: a\nmodel: {path: m}\ndata: {train: {type: file, path: x}}\nsft: {steps: 1, train_batch_size: 2}"
+    )
+    with pytest.raises(ConfigError, match=r"^sft.train_batch_size: unknown key \(here it is sft.batch_size\)$"):
+        load(tmp_path / "a.yaml", [], SftConfig)
+
+
+def test_what_contradicts_itself_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    faults = [
+        "algorithm.type=ppo",
+        "train.mini_batches=7",
+        "train.micro_batch_tokens=8",
+        "train.best=eval/x/avg@1",
+        "placement.reward.ranks=2",
+    ]
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "a.yaml", faults, TrainConfig)
+    assert [line.partition("=")[0].partition(":")[0] for line in str(refused.value).splitlines()] == [
+        *("train.mini_batches", "critic", "train.best", "placement.reward", "train.micro_batch_tokens"),
+    ]

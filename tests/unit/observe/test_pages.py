@@ -1,0 +1,92 @@
+"""report.html and `megarl compare`: offline, and safe whatever a model, a name or a configuration holds."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import TrainConfig
+from megarl.observe import samples
+from megarl.observe.metrics import Mean
+from megarl.observe.run import Run
+from megarl.observe.samples import Record
+from tests.unit.observe.test_observe import config, run_steps  # noqa: F401
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'><style>*{}</style>\x1b[2J\u202egnp&lt;"
+RECORD = Record(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0)
+ALLOWED = {
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "b", "br", "table", "tr", "th", "td", "img"),
+    *("details", "summary", "pre", "span"),
+}
+
+
+class Marks(HTMLParser):
+    """Every tag with its attributes, and the text outside of style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_loads_nothing_runs_nothing_and_shows_hostile_words_as_text(config: TrainConfig) -> None:  # noqa: F811
+    with Run(config) as run:
+        run.log(1, {"reward/mean": Mean(1.0, 2.0)})
+        run.keep(1, [RECORD] * 20)
+        run.keep(1, [RECORD], "heldout")
+        run.event("own", HOSTILE)
+    page = Marks()
+    written = (run.directory / "report.html").read_text()
+    page.feed(written)
+    assert {tag for tag, _ in page.tags} <= ALLOWED
+    used = {(tag, name) for tag, attributes in page.tags for name in attributes}
+    assert {name for _, name in used} <= {"lang", "charset", "http-equiv", "content", "class", "alt", "src"}
+    [(_, picture)] = [found for found in page.tags if found[0] == "img"]
+    assert str(picture["src"]).startswith("data:image/png;base64,")
+    assert [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes] == [
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    ]
+    assert page.text.count(HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")) >= 3 * 17 + 1
+    assert all(letter.isprintable() or letter in "\n\t" for letter in written)
+    assert "20 responses, mean reward 0.500" in page.text and written.count("<details><summary>reward 0.5") == 17
+
+
+def test_runs_are_compared_by_numbers_and_by_what_differs(
+    config: TrainConfig,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = run_steps(config)
+    other = run_steps(config.model_copy(update={"name": "other", "seed": 7}))
+    (other / "summary.json").unlink()  # one that still goes on
+    capsys.readouterr()
+    picture = tmp_path / "both.png"
+    assert main(["compare", str(one), str(other), "--picture", str(picture)]) == 0
+    shown = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert shown["reward/mean (last)"].split()[-2:] == ["0.75", "0.75"]
+    assert shown["eval/own/avg@2 (first, last, highest)"].split()[-3:] == ["1,", "1,", "1"]
+    assert shown["seed"].split() == ["seed", "1", "7"] and "not at its end" in shown["seconds"]
+    assert "name" not in shown and "model.path" not in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for arguments, message in (
+        ([tmp_path / "none"], f"megarl: error: compare: {tmp_path / 'none'} is no run: it has no metrics.jsonl"),
+        ([one, "--picture", tmp_path / "no" / "x.png"], f"megarl: error: compare: --picture: cannot write {tmp_path}/no/x.png: [Errno 2]"),
+    ):
+        assert main(["compare", *map(str, arguments)]) == 2
+        assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_page_of_many_steps_stays_small(config: TrainConfig) -> None:  # noqa: F811
+    with Run(config) as run:
+        for step in range(200):
+            samples.write(run.directory, step, [Record("p", "a", "r" * 100_000, 0.0, {}, None, "stop", 3, 0)] * 20)
+    assert (run.directory / "report.html").stat().st_size < 4_000_000

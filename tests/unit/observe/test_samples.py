@@ -1,0 +1,80 @@
+"""What a run keeps to read, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.observe.samples import FOLDER, Record, files, forget_after, line, spread, write
+
+PLAIN = Record("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0)
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b31m\nlast"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write(tmp_path, 3, [PLAIN, replace(PLAIN, response="5", reward=0.0, finish_reason="length")])
+    write(tmp_path, 12, [replace(PLAIN, response=HOSTILE, reward=0.25)])
+    write(tmp_path, 12, [replace(PLAIN, prompt=[{"role": "system", "content": "be Brief"}], reward=-1.0)], "held_out")
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """First words of the samples that the command prints."""
+    assert main(["samples", *map(str, arguments)]) == 0
+    return [row for row in capsys.readouterr().out.splitlines() if row.startswith("---")]
+
+
+def test_samples_are_chosen_by_step_set_reward_text_and_ending(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out, newest, first, cut = shown(capsys, run)
+    assert held_out.startswith("--- step 12, evaluation of held_out: reward -1 (raw 0.5), 3 tokens, ended by itself")
+    assert newest.startswith("--- step 12, training: reward 0.25")
+    for arguments, expected in (
+        (["--best"], [first, newest, cut, held_out]),
+        (["--worst", "--most", "2"], [held_out, cut]),
+        (["--truncated"], [cut]),
+        (["--step", "3"], [first, cut]),
+        (["--set", "train", "--most", "1"], [newest]),
+        (["--search", "be brief"], [held_out]),
+    ):
+        assert shown(capsys, run, *arguments) == expected, arguments
+
+
+def test_nothing_that_a_model_wrote_reaches_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", str(run), "--whole"]) == 0
+    written = capsys.readouterr().out
+    kept = "".join(file.path.read_bytes().decode("ascii") for file in files(run))
+    for text in (written, kept, line(replace(PLAIN, prompt=HOSTILE, response=HOSTILE))):
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert r"\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b31m" in written and "\n         | last\n" in written
+    [file] = [file for file in files(run) if file.step == 12 and file.set is None]
+    assert [record.response for record in file.records()] == [HOSTILE]
+
+
+def test_a_run_that_goes_on_forgets_what_it_writes_anew(run: Path) -> None:
+    forget_after(run, 3)
+    assert [(file.step, file.set) for file in files(run)] == [(3, None)]
+
+
+def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken"
+    (broken / FOLDER).mkdir(parents=True)
+    (broken / FOLDER / "step_1.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
+    for arguments, message in (
+        ([tmp_path / "none"], f"megarl: error: samples: no such directory: {tmp_path / 'none'}"),
+        ([empty], f"megarl: error: samples: {empty} has none: it is no run of megarl, has taken no step, or log.samples=0"),
+        ([run, "--step", "4"], f"megarl: error: samples: {run} has none like that (steps 3 to 12, sets held_out, train)"),
+        ([broken], f"megarl: error: {broken / FOLDER / 'step_1.jsonl'}:1: no sample: 'answer'"),
+    ):
+        assert main(["samples", *map(str, arguments)]) == 2
+        assert capsys.readouterr().err.splitlines() == [message]
+
+
+def test_few_responses_of_many_are_of_as_many_prompts_as_possible() -> None:
+    assert spread(64, 4) == [0, 16, 32, 48]  # 16 prompts of 4 responses
+    assert spread(3, 8) == [0, 1, 2] and spread(3, 0) == []
