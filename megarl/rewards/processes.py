@@ -25,7 +25,6 @@ from megarl.text import printable
 
 CHUNK = 32  # most samples in one message
 START_S = 120.0  # a process that has not imported its verifier by then never will
-ENDING_S = 10.0
 GRACE_S = 1.0  # after the time of a sample, for the process to say itself that it is late
 
 
@@ -151,7 +150,7 @@ class _Process:
                 self._take(message, scores)
                 self.deadline = time.monotonic() + self.timeout_s + GRACE_S if self.pending else float("inf")
         except (EOFError, ConnectionError):
-            return f"worker died: {self._sandboxed.ended(ENDING_S) or 'it closed its channel'}"
+            return self._sandboxed.death()
         except BadMessage:
             return "worker died: it wrote what is no answer"
         return None

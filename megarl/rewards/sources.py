@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from megarl.config import ConfigError, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings, alone
+from megarl.config import ConfigError, EnvironmentReward, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings, alone
 from megarl.rewards import http, processes
+from megarl.rewards.earned import EarnedScorer
 from megarl.rewards.score import Scorer
 from megarl.sandbox import process
 
@@ -14,6 +15,8 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     """The scorer of a source, to be used in a `with`."""
     if isinstance(settings.source, HttpReward):
         return http.HttpScorer(settings.source, settings.workers, settings.require_finished)
+    if isinstance(settings.source, EnvironmentReward):
+        return EarnedScorer()
     return processes.ProcessScorer(settings)
 
 
@@ -32,7 +35,7 @@ def check(settings: RewardSettings) -> None:
 
 def _check_source(settings: RewardSettings) -> None:
     source = settings.source
-    if not isinstance(source, HttpReward):
+    if not isinstance(source, HttpReward | EnvironmentReward):
         process.check(settings.sandbox, "reward.sandbox")
     for number, one in enumerate(alone(source)):
         key = f"reward.source.parts.{number}.source" if one is not source else "reward.source"

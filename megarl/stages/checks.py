@@ -39,6 +39,7 @@ from megarl.config import (
 from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
@@ -205,9 +206,11 @@ def check_prompts(
                 f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
                 "never runs; give another reward (reward.source.type=function)"
             )
-    return load_prompts(
-        source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system
-    )
+    tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system, tools=tools)
+    check_episodes(config, prompts, key)
+    return prompts
 
 
 def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
@@ -228,6 +231,12 @@ def check_data(config: TrainConfig) -> Data:
     """`check_prompts` of what is trained on and what is evaluated."""
     train = check_prompts(config, config.data, config.rollout, config.data.train, "data.train")
     return Data(train, check_sets(config))
+
+
+def check_turns_and_data(config: TrainConfig) -> Data:
+    """`check_data`, once the environment is one that the prompts can begin with."""
+    check_environment(config)
+    return check_data(config)
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
@@ -263,6 +272,13 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
             f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
             f"{longest} tokens, and the model takes {limit}"
         )
+
+
+def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+    """ConfigError where a token that is to end responses is not one of the model's."""
+    for token in rollout.stop_token_ids:
+        if token >= int(hf["vocab_size"]):
+            raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
 
 
 def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
@@ -301,13 +317,14 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     refuse_all(
         lambda: check_base(config, hf),
         lambda: check_length(hf, config.rollout),
+        lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config),
         lambda: check_transport(config),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),
         lambda: check_fits(config),
         lambda: check_reward(config.reward),
-        lambda: data.append(check_data(config)),
+        lambda: data.append(check_turns_and_data(config)),
     )
     normalise = config.reward.normalise
     for key, wanted in (
@@ -366,6 +383,7 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
             f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
+    check_stops(hf, config.rollout)
     check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
 
 
@@ -373,7 +391,8 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
     """How far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
-    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run.
+    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run. Engines that draw from a part of the
+    distribution (rollout.top_p and the like) report that part's log-probs: a limit of the user's alone holds then.
 
     Returns:
         What the user should know, if anything.
@@ -382,7 +401,7 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
         RuntimeError: they do not run one model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None:  # no response of the step is trained on
+    if gap is None or (config.rollout.cut is not None and config.sync.logprob_gap is None):  # no response of the step is trained on
         return None
     exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
     dtype = "float32" if exact else "bfloat16"
