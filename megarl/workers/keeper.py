@@ -54,13 +54,13 @@ class Keeper:
         descriptor, size = self._held[owner][step]
         return os.pread(descriptor, min(PIECE, size - begin), begin)
 
-    def fetch(self, source: Any, owner: Owner, step: int) -> None:
-        """Takes over a copy from another machine. Raises OSError where there is no room."""
-        _, size = ray.get(source.place.remote(owner, step))
+    async def fetch(self, source: Any, owner: Owner, step: int) -> None:
+        """Takes over a copy from another machine, which may be taking one over from here. Raises OSError where there is no room."""
+        _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         memory.reserve(size)
         for begin in range(0, size, PIECE):
-            piece = ray.get(source.piece.remote(owner, step, begin))
+            piece = await source.piece.remote(owner, step, begin)
             memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         self.keep(owner, step, memory.path, size)
         memory.close()
@@ -145,7 +145,9 @@ class Copies:
         return [after[node].fetch.remote(self._keepers[node], (name, rank), step) for rank, node in enumerate(nodes)]
 
     def _living(self) -> list[Any]:
-        """The keepers that answer; the others are forgotten."""
+        """The keepers that answer; the others are forgotten, and those of lost nodes, where they live on for a while."""
+        there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self._keepers = {node: keeper for node, keeper in self._keepers.items() if node in there}
         asked = {node: keeper.steps.remote() for node, keeper in self._keepers.items()}
         for node, call in asked.items():
             try:
