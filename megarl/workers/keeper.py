@@ -82,6 +82,7 @@ class Copies:
         self._peers = peers
         self._keepers: dict[str, Any] = {}  # by node
         self._records: dict[int, Any] = {}  # by step
+        self._owners: list[Owner] = []  # all ranks of which there must be a copy
         self._travelling: list[Any] = []
 
     def save(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float, record: Any) -> None:
@@ -97,6 +98,7 @@ class Copies:
             ray.wait(self._travelling, num_returns=len(self._travelling), timeout=timeout_s)
         self._travelling = []
         last = max(self._records, default=-1)
+        self._owners = [(name, rank) for name, group in groups.items() for rank in range(len(group.actors))]
         for name, group in groups.items():
             nodes = group.call("node", timeout_s=timeout_s)
             keepers = [self._keeper(node) for node in nodes]
@@ -111,7 +113,7 @@ class Copies:
         for keeper in self._living():
             for owner, steps in ray.get(keeper.steps.remote()).items():
                 held.setdefault(owner, set()).update(steps)
-        whole = set(self._records).intersection(*held.values()) if held else set()
+        whole = [step for step in self._records if all(step in held.get(owner, ()) for owner in self._owners)]
         self._records = {step: self._records[step] for step in whole}
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
