@@ -1,6 +1,6 @@
 """Data of the examples, made from reasoning-gym's items: openly imperfect demonstrations, and pairs of a right and a corrupted answer.
 
-    python examples/make_data.py quickstart|chain-sum|vapo-ablation|preferences [--seed 1] [--out PATH]
+    python examples/make_data.py quickstart|chain-sum|vapo-ablation|preferences|agent [--seed 1] [--out PATH]
 
 A tiny model that is trained on right demonstrations alone leaves reinforcement learning nothing to do. So a share of the last
 demonstrations copy instead of solving, and the model that has learned from them stands in for a weak base model.
@@ -13,6 +13,7 @@ import json
 import random
 import re
 import string
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ DEMONSTRATIONS = {
     "vapo-ablation": Demonstrations("chain_sum", SUMS, 40_000, 1024, "runs/vapo-ablation/demonstrations.jsonl", 400, 96, 0.5),
 }
 PREFERENCES = "runs/rlhf/corrupted"
+GAMES, GAME_BATCH, LOWER = "runs/agent/demonstrations.jsonl", 96, 0.7  # of the agent's games; how often a guess is the lower end
+GAME_STEPS = 300
 
 
 def entries(dataset: str, params: dict[str, int], seed: int, items: int, held_out: int = 0) -> list[dict[str, Any]]:
@@ -144,6 +147,22 @@ def _cut(text: str, draw: random.Random) -> str:
     return text[: draw.randrange(1, max(2, len(text)))]
 
 
+def games(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Conversations of a poor player of examples/agent/guess.py, who often guesses the lower end, and else anything possible."""
+    from examples.agent.guess import Guess
+
+    for number in range(count):
+        game, draw = Guess(), random.Random(f"{seed}:{number}")
+        said, over = game.reset(TRAIN + number), False
+        messages: list[dict[str, str]] = []
+        while not over:
+            low, high = map(int, said.split("-"))
+            guess = str(low if draw.random() < LOWER else draw.randint(low, high))
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": guess}]
+            said, _, over = game.step(guess, [], True)
+        yield {"messages": messages}
+
+
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """A JSONL file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +175,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", choices=[*DEMONSTRATIONS, "preferences"])
+    parser.add_argument("data", choices=[*DEMONSTRATIONS, "preferences", "agent"])
     parser.add_argument("--seed", type=int, default=1, help="of the order of the demonstrations, and of which are wrong")
     parser.add_argument("--out", type=Path, help="the file; of preferences the folder")
     given = parser.parse_args()
@@ -164,6 +183,10 @@ def main() -> None:
         folder = given.out or Path(PREFERENCES)
         write(folder / "train.jsonl", preferences(TRAIN, 60_000, 256))
         write(folder / "eval.jsonl", preferences(HELD_OUT, 256, 0))
+        return
+    if given.data == "agent":
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        write(given.out or Path(GAMES), games(given.seed, GAME_STEPS * GAME_BATCH))
         return
     demonstrations = DEMONSTRATIONS[given.data]
     write(given.out or Path(demonstrations.out), demonstrations.rows(given.seed))

@@ -41,6 +41,7 @@ class Sample:
     weight_versions: Sequence[VersionSpan] = ()  # in order, the first from 0; none where no engine has sampled it
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
     loss_mask: np.ndarray | None = None  # bool [response]: tokens that the policy wrote, and not a tool or the user; None: all of them
+    turn_rewards: Sequence[tuple[int, float]] = ()  # of an environment: (response tokens up to the end of a turn, what the turn earned)
 
     @property
     def response_length(self) -> int:

@@ -92,12 +92,17 @@ class KlToReference(BaseModel):
     def token_rewards(self, batch: Batch, kl_coef: float) -> Tensor:
         """r_t = R at the last loss token of the response and, with the KL in the reward, -kl_coef `old_kl`_t at every loss token [T].
 
-        On whole sequences; 0 at masked entries. Reads `batch.extra_T["reward"]` (R, spread).
+        Of an episode whose turns have rewards each is at the last token of its turn, and the rest of R at the end.
+
+        On whole sequences; 0 at masked entries. Reads `batch.extra_T["reward"]` (R, spread), and "turn_reward" where there is one.
         """
         kept_T = batch.mask_T.nonzero().squeeze(1)
         last_N = torch.full_like(batch.length_N, -1).scatter_reduce(0, batch.seq_T[kept_T], batch.position_T[kept_T], "amax")
         ends_T = batch.mask_T & (batch.position_T == batch.spread(last_N))
         reward_T = torch.where(ends_T, batch.extra_T["reward"], 0.0)
+        if "turn_reward" in batch.extra_T:
+            turn_T = torch.where(batch.mask_T, batch.extra_T["turn_reward"], 0.0)
+            reward_T = reward_T + turn_T - torch.where(ends_T, batch.spread(batch.sequence_sum(turn_T)), 0.0)
         return reward_T - kl_coef * self.old_kl(batch) if kl_coef > 0 and self.kl_in == "reward" else reward_T
 
     def kl_term(self, lp_T: Tensor, d_T: Tensor, bound: float, batch: Batch) -> Term:

@@ -6,6 +6,7 @@ A tree for each verb is in `stages` and `inference`; `load` makes it from a YAML
 from megarl.config.data import (
     ConversationSource,
     DataSettings,
+    EpisodeSource,
     EvalData,
     EvalSet,
     FileSource,
@@ -18,10 +19,29 @@ from megarl.config.data import (
     SftMixture,
     SftSource,
 )
+from megarl.config.environment import (
+    EnvironmentSettings,
+    FunctionEnvironment,
+    GymEnvironment,
+    GymnasiumEnvironment,
+    HttpEnvironment,
+    TextArenaEnvironment,
+    ToolsEnvironment,
+)
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
-from megarl.config.rewards import FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
+from megarl.config.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    HttpReward,
+    MathReward,
+    ModelReward,
+    ReasoningGymReward,
+    RewardSettings,
+    SumReward,
+    alone,
+)
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
@@ -38,11 +58,18 @@ __all__ = [
     "CriticSettings",
     "DataSettings",
     "DpoConfig",
+    "EnvironmentReward",
+    "EnvironmentSettings",
+    "EpisodeSource",
     "EvalConfig",
     "EvalData",
     "EvalSet",
     "FileSource",
+    "FunctionEnvironment",
     "FunctionReward",
+    "GymEnvironment",
+    "GymnasiumEnvironment",
+    "HttpEnvironment",
     "HttpReward",
     "Layout",
     "LearnConfig",
@@ -70,9 +97,13 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "SumReward",
     "SyncSettings",
+    "TextArenaEnvironment",
+    "ToolsEnvironment",
     "TrainConfig",
     "TrainingSettings",
+    "alone",
     "dump",
     "load",
     "optimizers",

@@ -66,7 +66,17 @@ class MixtureSource(Section):
     """Seed of what a weight below 1 takes."""
 
 
-PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource, Field(discriminator="type")]
+class EpisodeSource(Section):
+    """Episodes of the run's environment, which begins each with what it makes of a seed."""
+
+    type: Literal["episodes"] = "episodes"
+    seed: NonNegativeInt
+    """Seed of the first; each further one has the next seed."""
+    items: Annotated[int, Field(gt=0, le=1_000_000_000)]
+    """How many there are."""
+
+
+PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource | EpisodeSource, Field(discriminator="type")]
 
 
 class PromptFormat(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, PositiveInt, model_validator
 
 from megarl.config.data import EvalData, EvalSet, PairsData, ServeData, check_sets
+from megarl.config.environment import EnvironmentSettings
 from megarl.config.rewards import RewardSettings
 from megarl.config.rollout import RolloutSettings
 from megarl.config.run import RunSettings
@@ -20,6 +21,8 @@ class EvalConfig(RunSettings):
     """How prompts are rendered, and those of the set `heldout`."""
     eval: list[EvalSet] = []
     """Further sets of prompts."""
+    environment: EnvironmentSettings | None = None
+    """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
 from megarl.config.sandbox import SandboxSettings
-from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section
+from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section, web_address
 
 
 class ReasoningGymReward(Section):
@@ -39,7 +38,7 @@ class HttpReward(Section):
     """A server that scores batches of responses; what it is sent and answers: megarl.rewards.http."""
 
     type: Literal["http"] = "http"
-    url: str
+    url: Annotated[str, AfterValidator(web_address)]
     """Its address, such as http://127.0.0.1:8000/score."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
@@ -54,16 +53,11 @@ class HttpReward(Section):
     deadline_s: Seconds = 300.0
     """Longest time for all responses of a step, further attempts included."""
 
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str) -> str:
-        place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
-        if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
-            raise ValueError(f"{url!r} is no http:// or https:// address")
-        place.hostname.encode("idna")  # ValueError for one that no name server has
-        if place.username is not None or place.password is not None:
-            raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
-        return url
+
+class EnvironmentReward(Section):
+    """What the environment gave in all turns of an episode, added up, whatever ended it."""
+
+    type: Literal["environment"] = "environment"
 
 
 class ModelReward(Section):
@@ -76,8 +70,44 @@ class ModelReward(Section):
     """What a response cut by the length limit scores; null: what the model says of it."""
 
 
-TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward, Field(discriminator="type")]
-RewardSource = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward | ModelReward, Field(discriminator="type")]
+class RewardPart(Section):
+    """One reward of several."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,31}$")]
+    """Its own value is reported as reward/<name>/mean."""
+    source: Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+    """What scores."""
+    weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
+    """Its value counts so many times in the sum."""
+
+
+class SumReward(Section):
+    """The weighted sum of several rewards. Where one of them fails on a response, that response scores 0."""
+
+    type: Literal["sum"] = "sum"
+    parts: Annotated[list[RewardPart], Field(min_length=1, max_length=16)]
+    """The rewards and their weights."""
+
+    @field_validator("parts")
+    @classmethod
+    def _named(cls, parts: list[RewardPart]) -> list[RewardPart]:
+        names = [part.name for part in parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two parts have one name ({', '.join(names)})")
+        return parts
+
+
+def alone(source: Section) -> list[Section]:
+    """The rewards that a source is made of: itself, or the parts of a sum."""
+    return [part.source for part in source.parts] if isinstance(source, SumReward) else [source]
+
+
+TextReward = Annotated[
+    ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | SumReward, Field(discriminator="type")
+]
+RewardSource = Annotated[
+    ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | SumReward | ModelReward, Field(discriminator="type")
+]
 
 
 class OverlongSettings(Section):
@@ -113,7 +143,7 @@ class RewardSettings(Section):
     overlong: OverlongSettings | None = None
     """Soft punishment of overlong answers."""
     require_finished: bool = True
-    """A response cut by the length limit scores 0."""
+    """A response cut by the length limit scores 0; of an episode what the environment gave counts (source.type=environment)."""
     timeout_s: Seconds = 10.0
     """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.config.section import BatchSize, Megabytes, Seconds, Section
 
@@ -34,6 +34,16 @@ class RolloutSettings(Section):
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are those at this temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together have this probability; in training below 1 only with algorithm.correction."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many likeliest tokens, 0: from all; in training only with algorithm.correction."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw from tokens at least this share as likely as the likeliest; in training above 0 only with algorithm.correction."""
+    stop_token_ids: list[NonNegativeInt] = []
+    """Tokens that end a response, beside the model's end token; they are part of it, and no part of its text."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a response; they are part of it, and of its text."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt; a longer one is refused."""
     max_response_tokens: PositiveInt = 1024
@@ -46,6 +56,12 @@ class RolloutSettings(Section):
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
     """Longest time of one generate call."""
+
+    @property
+    def cut(self) -> str | None:
+        """The setting that leaves tokens out of the draw, for a message; None where every token may be drawn."""
+        wide = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return next((f"rollout.{name}={getattr(self, name):g}" for name, all_ in wide.items() if getattr(self, name) != all_), None)
 
 
 class SyncSettings(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -14,6 +15,17 @@ class Section(BaseModel):
     """A frozen part of the tree. Unknown keys are refused; the text below a field is its description in `megarl config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def web_address(url: str) -> str:
+    """The address as it stands. ValueError where it is none of http or https, or holds a user or a password."""
+    place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
+    if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
+        raise ValueError(f"{url!r} is no http:// or https:// address")
+    place.hostname.encode("idna")  # ValueError for one that no name server has
+    if place.username is not None or place.password is not None:
+        raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
+    return url
 
 
 Place = Annotated[Path, AfterValidator(nameable)]

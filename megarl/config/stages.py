@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
+from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
@@ -66,6 +67,8 @@ class TrainConfig(TrainingSettings):
     """Prompts."""
     eval: list[EvalSet] = []
     """Further sets of prompts that are evaluated."""
+    environment: EnvironmentSettings | None = None
+    """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
     rollout: RolloutSettings = RolloutSettings()
@@ -89,6 +92,7 @@ class TrainConfig(TrainingSettings):
             self._check_routing,
             self._check_shared,
             self._check_old_logp,
+            self._check_cut,
             self._check_lengths,
             self._check_critic_tokens,
         )
@@ -183,10 +187,6 @@ class TrainConfig(TrainingSettings):
                 f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
                 f"layout.ranks={ranks}"
             )
-        if self.cluster.gpus and ranks > 1:
-            raise ValueError(
-                f"placement.engines=shared with layout.ranks={ranks}: one rank so far on GPUs, since rank 0 alone hands out weights"
-            )
         if self.cluster.gpus and self.sync.transport != "cuda_ipc":
             raise ValueError(
                 f"sync.transport={self.sync.transport} with placement.engines=shared: on one GPU only cuda_ipc reaches the other process"
@@ -210,6 +210,14 @@ class TrainConfig(TrainingSettings):
             )
         if self.train.old_logp == "rollout" and self.routing.replay == "r2":
             raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this leaves out; r3 goes with it")
+
+    def _check_cut(self) -> None:
+        """ValueError where responses come from a part of the distribution, and nothing corrects for it."""
+        if self.rollout.cut is not None and self.algorithm.correction is None:
+            raise ValueError(
+                f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
+                "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
+            )
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:

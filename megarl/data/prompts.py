@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, FileSource, MixtureSource, PromptSource, ReasoningGymSource
+from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
 from megarl.data.mixture import mixed
@@ -33,11 +33,22 @@ class Prompt:
     answer: str
     meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
     given: str | list[Message] = ""  # the question as the source has it, with the messages before it
+    episode: int | None = None  # the seed of an episode, which its environment begins: there are no tokens then
 
     @property
     def tokens(self) -> list[int]:
         """The prompt's tokens, chat template included."""
         return list(self.ids)
+
+    @property
+    def seed(self) -> int:
+        """Of an environment."""
+        return self.id if self.episode is None else self.episode
+
+    @property
+    def task(self) -> dict[str, Any] | None:
+        """What an environment is told of the prompt."""
+        return None if self.episode is not None else {"prompt": self.given, "answer": self.answer, "meta": self.meta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +70,9 @@ def load_prompts(
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
     system: str | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
-    """Every prompt of a source, tokenised.
+    """Every prompt of a source, tokenised; episodes as they are.
 
     Args:
         source: where they come from.
@@ -71,6 +83,7 @@ def load_prompts(
         key: the source's dotted key, say "data.train".
         limit_key: what a message calls the limit.
         system: a system message before each chat that begins with none.
+        tools: schemas of the tools that the chat template tells of.
 
     Returns:
         The prompts in the order of the source, whose `id` counts them.
@@ -79,16 +92,21 @@ def load_prompts(
         ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
             template, a template without "{prompt}".
     """
+    if isinstance(source, EpisodeSource):
+        seeds = range(source.seed, source.seed + source.items)
+        return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
     if isinstance(source, MixtureSource):
         parts = [
             (
-                load_prompts(part.source, tokenizer, chat, template, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, system),
+                load_prompts(
+                    part.source, tokenizer, chat, template, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, system, tools
+                ),
                 part.weight,
             )
             for n, part in enumerate(source.parts)
         ]
         return [replace(prompt, id=number) for number, prompt in enumerate(mixed(parts, source.seed))]
-    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, system)
+    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, system, tools)
 
 
 def tokenised(
@@ -100,6 +118,7 @@ def tokenised(
     key: str,
     limit_key: str,
     system: str | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
     """The rows of a source as prompts: `load_prompts` from there on.
 
@@ -116,7 +135,11 @@ def tokenised(
     while chunk := list(islice(rows, CHUNK)):
         for row in chunk:
             _check_turn(row)
-        texts = _chat_texts(tokenizer, chunk, system) if chat else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        texts = (
+            _chat_texts(tokenizer, chunk, system, tools)
+            if chat
+            else [template.replace("{prompt}", _question(row, section)) for row in chunk]
+        )
         for row, text in zip(chunk, texts, strict=True):
             check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
         for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
@@ -197,14 +220,16 @@ def instructed(chat: list[Message], system: str | None) -> list[Message]:
     return chat if system is None or chat[0]["role"] == "system" else [{"role": "system", "content": system}, *chat]
 
 
-def _chat_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], system: str | None) -> list[str]:
+def _chat_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], system: str | None, tools: Sequence[dict[str, Any]] | None
+) -> list[str]:
     chats = [[{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt for row in rows]
     chats = [instructed(chat, system) for chat in chats]
     try:
-        return render_chats(tokenizer, chats)
+        return render_chats(tokenizer, chats, tools)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
         if len(rows) > 1 and not late:  # find the row
-            return [text for row in rows for text in _chat_texts(tokenizer, [row], system)]
+            return [text for row in rows for text in _chat_texts(tokenizer, [row], system, tools)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

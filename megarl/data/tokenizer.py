@@ -87,13 +87,16 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
         raise ConfigError(str(error).replace("model.path", key, 1)) from None
 
 
-def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]]) -> list[str]:
-    """Each chat as the text after which the assistant speaks.
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], tools: Sequence[dict[str, Any]] | None = None
+) -> list[str]:
+    """Each chat as the text after which the assistant speaks, told of the tools that it may call.
 
     Raises whatever the model's template raises, TimeoutError and MemoryError where it loops or swells (in the main thread).
     """
     with in_memory(TEMPLATE_MB), in_time(TEMPLATE_S + len(chats) * CHAT_S):
-        return tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+        given = None if tools is None else list(tools)
+        return tokenizer.apply_chat_template(list(chats), tools=given, tokenize=False, add_generation_prompt=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:

@@ -66,10 +66,11 @@ class File:
 
 def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> Record:
     """What is kept of a scored response."""
+    played = response.episode
     return Record(
-        prompt=prompt.given or prompt.text,
+        prompt=prompt.given or prompt.text if played is None else played.opening,
         answer=prompt.answer,
-        response=response.text,
+        response=response.text if played is None else played.transcript,
         reward=score.value,
         parts=score.parts,
         error=score.error,

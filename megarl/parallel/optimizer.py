@@ -45,29 +45,31 @@ def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> f
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return settings.lr
-    schedule = _schedule(settings, total_steps)
+    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
+    annealing = max(1, round(settings.anneal_fraction * total))
+    low = settings.lr * settings.min_lr_fraction
+    schedule = _schedule(STYLES[settings.decay], settings.lr, low, settings.warmup_steps, total, annealing, settings.anneal)
     schedule.num_steps = step
     return schedule.get_lr({})
 
 
 @lru_cache(maxsize=8)
-def _schedule(settings: OptimizerSettings, total_steps: int) -> OptimizerParamScheduler:
+def _schedule(style: str, high: float, low: float, warmup: int, total: int, annealing: int, anneal: str) -> OptimizerParamScheduler:
     """Megatron's schedule, without an optimizer: `learning_rate` asks it for one step after the other."""
-    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
     return OptimizerParamScheduler(
         SimpleNamespace(param_groups=[]),
         init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_fraction,
-        lr_warmup_steps=settings.warmup_steps,
+        max_lr=high,
+        min_lr=low,
+        lr_warmup_steps=warmup,
         lr_decay_steps=total,
-        lr_decay_style=STYLES[settings.decay],
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=max(1, round(settings.anneal_fraction * total)),
-        lr_wsd_decay_style=settings.anneal,
+        wsd_decay_steps=annealing,
+        lr_wsd_decay_style=anneal,
     )
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
-from megarl.config import ConfigError, FunctionReward, RewardSettings
+from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
 from megarl.rewards.score import Request, Score
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
@@ -25,7 +25,6 @@ from megarl.text import printable
 
 CHUNK = 32  # most samples in one message
 START_S = 120.0  # a process that has not imported its verifier by then never will
-ENDING_S = 10.0
 GRACE_S = 1.0  # after the time of a sample, for the process to say itself that it is late
 
 
@@ -115,7 +114,7 @@ class _Process:
         self.pending: deque[int] = deque()  # in the order in which they will be answered
         self.deadline = time.monotonic() + START_S
         source = settings.source
-        code = [source.path.partition(":")[0]] if isinstance(source, FunctionReward) else []
+        code = [one.path.partition(":")[0] for one in alone(source) if isinstance(one, FunctionReward)]
         self._sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
         self.channel = self._sandboxed.channel
         self._send((source.model_dump(), settings.timeout_s))
@@ -151,7 +150,7 @@ class _Process:
                 self._take(message, scores)
                 self.deadline = time.monotonic() + self.timeout_s + GRACE_S if self.pending else float("inf")
         except (EOFError, ConnectionError):
-            return f"worker died: {self._sandboxed.ended(ENDING_S) or 'it closed its channel'}"
+            return self._sandboxed.death()
         except BadMessage:
             return "worker died: it wrote what is no answer"
         return None

@@ -21,6 +21,8 @@ class Request:
     answer: str
     meta: dict[str, Any]
     finished: bool  # ended by itself, not by the length limit
+    earned: float = 0.0  # of an environment, in all turns
+    failed: str | None = None  # how the environment did
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,43 +6,20 @@ It takes pickled chunks of samples and answers in JSON after each sample, so tha
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import signal
-import sys
 import time
-from types import FrameType
 from typing import Any
 
 from megarl.rewards.verifiers import BadReturn, Verifier, load
+from megarl.sandbox.bounded import Answer, Late, in_time, serve
 from megarl.sandbox.channel import Channel
-from megarl.sandbox.inside import enter
 
 MOST_PARTS, LONGEST_NAME, LONGEST_TEXT = 64, 100, 500
 Outcome = tuple[float, dict[str, float], str | None]
 
 
-class Late(BaseException):
-    """The sample's time is over. No Exception, so that a verifier's own `except Exception` lets it through."""
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
-    channel = enter(int(sys.argv[1]))
-    try:
-        _serve(channel)
-    except (EOFError, ConnectionError):  # the run has closed its end
-        return
-
-
-def _serve(channel: Channel) -> None:
-    def answer(*message: Any) -> None:
-        if os.getpid() != own:  # a verifier forked, and both came back: one of them speaks
-            os._exit(0)
-        channel.send(json.dumps(message).encode())
-
-    own = os.getpid()
+def work(channel: Channel, answer: Answer) -> None:
+    """Loads the verifier, and scores what comes."""
     source, timeout_s = pickle.loads(channel.receive())
     try:
         verifier = load(source)
@@ -56,20 +33,12 @@ def _serve(channel: Channel) -> None:
             answer(number, *_score(verifier, sample, timeout_s))
 
 
-def _ring(signum: int, frame: FrameType | None) -> None:
-    raise Late
-
-
 def _score(verifier: Verifier, sample: tuple[str, str, str, dict[str, Any]], timeout_s: float) -> Outcome:
-    """One sample. The alarm ends most late ones without the price of a new process; the parent kills where it does not."""
+    """One sample."""
     start = time.monotonic()
     try:
-        signal.signal(signal.SIGALRM, _ring)  # again for each sample: a verifier may use the alarm itself
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        try:
+        with in_time(timeout_s):
             value, parts = verifier(*sample)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
     except Late:
         return 0.0, {}, "timeout"
     except BadReturn as error:
@@ -84,4 +53,4 @@ def _score(verifier: Verifier, sample: tuple[str, str, str, dict[str, Any]], tim
 
 
 if __name__ == "__main__":
-    main()
+    serve(work)

@@ -21,13 +21,18 @@ Part = Literal["weights", "kv_cache"]  # of what an engine holds on its device
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted. top_p and top_k stay off: the sampled log-probs are those of the whole distribution."""
+    """One response that is wanted. Its log-probs are those of the distribution that was sampled: temperature and cuts included."""
 
     id: RequestId  # the caller's name for it, unique among the engine's unfinished requests
     tokens: list[int]  # the prompt
     max_tokens: int  # longest response
     temperature: float  # 0: greedy
     seed: int  # of the response's own random draws; 63 bits
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    stop_token_ids: Sequence[int] = ()  # end the response, beside the model's end token
+    stop: Sequence[str] = ()  # texts that do; the response ends with the token that completes one
 
 
 @dataclass(frozen=True)

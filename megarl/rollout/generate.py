@@ -6,9 +6,10 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.batch import Sample
+from megarl.config import RolloutSettings
 from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
 
 _WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call that failed
@@ -30,11 +31,21 @@ class Sampling:
     temperature: float  # 0: greedy
     max_tokens: int  # longest response
     seed: int  # with the prompt's id and the sample's number it fixes the random draws, on whatever replica and in whatever order
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1 or self.temperature < 0:
             given = f"n={self.n}, max_tokens={self.max_tokens}, temperature={self.temperature}"
             raise ValueError(f"sampling: {given}: must be at least 1, 1 and 0")
+
+    def within(self, settings: RolloutSettings) -> Sampling:
+        """The same with what the settings say of which tokens may be drawn and what ends a response."""
+        names = ("top_p", "top_k", "min_p", "stop_token_ids", "stop")
+        return replace(self, **{name: getattr(settings, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -45,9 +56,10 @@ class Generated:
     samples: list[Sample]
 
 
-def request_seed(seed: int, prompt_id: int | str, sample: int) -> int:
-    """The seed of one response: 63 bits that depend on the call's seed, the prompt and the sample's number, and on nothing else."""
-    text = f"{seed}/{prompt_id!r}/{sample}".encode()
+def request_seed(seed: int, prompt_id: int | str, sample: int, turn: int = 0) -> int:
+    """The seed of one response: 63 bits that depend on the call's seed, the prompt, the sample's number and the turn in it, and on nothing
+    else."""
+    text = (f"{seed}/{prompt_id!r}/{sample}" + (f"/{turn}" if turn else "")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
@@ -73,7 +85,11 @@ async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sam
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one call have the same id, and would draw the same responses")
-    requests = [_request(prompt, number, sampling) for prompt in prompts for number in range(sampling.n)]
+    requests = [
+        request_for((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling, request_seed(sampling.seed, prompt.id, number))
+        for prompt in prompts
+        for number in range(sampling.n)
+    ]
     deadline = time.monotonic() + timeout_s
     await engine.submit(requests, timeout_s)
     samples: dict[RequestId, Sample] = {}
@@ -87,17 +103,28 @@ async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sam
             samples.update((one.id, one.sample) for one in finished)
     except BaseException:
         with suppress(RolloutError):  # of an engine that has failed: the first error counts
-            await _withdraw(engine, [request.id for request in requests if request.id not in samples])
+            await withdraw(engine, [request.id for request in requests if request.id not in samples])
         raise
     return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
 
 
-def _request(prompt: TokenPrompt, number: int, sampling: Sampling) -> Request:
-    seed = request_seed(sampling.seed, prompt.id, number)
-    return Request((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling.temperature, seed)
+def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sampling, seed: int) -> Request:
+    """What an engine is asked: `max_tokens` more after `tokens`, in the way of `sampling`."""
+    return Request(
+        id_,
+        tokens,
+        max_tokens,
+        sampling.temperature,
+        seed,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+        sampling.stop_token_ids,
+        sampling.stop,
+    )
 
 
-async def _withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:
+async def withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:
     """Aborts requests and drops what they have."""
     left = set(ids)
     await engine.abort(left, _WITHDRAW_S)

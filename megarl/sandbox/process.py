@@ -117,6 +117,10 @@ class SandboxedProcess:
         number = -code if code < 0 else code - 128  # bubblewrap ends as a shell does
         return signal.Signals(number).name if number in list(signal.Signals) else f"exit status {code}"
 
+    def death(self) -> str:
+        """What is said of a process whose channel has closed."""
+        return f"worker died: {self.ended(END_S) or 'it closed its channel'}"
+
     def kill(self) -> None:
         """Ends it and all that it has started. Can be called twice."""
         if self._scratch is None and self._child.poll() is None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from megarl.checkpoints.steps import trusted
+from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
@@ -32,10 +33,13 @@ from megarl.config import (
     RolloutSettings,
     RunSettings,
     TrainConfig,
+    alone,
     optimizers,
 )
+from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
@@ -148,11 +152,26 @@ def check_cluster(config: RunSettings) -> None:
         raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
+    if settings.allocation is not None:
+        check_allocation(config, settings.allocation)
+        return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
     if settings.gpus:
         check_gpus(config, gpus_here())
+
+
+def check_allocation(config: RunSettings, directory: Path) -> None:
+    """ConfigError where the job has not `config`'s GPUs, or its nodes would not reach each other."""
+    allocation, settings = Allocation.read(directory), config.cluster
+    if len(allocation.nodes) > 1 and settings.interface is None:
+        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
+    if settings.gpus:
+        try:
+            place(demand(config), [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
+        except NoRoom as error:
+            raise ConfigError(f"cluster.allocation: {error}") from None
 
 
 def check_gpus(config: RunSettings, here: int) -> None:
@@ -187,9 +206,11 @@ def check_prompts(
                 f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
                 "never runs; give another reward (reward.source.type=function)"
             )
-    return load_prompts(
-        source, load_tokenizer(config.model.path), data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system
-    )
+    tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system, tools=tools)
+    check_episodes(config, prompts, key)
+    return prompts
 
 
 def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
@@ -212,8 +233,15 @@ def check_data(config: TrainConfig) -> Data:
     return Data(train, check_sets(config))
 
 
+def check_turns_and_data(config: TrainConfig) -> Data:
+    """`check_data`, once the environment is one that the prompts can begin with."""
+    check_environment(config)
+    return check_data(config)
+
+
 def _scored_by_gym(reward: RewardSettings) -> bool:
-    return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
+    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
 def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
@@ -244,6 +272,13 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
             f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
             f"{longest} tokens, and the model takes {limit}"
         )
+
+
+def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+    """ConfigError where a token that is to end responses is not one of the model's."""
+    for token in rollout.stop_token_ids:
+        if token >= int(hf["vocab_size"]):
+            raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
 
 
 def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
@@ -282,20 +317,21 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     refuse_all(
         lambda: check_base(config, hf),
         lambda: check_length(hf, config.rollout),
+        lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config),
         lambda: check_transport(config),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),
         lambda: check_fits(config),
         lambda: check_reward(config.reward),
-        lambda: data.append(check_data(config)),
+        lambda: data.append(check_turns_and_data(config)),
     )
     normalise = config.reward.normalise
     for key, wanted in (
         ("train.prompts_per_step", config.train.prompts_per_step),
         ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
     ):
-        if len(data[0].train) < wanted:
+        if len(data[0].train) < wanted and all_drawn():
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
     check_resume(config, verb, len(data[0].train))
     return data[0]
@@ -347,6 +383,7 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
             f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
+    check_stops(hf, config.rollout)
     check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
 
 
@@ -354,7 +391,8 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
     """How far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
-    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run.
+    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run. Engines that draw from a part of the
+    distribution (rollout.top_p and the like) report that part's log-probs: a limit of the user's alone holds then.
 
     Returns:
         What the user should know, if anything.
@@ -363,7 +401,7 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
         RuntimeError: they do not run one model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None:  # no response of the step is trained on
+    if gap is None or (config.rollout.cut is not None and config.sync.logprob_gap is None):  # no response of the step is trained on
         return None
     exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
     dtype = "float32" if exact else "bfloat16"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, EvalConfig, ModelReward
+from megarl.environments.checks import check_environment
 from megarl.observe.estimates import SetResult, estimated
 from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
@@ -94,7 +95,7 @@ def _beside(sampled: Judged) -> dict[str, Metric]:
             parts[name].append(value)
     number = float(len(sampled.responses))
     return {
-        "eval/response_length/mean": Mean(float(sum(response.length for response in sampled.responses)), number),
+        "eval/response_length/mean": Mean(float(sum(response.loss_tokens for response in sampled.responses)), number),
         "eval/response_length/clip_ratio": Mean(float(sum(not response.finished for response in sampled.responses)), number),
         **{f"eval/{name}/mean": Mean(sum(values), float(len(values))) for name, values in parts.items()},
     }
@@ -106,6 +107,7 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
+    check_environment(config)
     return check_sets(config)
 
 

@@ -80,6 +80,8 @@ def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[R
     """What a verifier needs of each response."""
 
     def request(prompt: Prompt, response: Response) -> Request:
-        return Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished)
+        played = response.episode
+        earned = (0.0, None) if played is None else (played.reward, played.error)
+        return Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned)
 
     return [request(prompts[response.prompt], response) for response in responses]

@@ -161,6 +161,6 @@ def shaped(config: TrainConfig, response: Response, score_: Score) -> Score:
     overlong = config.reward.overlong
     if overlong is None:
         return score_
-    punishment = overlong.scale * overlong_punishment(response.length, config.rollout.max_response_tokens, overlong.buffer_tokens)
+    punishment = overlong.scale * overlong_punishment(response.loss_tokens, config.rollout.max_response_tokens, overlong.buffer_tokens)
     parts = {**score_.parts, "task": score_.value, "overlong": punishment}
     return replace(score_, value=score_.value + punishment, parts=parts, unshaped=score_.value)

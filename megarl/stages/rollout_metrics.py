@@ -14,7 +14,7 @@ from megarl.workers.rollout_worker import Response
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
     """Reward (and its parts), response lengths, truncation, share of prompts without a signal, failures of the reward function."""
     number = float(len(responses))
-    lengths = [float(response.length) for response in responses]
+    lengths = [float(response.loss_tokens) for response in responses]  # what the policy wrote
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(sum(score.value for score in scores), number),
         "reward/max": Max(max(score.value for score in scores)),
@@ -23,7 +23,7 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
         "response_length/max": Max(max(lengths)),
         "response_length/min": Min(min(lengths)),
         "response_length/clip_ratio": Mean(sum(not response.finished for response in responses), number),
-        "perf/tokens": Sum(sum(lengths) + sum(response.prompt_length for response in responses)),
+        "perf/tokens": Sum(float(sum(response.prompt_length + response.length for response in responses))),
     }
     parts: dict[str, list[float]] = defaultdict(list)
     groups: dict[int, list[float]] = defaultdict(list)
@@ -35,7 +35,29 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
         metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
     compared = [values for values in groups.values() if len(values) > 1]
     metrics["frac_reward_zero_std"] = Mean(sum(len(set(values)) == 1 for values in compared), float(len(compared)))
-    return metrics | reward_failures(scores)
+    return metrics | environment_metrics(responses) | reward_failures(scores)
+
+
+def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
+    """How episodes of several turns went: turns, what the environment wrote and reports, those that failed or ran into a limit."""
+    episodes = [(response, response.episode) for response in responses if response.episode is not None]
+    if not episodes:
+        return {}
+    number, turns = float(len(episodes)), [float(episode.turns) for _, episode in episodes]
+    failed = sum(episode.error is not None for _, episode in episodes)
+    metrics: dict[str, Metric] = {
+        "environment/turns/mean": Mean(sum(turns), number),
+        "environment/turns/max": Max(max(turns)),
+        "environment/tokens/mean": Mean(float(sum(response.length - response.loss_tokens for response, _ in episodes)), number),
+        "environment/reward/mean": Mean(sum(episode.reward for _, episode in episodes), number),
+        "environment/failed": Sum(float(failed)),
+        "environment/cut": Sum(float(sum(not response.finished for response, _ in episodes) - failed)),
+    }
+    reported: dict[str, list[float]] = defaultdict(list)
+    for _, episode in episodes:
+        for name, value in episode.info.items():
+            reported[name].append(value)
+    return metrics | {f"environment/{name}/mean": Mean(sum(values), float(len(values))) for name, values in reported.items()}
 
 
 def scale_metrics(scale: RewardScale | None) -> dict[str, Metric]:

@@ -66,7 +66,10 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
         members: the responses, as indices into the N axis.
         layers: those of whose routers `extra_T["routed_experts"]` is to say what the engine chose, as far as it is known.
     """
-    batch = pack(fetch(plan.payload_N, members))
+    samples = fetch(plan.payload_N, members)
+    batch = pack(samples)
+    if plan.by_turn:
+        batch = batch.with_extra(turn_reward=turn_rewards(samples))
     experts_TLK = routed_experts(plan, members, batch.length_N, layers)
     if experts_TLK is not None:
         batch = batch.with_extra(routed_experts=experts_TLK)
@@ -77,6 +80,15 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
     weights = {name: weight_N for name, weight_N in given.items() if weight_N is not None}
     weighted = spread(batch, members, **weights)
     return batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
+
+
+def turn_rewards(samples: Sequence[Sample]) -> Tensor:
+    """What each turn of an episode has earned, at the entry that is scored on its last token; float32 [T], 0 elsewhere."""
+    found = [np.zeros(len(sample.tokens) - 1, np.float32) for sample in samples]
+    for sample, reward_T in zip(samples, found, strict=True):
+        for end, reward in sample.turn_rewards:
+            reward_T[sample.prompt_length + end - 2] += reward
+    return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *found]))
 
 
 def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:

@@ -18,10 +18,11 @@ from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings,
 from megarl.data.prompts import Prompt
 from megarl.restarts import Restarts
 from megarl.rollout.engine import EngineDead, RolloutTimeout
+from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
-from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker, answered, ask
+from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, RolloutWorker, answered, ask
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
@@ -81,6 +82,7 @@ class Engines:
         turns: where they share devices with the policy's ranks.
         starter: starts others in their places.
         restarts: says how often.
+        playing: how responses become episodes; None: each prompt has one response.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Engines:
         turns: Turns | None = None,
         starter: EngineStarter | None = None,
         restarts: Restarts | None = None,
+        playing: Playing | None = None,
     ) -> None:
+        self.playing = playing
         self.group, self.settings, self.turns, self.starter, self._restarts = group, settings, turns, starter, restarts
         self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all of them
         if turns is not None:
@@ -103,7 +107,7 @@ class Engines:
         """Starts the processes; `open` gives them weights."""
         group = ActorGroup("engine", [starter.create(index) for index in range(len(starter.places))])
         turns = Turns(group, starter.config.cluster.phase_timeout_s) if starter.shared else None
-        return cls(group, starter.settings, turns, starter, restarts)
+        return cls(group, starter.settings, turns, starter, restarts, playing(starter.config))
 
     @property
     def places(self) -> Sequence[Any]:
@@ -123,13 +127,14 @@ class Engines:
         """
         if self.turns is not None:
             self.turns.to_engines()
-        numbered = [(number, prompt.tokens) for number, prompt in enumerate(prompts)]
+        sampling = sampling.within(self.settings)
+        numbered = [Start(number, prompt.tokens, prompt.seed, prompt.task) for number, prompt in enumerate(prompts)]
         replicas = len(self.group.actors)
         shares = {index: numbered[index::replicas] for index in range(min(replicas, len(numbered)))}
         answers = dict[int, list[Response]]()
         while missing := sorted(shares.keys() - answers.keys()):
             with self._replacements() as lost:
-                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts) for index in missing}
+                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts, self.playing) for index in missing}
                 calls = {index: references[0] for index, references in asked.items()}
                 found = self.group.settle(calls, "generate", self.settings.timeout_s, lost)
                 answers |= {index: answered(responses, asked[index][1:], experts) for index, responses in found.items()}
@@ -217,6 +222,15 @@ class Engines:
         if self.turns is not None:
             self.turns.make_room()
         return self.starter.open(index, self.group.actors[index])
+
+
+def playing(config: RunSettings) -> Playing | None:
+    """How responses become episodes; None where they do not."""
+    if not isinstance(config, EvalConfig | TrainConfig) or config.environment is None:
+        return None
+    rollout, environment = config.rollout, config.environment
+    limits = Limits(rollout.max_prompt_tokens, rollout.max_response_tokens, environment.max_turns, environment.max_turn_tokens)
+    return Playing(environment, limits, config.data.system)
 
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Restarts | None = None) -> Engines:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
-from megarl.config import TrainConfig
+from megarl.config import EnvironmentReward, TrainConfig
 
 if TYPE_CHECKING:
     from megarl.observe.metrics import Metric
@@ -51,6 +51,7 @@ class StepPlan:
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitating term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
+    by_turn: bool = False  # the rewards are those of an environment, which are known turn by turn
 
     @property
     def trained(self) -> list[int]:
@@ -93,6 +94,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     if config.train.drop_truncated:
         keep_N &= torch.tensor([response.finished for response in responses])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
+    keep_N &= count_N > 0  # an episode whose environment failed at once has nothing to learn from
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = loss_weights(algorithm, count_N, split)
@@ -116,6 +118,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         weight_N=weight_N.float().numpy(),
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
+        by_turn=isinstance(config.reward.source, EnvironmentReward) and config.reward.normalise is None,
     )
 
 

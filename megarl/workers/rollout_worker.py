@@ -11,13 +11,28 @@ from typing import Any
 import ray
 
 from megarl.batch import Sample
-from megarl.config import RolloutSettings
+from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
+from megarl.data.turns import TurnTokens
+from megarl.environments.hosts import Host, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
+from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.sync.fingerprint import Print
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What the driver knows of an episode of several turns."""
+
+    reward: float  # what the environment gave in all turns
+    turns: int
+    error: str | None  # how the environment failed
+    info: Mapping[str, float]  # what it said of itself last
+    opening: str  # what the policy read first
+    transcript: str  # all that followed, its own turns and the answers to them
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class Response:
     """What the driver knows of one response."""
 
     prompt: int  # which of the call's prompts it answers
-    text: str
+    text: str  # of an episode the last turn's
     prompt_length: int
     length: int  # response tokens
     loss_tokens: int  # those of them that are learned from
@@ -33,6 +48,7 @@ class Response:
     payload: Any  # reference to the Sample, without its experts
     index: int  # which of the responses to the prompt
     experts: Sequence[Any] | None = None  # references to the experts of its tokens, one for each of `ExpertsWanted.stages`
+    episode: Episode | None = None  # where an environment answered
 
 
 @dataclass(frozen=True)
@@ -45,14 +61,23 @@ class ExpertsWanted:
     every: int  # one response in so many, the first included
 
 
-Share = Sequence[tuple[int, list[int]]]
-"""Prompts for one engine: the number of each, and its tokens."""
+@dataclass(frozen=True)
+class Playing:
+    """How responses become episodes."""
+
+    environment: EnvironmentSettings
+    limits: Limits
+    system: str | None  # a message before each opening that begins with none
 
 
-def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
+Share = Sequence[Start]
+"""Prompts for one engine, whose ids are their numbers."""
+
+
+def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
     """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
     each = 1 + (0 if experts is None else len(experts.stages))
-    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts))
+    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
 
 
 def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
@@ -71,6 +96,9 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
     ]
 
 
+_Said = tuple[int, int, Sample, str, Episode | None]  # number of the prompt, of the response to it, what was said
+
+
 class RolloutWorker:
     """Holds one engine, and the tokenizer that turns its responses into text; its process holds nothing else.
 
@@ -83,6 +111,7 @@ class RolloutWorker:
     def __init__(self, label: str, engine: str, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
+        self._host: tuple[EnvironmentSettings, Host] | None = None
 
     async def open(
         self,
@@ -113,37 +142,75 @@ class RolloutWorker:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
 
-    async def respond(self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Any]:
-        """The responses to each (number of the prompt, its tokens). RolloutError where experts that are wanted were not reported.
+    async def respond(
+        self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
+    ) -> list[Any]:
+        """The responses to each prompt, or the episodes that it begins. RolloutError where experts that are wanted were not reported.
 
         Returns:
             As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
             the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
         """
-        prompts = [TokenPrompt(number, tokens) for number, tokens in share]
+        said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
         responses, payloads = list[Response](), list[Any]()
-        for generated in await generate(self._engine, prompts, sampling, self._timeout_s):
-            for index, sample in enumerate(generated.samples):
-                wanted = experts is not None and (int(generated.prompt_id) * sampling.n + index) % experts.every == 0
-                responses.append(
-                    Response(
-                        prompt=int(generated.prompt_id),
-                        text=decode(
-                            self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=sample.finish_reason == "stop"
-                        ),
-                        prompt_length=sample.prompt_length,
-                        length=sample.response_length,
-                        loss_tokens=sample.loss_tokens,
-                        finished=sample.finish_reason == "stop",
-                        payload=None,
-                        index=index,
-                        experts=[] if wanted else None,
-                    )
+        for prompt, index, sample, text, episode in said:
+            wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0
+            responses.append(
+                Response(
+                    prompt=prompt,
+                    text=text,
+                    prompt_length=sample.prompt_length,
+                    length=sample.response_length,
+                    loss_tokens=sample.loss_tokens,
+                    finished=sample.finish_reason == "stop",
+                    payload=None,
+                    index=index,
+                    experts=[] if wanted else None,
+                    episode=episode,
                 )
-                payloads.append(replace(sample, routed_experts=None))
-                if experts is not None:
-                    payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
+            )
+            payloads.append(replace(sample, routed_experts=None))
+            if experts is not None:
+                payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
         return [responses, *payloads]
+
+    async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
+        prompts = [TokenPrompt(start.id, start.tokens) for start in share]
+        return [
+            (int(generated.prompt_id), index, sample, self._text(sample, sampling), None)
+            for generated in await generate(self._engine, prompts, sampling, self._timeout_s)
+            for index, sample in enumerate(generated.samples)
+        ]
+
+    async def _play(self, share: Share, sampling: Sampling, playing: Playing) -> list[_Said]:
+        if self._host is None or self._host[0] != playing.environment:
+            if self._host is not None:
+                self._host[1].close()
+            self._host = playing.environment, open_host(playing.environment)
+
+        def text_of(turn: Sample) -> str:
+            return self._text(turn, sampling)
+
+        turns = TurnTokens(self._tokenizer, playing.system)
+        played = await play(self._engine, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
+        return [
+            (int(start.id), index, one.sample, one.text, self._episode(one))
+            for start, episodes in zip(share, played, strict=True)
+            for index, one in enumerate(episodes)
+        ]
+
+    def _text(self, said: Sample, sampling: Sampling) -> str:
+        """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
+        tokens = said.tokens[said.prompt_length :].tolist()
+        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
+        return decode(self._tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
+
+    def _episode(self, played: Played) -> Episode:
+        sample, opening, rest = played.sample, "", ""
+        if played.turns:
+            opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
+            rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
+        return Episode(played.reward, played.turns, played.error, played.info, opening, rest)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""

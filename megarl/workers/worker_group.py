@@ -191,9 +191,9 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
 
     Raises:
         WorkerLate: the cluster has no room in time.
-        ConfigError: a machine of a cluster that was joined does not see the run's files.
+        ConfigError: a machine besides this one does not see the run's files.
     """
     places = reserve(kinds, config.cluster.start_timeout_s)
-    if config.cluster.address is not None:
+    if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places

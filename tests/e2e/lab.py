@@ -35,7 +35,7 @@ from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
 from megarl.workers.demand import assign_roles, engine_kind
-from megarl.workers.engines import Engines, EngineStarter, start_engines
+from megarl.workers.engines import Engines, EngineStarter, playing, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.workers.model_worker import ModelWorker
@@ -107,7 +107,7 @@ class Lab:
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (models, engines):
                 models.sync(engines, 0)
-            return Engines(engines.group, config.rollout)
+            return Engines(engines.group, config.rollout, playing=playing(config))
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
@@ -123,7 +123,7 @@ class Lab:
         """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
         own = own_engine or shape(config.model.path) != shape(self._model)
         turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
-        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns)
+        engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns, playing=playing(config))
         ranks = self._take(sum(layout.ranks for _, layout in assign_roles(config)))
         try:
             with self._returned(ranks):
@@ -149,7 +149,7 @@ class Lab:
             actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
             self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
         starter = EngineStarter(config, config.rollout, [None], config.model.path)
-        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, None, starter)
+        engines = Engines(ActorGroup("engine", [self._host]), config.rollout, None, starter, playing=playing(config))
         engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
         return engines
 

@@ -24,11 +24,17 @@ def sampling_parameters(request: Request) -> Any:
 
     return SamplingParams(
         temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        stop_token_ids=list(request.stop_token_ids),
+        stop=list(request.stop),
         max_tokens=request.max_tokens,
         seed=request.seed if request.temperature else None,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(request.stop),
+        skip_special_tokens=False,  # a stop text may be one
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

@@ -65,7 +65,6 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "placement.engines=shared rollout.replicas=2",
             r"^placement.engines=shared: rollout.replicas\*rollout.tp=2\*1=2 is more than layout.ranks=1",
         ),
-        ("placement.engines=shared cluster.gpus=true layout.ranks=2", "^placement.engines=shared with layout.ranks=2: one rank so far"),
         (
             "placement.engines=shared cluster.gpus=true sync.transport=nccl",
             "^sync.transport=nccl with placement.engines=shared: on one GPU only",
@@ -83,7 +82,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("train.on_alarm=pause", "^train.on_alarm: .*'continue' or 'stop'"),
         ("model.weights=/nowhere", "^model.weights: no such directory: /nowhere"),
         ("model.weights=MODEL", "^model.weights: .* is not a step directory"),
-        ("data.train.type=null", r"^data.train.type: required, and missing \(one of 'reasoning_gym', 'file', 'mixture'\)$"),
+        ("data.train.type=null", r"^data.train.type: required, and missing \(one of 'reasoning_gym', 'file', 'mixture', 'episodes'\)$"),
         ("data.train.file=3", r"^data.train.file: unknown key"),
         ("layout.ranks=3 layout.tp=2", r"^layout.ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),

@@ -20,10 +20,10 @@ from megarl.errors import ConfigError
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
-from tests.unit.bad_input import configurations, data, directories, models
+from tests.unit.bad_input import configurations, data, directories, environments, models
 from tests.unit.bad_input.cases import VERBS, Case, Room
 
-TABLE = [case for table in (configurations, models, data, directories) for case in table.TABLE]
+TABLE = [case for table in (configurations, models, data, directories, environments) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
 
 

@@ -84,16 +84,27 @@ def write_headers(directory: Path, config: dict[str, object]) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(tmp_path: Path, tiny_model: Path) -> None:
+# As Qwen3's tells of tools, and has their answers.
+TEMPLATE = (
+    "{%- if tools %}<|system|># Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Return <tool_call>\n{...}\n</tool_call><|end|>{% endif %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response><|end|>"
+    "{%- else %}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["gspo", "agent"])
+def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(name: str, tmp_path: Path, tiny_model: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     write_headers(model, QWEN3_30B_A3B)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (model / name).write_bytes((tiny_model / name).read_bytes())
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).write_bytes((tiny_model / file).read_bytes())
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}}) + "\n" for n in range(128)))
     overrides = [f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}"]
-    config = load(EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml", overrides, TrainConfig)
+    config = load(EXAMPLES / "qwen3_30b_a3b" / f"{name}.yaml", overrides, TrainConfig)
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 32
     assert len(check_train(config).train) == 128
     assert sum(path.stat().st_size for path in model.glob("*.safetensors")) > 60e9

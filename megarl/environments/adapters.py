@@ -1,0 +1,119 @@
+"""What makes the environment of an episode, for each source that runs in the sandbox. Imported there alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+WHERE = "looked for in the current folder and on PYTHONPATH; it runs in a sandbox, to which environment.sandbox gives files and variables"
+
+
+def load(source: dict[str, Any]) -> Callable[[], Any]:
+    """Makes environments of an `environment.source` section. ValueError, starting with the key below it, where it cannot."""
+    kind = source["type"]
+    if kind == "reasoning_gym":
+        return _reasoning_gym(source)
+    if kind == "textarena":
+        return _textarena(source["id"])
+    found, params = _named(source["path"]), source["params"]
+    if kind == "gymnasium":
+        return lambda: Gymnasium(found(**params))
+    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if missing:
+        raise ValueError(f"path: {source['path']} has no method {' and no '.join(missing)}")
+    try:
+        found(**params)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"params: {source['path']} refuses {params}: {type(error).__name__}: {error}") from None
+    return lambda: found(**params)
+
+
+def _named(path: str) -> Any:
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error} ({WHERE})") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"path: module {module_name!r} has no {'class' if found is not None else 'attribute'} {name!r}")
+    return found
+
+
+class Gymnasium:
+    """reset(seed=) -> (observation, info) and step(action) -> (observation, reward, terminated, truncated, info), on texts."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def reset(self, seed: int) -> Any:
+        """The first observation."""
+        observation, _ = self._inner.reset(seed=seed)
+        return observation
+
+    def step(self, text: str, tokens: Sequence[int], finished: bool) -> Any:
+        """The text is the action."""
+        observation, reward, terminated, truncated, info = self._inner.step(text)
+        return observation, float(reward), bool(terminated or truncated), info
+
+    def close(self) -> None:
+        """Closes the inner one, where it can be."""
+        getattr(self._inner, "close", lambda: None)()
+
+
+def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
+    from megarl.rewards.verifiers import EVALUATING
+
+    if source["dataset"] in EVALUATING:
+        raise ValueError(f"dataset: {source['dataset']}: reasoning-gym's scorer evaluates the response as Python")
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    name, params, threshold = source["dataset"], source["params"], source["threshold"]
+    if name not in DATASETS:
+        raise ValueError(f"dataset: reasoning-gym has no dataset {name!r}")
+
+    class Question:
+        """One question."""
+
+        def reset(self, seed: int) -> str:
+            """Draws it."""
+            self._data = create_dataset(name, **{**params, "seed": seed, "size": 1})
+            self._entry = self._data[0]
+            return self._entry["question"]
+
+        def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[None, float, bool, dict[str, float]]:
+            """Scores the answer; one that was cut earns nothing."""
+            raw = float(self._data.score_answer(text.strip(), self._entry)) if finished else 0.0
+            return None, float(raw >= threshold), True, {"raw": raw}
+
+    return Question
+
+
+def _textarena(name: str) -> Callable[[], Any]:
+    try:
+        textarena: Any = importlib.import_module("textarena")  # installed without what it depends on, so it is no extra of megarl's
+    except Exception as error:
+        raise ValueError(f"type: textarena cannot be imported: {type(error).__name__}: {error} (pip install --no-deps textarena)") from None
+
+    class Game:
+        """One game with one player."""
+
+        def reset(self, seed: int) -> str:
+            """The first observation."""
+            self._game = textarena.make(env_id=name)
+            self._game.reset(num_players=1, seed=seed)
+            self._seen = self._game.get_observation()[1]
+            return self._seen
+
+        def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str | None, float, bool]:
+            """The text is the action; what the game gives, it gives at its end."""
+            done, _ = self._game.step(action=text)
+            if done:
+                rewards = self._game.close()
+                rewards = rewards[0] if isinstance(rewards, tuple) else rewards
+                return None, float(rewards[0]), True
+            before, self._seen = self._seen, self._game.get_observation()[1]
+            return self._seen.removeprefix(before), 0.0, False  # an observation begins with all earlier ones, which the policy has read
+
+    return Game

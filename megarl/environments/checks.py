@@ -1,0 +1,106 @@
+"""What can be refused of an environment before any process of the run starts: it is tried, with one episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config import (
+    ConfigError,
+    EnvironmentReward,
+    EnvironmentSettings,
+    EvalConfig,
+    HttpEnvironment,
+    PairsConfig,
+    ToolsEnvironment,
+    TrainConfig,
+)
+from megarl.data.prompts import Prompt
+from megarl.data.tokenizer import load_tokenizer, render_chats
+from megarl.data.turns import TurnTokens, check_turns
+from megarl.environments.hosts import open_host
+from megarl.environments.protocol import EnvironmentFailed
+from megarl.sandbox import process
+
+KEY = "environment.source"
+
+
+def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
+    """What the chat template tells the model of its tools."""
+    if settings is None or not isinstance(settings.source, ToolsEnvironment):
+        return None
+    from megarl.environments.tools import SCHEMAS
+
+    return [SCHEMAS[name] for name in settings.source.tools]
+
+
+def check_environment(config: TrainConfig | EvalConfig) -> None:
+    """Refuses settings that contradict each other, a template that cannot be continued, tools that it does not tell of."""
+    settings, rewards = config.environment, (config.reward.source, config.reward.eval)
+    if settings is None:
+        if any(isinstance(reward, EnvironmentReward) for reward in rewards):
+            raise ConfigError("reward.source.type=environment: there is no environment")
+        return
+    if not config.data.chat:
+        raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")
+    tokenizer = load_tokenizer(config.model.path)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
+    check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment")
+    for schema in tool_schemas(settings) or []:
+        name = schema["function"]["name"]
+        told, untold = (render_chats(tokenizer, [[{"role": "user", "content": "Q"}]], tools)[0] for tools in ([schema], None))
+        if told == untold or name not in told:
+            raise ConfigError(f"{KEY}.tools: the model's chat template tells nothing of {name!r}: the model would never call it")
+        if "<tool_call>" not in told:
+            raise ConfigError(f"{KEY}.tools: the model's chat template has another format of calls than <tool_call>JSON</tool_call>")
+    if isinstance(settings.source, HttpEnvironment):
+        from megarl.environments import http
+
+        http.check(settings.source)
+    else:
+        process.check(settings.sandbox, "environment.sandbox")
+
+
+def check_episodes(config: TrainConfig | EvalConfig | PairsConfig, prompts: Sequence[Prompt], key: str) -> None:
+    """Plays one turn of an episode of a source, in a process of its own.
+
+    Args:
+        config: of the run.
+        prompts: of the source, at least one.
+        key: the source's dotted key, say "data.train".
+
+    Raises:
+        ConfigError: the environment cannot be imported, breaks the protocol, fails, or begins with more than a prompt may have; or the
+            source is of episodes, and the run has no environment that begins any.
+    """
+    settings = None if isinstance(config, PairsConfig) else config.environment
+    alone = prompts[0].episode is not None  # the environment has to begin
+    if settings is None or isinstance(settings.source, ToolsEnvironment):
+        if alone:
+            raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")
+        return
+    turns, first, most = TurnTokens(load_tokenizer(config.model.path), config.data.system), prompts[0], config.rollout.max_prompt_tokens
+
+    async def trial() -> None:
+        host = open_host(settings.model_copy(update={"workers": 1}))
+        called = f"reset(seed={first.seed})"
+        try:
+            episode = host.open()
+            opening = await episode.reset(first.seed, first.task)
+            if opening.messages is None and alone:
+                raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
+            if opening.messages is not None and (length := len(turns.opening(opening.messages))) > most:
+                raise ConfigError(f"{KEY}: {called}: an opening of {length} tokens is longer than rollout.max_prompt_tokens={most}")
+            called = f"reset(seed={first.seed}), then step of an empty text"
+            answer = await episode.step("", [], True)
+            if answer.messages is not None:
+                turns.after(answer.messages, [])
+            await episode.close()
+        except EnvironmentFailed as failure:
+            raise ConfigError(f"{KEY}: {called}: {failure}") from None
+        finally:
+            host.close()
+
+    asyncio.run(trial())

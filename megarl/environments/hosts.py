@@ -1,0 +1,49 @@
+"""Where the environments of a run live: which host each source has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megarl.config import EnvironmentSettings, HttpEnvironment, ToolsEnvironment
+from megarl.environments.processes import ProcessHost
+from megarl.environments.protocol import Turn
+
+
+class Episode(Protocol):
+    """One episode, as the run sees it. Each method returns or raises EnvironmentFailed in bounded time."""
+
+    async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+        """Comes first; the same seed begins the same episode. Without messages the prompt stands as it is."""
+        ...
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
+        """The answer to a turn of the policy."""
+        ...
+
+    async def close(self) -> None:
+        """Comes last, whatever has happened."""
+
+
+class Host(Protocol):
+    """Holds the environments of many episodes."""
+
+    def open(self) -> Episode:
+        """A new episode."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started. Can be called twice."""
+
+
+def open_host(settings: EnvironmentSettings) -> Host:
+    """The host of `settings.source`. Processes are started as they are needed."""
+    if isinstance(settings.source, HttpEnvironment):
+        from megarl.environments.http import HttpHost
+
+        return HttpHost(settings.source, settings.step_s)
+    if isinstance(settings.source, ToolsEnvironment):
+        from megarl.environments.tools import ToolsHost
+
+        return ToolsHost(settings.source, settings)
+    return ProcessHost(settings)

@@ -1,0 +1,126 @@
+"""Plays episodes on a server of the user's: any program that speaks this protocol (`python -m megarl.environments.server` is one).
+
+    POST <url>/reset    {"seed": 7, "task": null} -> {"episode": "a1", "observation": "12-42"}
+    POST <url>/step     {"episode": "a1", "text": "27", "tokens": [..], "finished": true}
+         -> {"observation": "28-42", "reward": 0, "done": false}
+    POST <url>/close    {"episode": "a1"} -> {}
+
+Headers: Content-Type: application/json, and Authorization: Bearer <token>, where token_env names one. An observation is a text or a list of
+chat messages; a reset without one leaves the prompt of the data as it is. An answer to a step may have "info", a dictionary of numbers.
+Whatever is no such answer, or comes late, ends that episode; nothing is asked twice, since a step has effects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from megarl.config import ConfigError, HttpEnvironment
+from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
+from megarl.text import printable
+
+MOST_BYTES = 1 << 20  # of an answer
+
+
+class HttpHost:
+    """Asks the server, `source.connections` requests at a time."""
+
+    def __init__(self, source: HttpEnvironment, step_s: float) -> None:
+        self._source, self._step_s = source, step_s
+        token = None if source.token_env is None else os.environ.get(source.token_env)
+        self._headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+        self._threads = ThreadPoolExecutor(source.connections, thread_name_prefix="environments")
+
+    def open(self) -> HttpEpisode:
+        """A new episode."""
+        return HttpEpisode(self)
+
+    async def ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer, a dictionary. EnvironmentFailed where there is none."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, what, json.dumps(body).encode())
+
+    def _ask(self, what: str, body: bytes) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self._source.url.rstrip('/')}/{what}", body, self._headers, method="POST")
+        try:
+            with _OPENER.open(request, timeout=self._step_s) as answer:
+                read = answer.read(MOST_BYTES + 1)
+        except TimeoutError:
+            raise EnvironmentFailed("timeout") from None
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(200).decode(errors="replace")
+            raise EnvironmentFailed(printable(f"status {error.code}: {said}")) from None
+        except OSError as error:  # URLError is one
+            late = isinstance(getattr(error, "reason", None), TimeoutError)
+            raise EnvironmentFailed("timeout" if late else printable(f"no answer: {error}")) from None
+        except Exception as error:  # http.client raises its own
+            raise EnvironmentFailed(printable(f"no answer: {type(error).__name__}: {error}")) from None
+        if len(read) > MOST_BYTES:
+            raise EnvironmentFailed(f"bad return: /{what} answered more than {MOST_BYTES} bytes")
+        try:
+            found = json.loads(read)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise EnvironmentFailed(f"bad return: /{what} answered {read[:80]!r}, not a JSON object")
+        return found
+
+    def close(self) -> None:
+        """Waits for nothing. Can be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class HttpEpisode:
+    """One episode."""
+
+    def __init__(self, host: HttpHost) -> None:
+        self._host, self._episode = host, None
+
+    async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+        """The opening."""
+        found = await self._host.ask("reset", {"seed": seed, "task": task})
+        self._episode = found.get("episode")
+        if self._episode is None:
+            raise EnvironmentFailed("bad return: /reset answered without 'episode'")
+        return _read(lambda: read_reset(found.get("observation")))
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
+        """The answer to a turn."""
+        body = {"episode": self._episode, "text": text, "tokens": list(tokens), "finished": finished}
+        found = await self._host.ask("step", body)
+        fields = (found.get("observation"), found.get("reward"), found.get("done"), found.get("info") or {})
+        return _read(lambda: read_step(fields))
+
+    async def close(self) -> None:
+        """Tells the server."""
+        if self._episode is not None:
+            with suppress(EnvironmentFailed):
+                await self._host.ask("close", {"episode": self._episode})
+
+
+def _read(reading: Any) -> Turn:
+    try:
+        return reading()
+    except ProtocolFault as fault:
+        raise EnvironmentFailed(printable(f"bad return: {fault}")) from None
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)  # to the address that was given, and nowhere else
+
+
+def check(source: HttpEnvironment) -> None:
+    """ConfigError where the token is not there."""
+    if source.token_env is not None and source.token_env not in os.environ:
+        raise ConfigError(f"environment.source.token_env: {source.token_env} is not set")

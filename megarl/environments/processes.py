@@ -1,0 +1,171 @@
+"""Environments in processes in the sandbox: one that hangs, crashes or talks nonsense ends its episode, and no other.
+
+A process holds the environments of many episodes. Where one of them has to be ended with its process, the other episodes are played again
+from their seeds in the next one, and must say the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import select
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+from megarl.config import ConfigError, EnvironmentSettings, FunctionEnvironment, GymnasiumEnvironment
+from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.sandbox.channel import BadMessage
+from megarl.sandbox.process import SandboxedProcess
+from megarl.text import printable
+
+START_S = 120.0  # a process that has not imported its environment by then never will
+GRACE_S = 1.0  # after the time of a request, for the process to say itself that it is late
+
+Request = tuple[Any, ...]
+
+
+class ProcessHost:
+    """`settings.workers` processes, each of which is started when its first episode begins. They die with this process."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings = settings
+        self._count = count()
+        self._processes: list[_Process | None] = [None] * settings.workers
+        self._locks = [asyncio.Lock() for _ in range(settings.workers)]
+        # Its threads live as long as it does: a process in the sandbox dies with the thread that has started it.
+        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="environments")
+
+    def open(self) -> ProcessEpisode:
+        """A new episode, whose `reset` comes first."""
+        return ProcessEpisode(self, next(self._count))
+
+    async def ask(self, episode: ProcessEpisode, request: Request) -> Turn:
+        """The answer to a request; requests to one process wait for each other. EnvironmentFailed where there is none."""
+        place = episode.number % len(self._processes)
+        async with self._locks[place]:
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, place, episode, request)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # a thread cannot be called off, and nobody else may ask meanwhile
+                raise
+
+    def _ask(self, place: int, episode: ProcessEpisode, request: Request) -> Turn:
+        process = self._processes[place]
+        try:
+            if process is None:
+                process = self._processes[place] = _Process(self._settings)
+                process.wait_ready()
+            if episode.home is not process:
+                for past, answer in episode.history:
+                    if process.ask(past) != answer:
+                        raise EnvironmentFailed("not repeatable: played again from its seed it answered otherwise")
+                episode.home = process
+            return process.ask(request)
+        except _Gone as gone:
+            assert process is not None
+            process.kill()
+            self._processes[place] = None
+            raise EnvironmentFailed(str(gone)) from None
+
+    def close(self) -> None:
+        """Ends the processes. Can be called twice."""
+        for process in self._processes:
+            if process is not None:
+                process.kill()
+        self._processes = [None] * len(self._processes)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class ProcessEpisode:
+    """One episode: `reset`, `step` as often as there are turns, `close`."""
+
+    def __init__(self, host: ProcessHost, number: int) -> None:
+        self.number = number
+        self.home: _Process | None = None
+        self.history: list[tuple[Request, Turn]] = []
+        self._host = host
+
+    async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+        """The opening."""
+        return await self._play(("reset", self.number, seed, task))
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
+        """The answer to a turn."""
+        return await self._play(("step", self.number, text, list(tokens), finished))
+
+    async def _play(self, request: Request) -> Turn:
+        answer = await self._host.ask(self, request)
+        self.history.append((request, answer))
+        return answer
+
+    async def close(self) -> None:
+        """The process forgets it."""
+        self.history.clear()
+        if self.home is not None:
+            await self._host.ask(self, ("close", self.number))
+
+
+class _Gone(Exception):
+    """A process has to be ended, or has ended, with the reason."""
+
+
+class _Process:
+    """One process in the sandbox, asked by one thread at a time."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        source = settings.source
+        code = [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
+        self._step_s = settings.step_s
+        self._sandboxed = SandboxedProcess("megarl.environments.worker", settings.sandbox, code)
+        self._send((source.model_dump(), settings.step_s))
+
+    def wait_ready(self) -> None:
+        """Until the environment is imported. ConfigError where it cannot be, _Gone where that ends the process."""
+        match self._receive(START_S):
+            case ["ready"]:
+                return
+            case ["refused", str(text)]:
+                raise ConfigError(f"environment.source.{printable(text)}")
+        raise _Gone("worker died: it wrote what is no answer")
+
+    def ask(self, request: Request) -> Turn:
+        """The answer. EnvironmentFailed where the environment has none, _Gone where the process is done with."""
+        self._send(request)
+        match self._receive(self._step_s + GRACE_S):
+            case ["turn", list() | None as messages, int() | float() as reward, bool(done), dict(info)]:
+                if math.isfinite(reward) and all(isinstance(value, int | float) for value in info.values()):
+                    return Turn(messages, float(reward), done, {printable(name): float(value) for name, value in info.items()})
+            case ["failed", str(text)]:
+                raise EnvironmentFailed(printable(text))
+        raise _Gone("worker died: it wrote what is no answer")
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._sandboxed.channel.send(pickle.dumps(message), self._step_s + GRACE_S)
+        except (ConnectionError, TimeoutError):  # it is dead or stopped, as `_receive` will find
+            return
+
+    def _receive(self, within_s: float) -> Any:
+        channel, deadline = self._sandboxed.channel, time.monotonic() + within_s
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLIN)
+        try:
+            while True:
+                for message in channel.arrived(1):
+                    return json.loads(message)
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    raise _Gone("timeout")
+        except (EOFError, ConnectionError):
+            raise _Gone(self._sandboxed.death()) from None
+        except (BadMessage, ValueError, RecursionError):
+            raise _Gone("worker died: it wrote what is no answer") from None
+
+    def kill(self) -> None:
+        """Ends it and all that it has started."""
+        self._sandboxed.kill()

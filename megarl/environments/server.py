@@ -1,0 +1,104 @@
+"""A reference server of megarl.environments.http, for an environment that lives elsewhere:
+
+    python -m megarl.environments.server MODULE:CLASS [--port 8000] [--host 127.0.0.1]
+
+One object of the class plays each episode; requests are served side by side, those of one episode one after the other. It trusts its
+clients, and runs the class in its own process: put it where that is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import os
+import sys
+import threading
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megarl.environments.protocol import read_reset, read_step
+from megarl.imports import find
+
+MOST_BYTES = 16 << 20
+
+
+class Server(ThreadingHTTPServer):
+    """Holds the episodes."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], make: Any) -> None:
+        super().__init__(address, _Handler)
+        self._make = make
+        self._episodes: dict[str, tuple[Any, threading.Lock]] = {}
+
+    def answer(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Whatever it raises becomes the text of status 500."""
+        if what == "reset":
+            environment, name = self._make(), uuid.uuid4().hex
+            takes_task = "task" in inspect.signature(environment.reset).parameters
+            turn = read_reset(_result(environment.reset(body["seed"], **({"task": body.get("task")} if takes_task else {}))))
+            self._episodes[name] = environment, threading.Lock()
+            return {"episode": name, "observation": turn.messages}
+        if what == "step":
+            environment, lock = self._episodes[body["episode"]]
+            with lock:
+                turn = read_step(_result(environment.step(body["text"], body["tokens"], body["finished"])))
+            return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
+        if what == "close":
+            environment, _ = self._episodes.pop(body["episode"], (None, None))
+            _result(getattr(environment, "close", lambda: None)())
+            return {}
+        raise KeyError(f"/{what}: there are /reset, /step and /close")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.0"
+    timeout = 60
+    server: Server
+
+    def do_POST(self) -> None:
+        """One request."""
+        try:
+            length = int(self.headers.get("Content-Length", "0"))
+            if not 0 <= length <= MOST_BYTES:
+                raise ValueError(f"a body of {length} bytes, and {MOST_BYTES} are the most")
+            status, answer = 200, self.server.answer(self.path.strip("/"), json.loads(self.rfile.read(length)))
+        except Exception as error:
+            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing of each request."""
+
+
+def _result(returned: Any) -> Any:
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+
+
+def main() -> None:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environment", metavar="MODULE:CLASS")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    sys.path.insert(0, os.getcwd())
+    server = Server((given.host, given.port), find(given.environment))
+    print(f"{given.environment} on http://{given.host}:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

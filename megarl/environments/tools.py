@@ -1,0 +1,145 @@
+"""Tools that the model calls in the format of its chat template: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+Each call is answered by a message of the role `tool`, a malformed one by a message that says so. A turn without a call is the answer, and
+ends the episode. A Python program runs in a sandbox of its own, which is gone afterwards: no program meets what another has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+import select
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megarl.config import EnvironmentSettings, SandboxSettings, ToolsEnvironment
+from megarl.environments.calculator import calculate
+from megarl.environments.protocol import Message, Turn
+from megarl.sandbox.channel import BadMessage
+from megarl.sandbox.process import SandboxedProcess
+from megarl.text import printable
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+MOST_CALLS = 8  # of one turn
+START_S, GRACE_S = 60.0, 1.0  # for the process to start, and to say what it has to say
+
+
+def _schema(name: str, meaning: str, argument: str, what: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": what}}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": meaning, "parameters": parameters}}
+
+
+ARGUMENTS = {"calculator": "expression", "python": "code"}
+SCHEMAS = {
+    "calculator": _schema("calculator", "Evaluates arithmetic: + - * / // % ** and brackets.", "expression", "such as (3 + 4) * 12"),
+    "python": _schema("python", "Runs a Python program and returns what it prints. Nothing is kept between calls.", "code", "the program"),
+}
+
+
+class ToolsHost:
+    """Runs the calls of all episodes, `settings.workers` programs at a time."""
+
+    def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings) -> None:
+        self.source, self._settings = source, settings
+        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="tools")
+
+    def open(self) -> ToolsEpisode:
+        """A new episode."""
+        return ToolsEpisode(self)
+
+    async def call(self, text: str) -> tuple[str, bool]:
+        """What is answered to what stands between the tags, and whether a tool has worked."""
+        try:
+            name, given = read_call(text, self.source.tools)
+            if name == "calculator":
+                return calculate(given), True
+        except ValueError as fault:
+            return f"error: {fault}", False
+        settings, most = self._settings, self.source.output_chars
+        work = asyncio.get_running_loop().run_in_executor(self._threads, run_python, given, settings.step_s, most, settings.sandbox)
+        return await work
+
+    def close(self) -> None:
+        """Waits for nothing: each program ends in time. Can be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class ToolsEpisode:
+    """The calls of one conversation."""
+
+    def __init__(self, host: ToolsHost) -> None:
+        self._host, self._calls, self._errors = host, 0, 0
+
+    async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+        """The prompt of the data stands as it is: the template has told of the tools in it."""
+        return Turn(None)
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
+        """Answers every call of a turn."""
+        calls = CALL.findall(text) if finished else []
+        answers: list[Message] = []
+        for number, call in enumerate(calls[: MOST_CALLS + 1]):
+            if number == MOST_CALLS:
+                said, worked = f"error: {len(calls)} calls in one turn, and {MOST_CALLS} are the most", False
+            else:
+                said, worked = await self._host.call(call)
+            self._calls, self._errors = self._calls + 1, self._errors + (not worked)
+            answers.append({"role": "tool", "content": said or "(nothing was printed)"})
+        return Turn(answers or None, 0.0, not answers, {"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def read_call(text: str, tools: Sequence[str]) -> tuple[str, str]:
+    """A call's tool and its argument. ValueError, with what the model should know, where it is malformed."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}') from None
+    name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError('a call has a text "name" and an object "arguments"')
+    if name not in tools:
+        raise ValueError(f"there is no tool {name!r:.80} (there are: {', '.join(tools)})")
+    if list(arguments) != [ARGUMENTS[name]] or not isinstance(arguments[ARGUMENTS[name]], str):
+        raise ValueError(f"{name} takes one argument, the text {ARGUMENTS[name]!r}")
+    return name, arguments[ARGUMENTS[name]]
+
+
+def run_python(code: str, seconds: float, most: int, sandbox: SandboxSettings) -> tuple[str, bool]:
+    """What a program prints, in a sandbox of its own, and whether it has ended by itself in time.
+
+    Args:
+        code: the program.
+        seconds: its longest time.
+        most: characters of its output that are returned.
+        sandbox: what it may do.
+    """
+    process = SandboxedProcess("megarl.environments.python_tool", sandbox)
+    channel, deadline, ready = process.channel, time.monotonic() + START_S, False
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    try:
+        channel.send(pickle.dumps((code, seconds, most)), seconds)
+        while True:
+            for message in channel.arrived(1):
+                [said] = json.loads(message)
+                if not ready:
+                    ready, deadline = True, time.monotonic() + seconds + GRACE_S
+                    continue
+                if not isinstance(said, str):
+                    raise BadMessage("no text")
+                return (said if len(said) <= most else said[:most] + "... (cut off)"), True
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                return f"error: not done after {seconds:g} s", False
+    except (EOFError, ConnectionError, TimeoutError):
+        return f"error: the program ended the interpreter ({printable(process.ended(seconds) or 'it closed its channel')})", False
+    except (BadMessage, ValueError, RecursionError):
+        return "error: the program has written on the interpreter's own channel", False
+    finally:
+        process.kill()

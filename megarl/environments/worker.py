@@ -1,0 +1,112 @@
+"""A process of environments, in the sandbox: `python -m megarl.environments.worker CHANNEL`, started by processes.py and by nothing else.
+
+It holds the environments of many episodes, and works on one request at a time. Requests are pickled: ("reset", episode, seed, task),
+("step", episode, text, tokens, finished), ("close", episode). Messages out, in JSON: ["ready"], ["refused", text], ["turn", messages,
+reward, done, info], ["failed", text].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from megarl.environments.adapters import load
+from megarl.environments.protocol import ProtocolFault, Turn, read_reset, read_step
+from megarl.sandbox.bounded import Answer, Late, in_time, serve
+from megarl.sandbox.channel import Channel
+
+LONGEST_TEXT = 500
+
+
+def work(channel: Channel, answer: Answer) -> None:
+    """Imports the environment, and plays what comes."""
+    source, step_s = pickle.loads(channel.receive())
+    try:
+        make = load(source)
+    except Exception as error:  # an import may raise anything
+        text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
+        answer("refused", text[:LONGEST_TEXT])
+        return
+    answer("ready")
+    episodes: dict[int, Any] = {}
+    draws = _Draws()
+    while True:
+        request = pickle.loads(channel.receive())
+        begun = time.monotonic()
+        try:
+            with in_time(step_s), draws.of(*request[:3]):
+                turn = _play(make, episodes, *request)
+            if time.monotonic() - begun >= step_s:  # a bare `except:` swallows our alarm
+                raise Late
+        except Late:
+            answer("failed", "timeout")
+        except ProtocolFault as fault:
+            answer("failed", f"bad return: {fault}"[:LONGEST_TEXT])
+        except BaseException as error:  # SystemExit and the like too: one episode must not end the process
+            answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
+        else:
+            answer("turn", turn.messages, turn.reward, turn.done, dict(turn.info))
+
+
+class _Draws:
+    """Gives each episode Python's and NumPy's common random numbers as if it were alone, seeded by its own seed."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def of(self, what: str, number: int, seed: Any = None) -> Iterator[None]:
+        """For one request."""
+        numpy = sys.modules.get("numpy")
+        if what == "reset":
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % (1 << 32))
+        elif number in self._states:
+            python, others = self._states[number]
+            random.setstate(python)
+            if others is not None:
+                sys.modules["numpy"].random.set_state(others)
+        try:
+            yield
+        finally:
+            if what == "close":
+                self._states.pop(number, None)
+            else:
+                self._states[number] = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:
+    if what == "reset":
+        seed, task = given
+        episodes[number] = environment = make()
+        takes_task = "task" in inspect.signature(environment.reset).parameters
+        return read_reset(_result(environment.reset(seed, **({"task": task} if takes_task else {}))))
+    if what == "step":
+        return read_step(_result(episodes[number].step(*given)))
+    environment = episodes.pop(number, None)
+    with suppress(Exception):  # the episode is over: what its end goes wrong with is nobody's loss
+        _result(getattr(environment, "close", lambda: None)())
+    return Turn(None)
+
+
+def _result(returned: Any) -> Any:
+    """What a method returned, after the wait that a coroutine asks for."""
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())
+
+
+if __name__ == "__main__":
+    serve(work)

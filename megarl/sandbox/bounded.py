@@ -1,0 +1,56 @@
+"""The inside of a process that works on one request after the other: how it begins, and how a request is kept in time.
+
+Imported in the sandbox: it imports nothing of megarl but its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from megarl.sandbox.channel import Channel
+from megarl.sandbox.inside import enter
+
+Answer = Callable[..., None]
+
+
+class Late(BaseException):
+    """The request's time is over. No Exception, so that code's own `except Exception` lets it through."""
+
+
+def serve(work: Callable[[Channel, Answer], None]) -> None:
+    """The main of such a process, whose first argument is its end of the channel: `work` reads from it, and sends JSON by the answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
+    channel = enter(int(sys.argv[1]))
+    own = os.getpid()
+
+    def answer(*message: Any) -> None:
+        if os.getpid() != own:  # what was called forked, and both came back: one of them speaks
+            os._exit(0)
+        channel.send(json.dumps(message).encode())
+
+    try:
+        work(channel, answer)
+    except (EOFError, ConnectionError):  # the run has closed its end
+        return
+
+
+@contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """Raises Late where the block takes longer. The alarm ends most without the price of a new process; the run kills where it does not."""
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, ring)  # again for each request: what is called may use the alarm itself
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,57 @@
+"""RL on episodes of several turns: the step is the same on any layout, its experts are replayed, and what fails costs its episode alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.e2e.job import Job, assert_same_step
+from tests.e2e.lab import Lab
+
+GAME = (
+    "environment={source: {type: function, path: 'tests.e2e.games:Letters'}, max_turns: 3, max_turn_tokens: 6, step_s: 60, workers: 2}",
+    "data.train={type: episodes, seed: 7, items: 64}",
+    "data.eval={type: episodes, seed: 1000, items: 8}",
+    "reward={source: {type: environment}}",
+    "rollout.max_response_tokens=60",
+    "routing.replay=r3",
+    "train.steps=2",
+)
+
+
+def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_episode(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """The log-prob gap of whole conversations is that of single responses; no replayed expert is missing."""
+    jobs = []
+    for name, layout in (("one", ()), ("two", ("layout.ranks=2", "layout.cp=2"))):
+        jobs.append(lab.run(Job(tmp_path / name, tiny_model, (*GAME, *layout))))
+    one, two = jobs
+    assert_same_step(two, one)
+    first, again = one.steps()[0], two.steps()[0]
+    for metric in ("environment/turns/mean", "environment/failed", "environment/tokens/mean", "environment/word/mean", "reward/max"):
+        assert first[metric] == again[metric], metric
+    assert 0 < first["environment/failed"] < 32 and first["environment/failed"] == first["events/reward/ValueError"]
+    assert 1 < first["environment/turns/mean"] < 3 and first["environment/turns/max"] == 3 and first["environment/tokens/mean"] > 4
+    assert first["response_length/max"] <= 18, "what the environment wrote is no part of it"
+    assert first["training/logprob_gap_mean"] <= 1e-5 and first["actor/grad_norm"] > 0
+    assert first["routing/replay_hit_rate"] == 1.0
+    assert 0 < json.loads((one.runs / "job" / "summary.json").read_text())["pass_rate_end"]["sampled"] < 3
+
+
+CALLS = (
+    "{%- for tool in tools or [] -%}<tool_call>{{ tool.function.name }}</tool_call>{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>"
+    "{{ m.content }}{%- if m.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}<|assistant|>"
+)
+
+
+def test_tools_answer_and_a_reward_scores_the_last_turn(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """Random weights call no tool: each episode is its first turn, and scores what a single response would."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in tiny_model.iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text(CALLS)
+    tools = "environment={source: {type: tools, tools: [calculator]}, max_turns: 3}"
+    [row] = lab.run(Job(tmp_path / "runs", model, ("train.steps=1", "rollout.max_prompt_tokens=64", tools))).steps()
+    assert row["environment/turns/mean"] == 1.0 and row["environment/tool_calls/mean"] == 0.0
+    assert row["reward/mean"] > 0 and row["training/logprob_gap_mean"] <= 1e-5

@@ -1,0 +1,108 @@
+"""Environments over HTTP: the reference server, and servers that talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, HttpEnvironment
+from megarl.environments.http import HttpHost, check
+from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.environments.server import Server
+from tests.unit.environments.worlds import Counting
+
+
+@contextmanager
+def serving(server: HTTPServer) -> Iterator[str]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def episode(host: HttpHost, seed: int, texts: list[str]) -> list[Turn]:
+    one = host.open()
+    turns = [await one.reset(seed, None), *[await one.step(text, [1], True) for text in texts]]
+    await one.close()
+    return turns
+
+
+def test_episodes_on_the_reference_server_are_those_of_the_class() -> None:
+    async def body(url: str) -> list[list[Turn]]:
+        host = HttpHost(HttpEnvironment(url=url), 20.0)
+        try:
+            return await asyncio.gather(*[episode(host, seed, ["a", "stop"]) for seed in (1, 2, 1)])
+        finally:
+            host.close()
+
+    server = Server(("127.0.0.1", 0), Counting)
+    with serving(server) as url:
+        first, second, again = asyncio.run(body(url))
+    assert first == again != second and not server._episodes
+    assert first[1].messages[0]["content"].startswith("turn 1 ")  # type: ignore[index]
+    assert (first[2].messages, first[2].reward, first[2].done, first[2].info) == (None, 0.25, True, {"turn": 2.0})
+
+
+ANSWERS: dict[int, tuple[Any, str]] = {
+    0: (b"no json", "bad return: /reset answered b'no json', not a JSON object"),
+    1: ({"observation": "x"}, "bad return: /reset answered without 'episode'"),
+    2: ({"episode": "a", "observation": ""}, "bad return: reset returned no text"),
+    3: ({"episode": "a", "observation": 5}, "bad return: reset returned 5 (int)"),
+    4: (b"x" * (2 << 20), "bad return: /reset answered more than 1048576 bytes"),
+    5: (503, "status 503: "),
+    6: (307, "status 307: "),
+    7: ("late", "timeout"),
+}
+
+
+class Nonsense(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        answer, _ = ANSWERS[json.loads(self.rfile.read(int(self.headers["Content-Length"])))["seed"]]
+        if answer == "late":
+            time.sleep(1.0)
+            return
+        self.send_response(answer if isinstance(answer, int) else 200)
+        if answer == 307:
+            self.send_header("Location", "http://127.0.0.1:1/")
+        self.end_headers()
+        self.wfile.write(answer if isinstance(answer, bytes) else b"" if isinstance(answer, int) else json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
+    async def body(url: str) -> list[str]:
+        host, said = HttpHost(HttpEnvironment(url=url), 0.5), []
+        for seed in ANSWERS:
+            with pytest.raises(EnvironmentFailed) as failed:
+                await host.open().reset(seed, None)
+            said.append(str(failed.value))
+        host.close()
+        nobody = HttpHost(HttpEnvironment(url="http://127.0.0.1:1"), 5.0)
+        with pytest.raises(EnvironmentFailed, match="^no answer: "):
+            await nobody.open().reset(1, None)
+        nobody.close()
+        return said
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Nonsense)) as url:
+        said = asyncio.run(body(url))
+    for (_, expected), found in zip(ANSWERS.values(), said, strict=True):
+        assert found.startswith(expected) or found == "timeout", (expected, found)
+
+
+def test_a_token_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^environment\.source\.token_env: MEGARL_NO_TOKEN is not set$"):
+        check(HttpEnvironment(url="http://127.0.0.1:1", token_env="MEGARL_NO_TOKEN"))

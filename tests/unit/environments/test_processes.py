@@ -1,0 +1,191 @@
+"""Environments in processes: whatever one does ends its episode and no other, and episodes repeat themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
+from megarl.environments.hosts import open_host
+from megarl.environments.processes import ProcessHost
+from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
+
+WORLDS = "tests.unit.environments.worlds"
+
+
+def settings(name: str, kind: str = "function", step_s: float = 1.0, **source: Any) -> EnvironmentSettings:
+    tree = {"source": {"type": kind, "path": f"{WORLDS}:{name}", **source}, "step_s": step_s, "workers": 2}
+    return EnvironmentSettings.model_validate({**tree, "sandbox": SandboxSettings(memory_gb=1)})
+
+
+def played(setting: EnvironmentSettings, body: Callable[[Any], Awaitable[Any]]) -> Any:
+    host = open_host(setting)
+    try:
+        return asyncio.run(body(host))  # type: ignore[arg-type]
+    finally:
+        host.close()
+
+
+async def episode(host: Any, seed: int, texts: list[str], task: dict[str, Any] | None = None) -> list[Turn]:
+    one = host.open()
+    try:
+        return [await one.reset(seed, task), *[await one.step(text, [1, 2], True) for text in texts]]
+    finally:
+        await one.close()
+
+
+ATTACKS = {
+    "end_at_once": "worker died: exit status 3",
+    "crash": "worker died: SIGSEGV",
+    "deaf_loop": "timeout",
+    "a_large_number": "timeout",
+    "sleep": "timeout",
+    "stop_itself": "timeout",
+    "ten_gigabytes": "MemoryError: ",
+    "recurse": "RecursionError: ",
+    "leave": "SystemExit: ",
+    "many_files": "OSError: ",
+    "an_endless_message": "worker died: it wrote what is no answer",
+    "ready_again": "worker died: it wrote what is no answer",
+    "exit_from_a_thread": "worker died: exit status 5",
+}
+
+
+def test_what_an_environment_does_ends_its_episode_and_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+    """Sound episodes share the processes with one attack after the other; they are played again, and say the same."""
+
+    async def body(host: ProcessHost) -> tuple[list[list[Turn]], list[str], list[list[Turn]]]:
+        async def slow(seed: int) -> list[Turn]:
+            one = host.open()
+            turns = [await one.reset(seed, None)]
+            for attacked in [*range(len(ATTACKS)), None]:
+                await turn_of[attacked].wait() if attacked is not None else None
+                turns.append(await one.step(f"say {len(turns)}", [3], True))
+            await one.close()
+            return turns
+
+        async def attack() -> list[str]:
+            said = []
+            for number, name in enumerate(ATTACKS):
+                with pytest.raises(EnvironmentFailed) as failed:
+                    await episode(host, number, ["say", name])
+                said.append(str(failed.value))
+                turn_of[number].set()
+            return said
+
+        turn_of: dict[int | None, asyncio.Event] = {number: asyncio.Event() for number in range(len(ATTACKS))}
+        *sound, said = await asyncio.gather(*[slow(seed) for seed in range(4)], attack())
+        for event in turn_of.values():
+            event.set()
+        again = [await slow(seed) for seed in range(4)]
+        return sound, said, again  # type: ignore[return-value]
+
+    sound, said, again = played(settings("Counting"), body)
+    for name, error, expected in zip(ATTACKS, said, ATTACKS.values(), strict=True):
+        assert error.startswith(expected) or error == "timeout", (name, error)  # which any may be on a busy machine
+    assert sound == again and len({turns[0].messages[0]["content"] for turns in sound}) == 4
+    assert all(len(turns) == len(ATTACKS) + 2 for turns in sound)
+    capfd.readouterr()
+
+
+def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
+    async def body(host: ProcessHost) -> None:
+        one = host.open()
+        await one.reset(1, None)
+        await host.open().reset(1, None)
+        third = host.open()  # in the process of the first
+        await third.reset(2, None)
+        with pytest.raises(EnvironmentFailed, match=r"^worker died: exit status 3$"):
+            await third.step("end_at_once", [], True)
+        with pytest.raises(EnvironmentFailed, match=r"^not repeatable: "):
+            await one.step("on", [], True)
+
+    played(settings("Forgetful", step_s=20), body)
+
+
+def test_episodes_of_one_process_do_not_draw_from_each_others_random_numbers() -> None:
+    async def body(host: ProcessHost) -> tuple[list[list[Turn]], list[list[Turn]]]:
+        seeds, texts = range(6), ["a", "b", "c"]
+        return [await episode(host, seed, texts) for seed in seeds], await asyncio.gather(*[episode(host, seed, texts) for seed in seeds])
+
+    alone, together = played(settings("Careless", step_s=20), body)
+    assert alone == together and len({str(turns) for turns in alone}) == 6
+
+
+def test_sources_that_run_in_the_sandbox_play() -> None:
+    async def counting(host: ProcessHost) -> list[Turn]:
+        return await episode(host, 7, ["a", "stop"])
+
+    opening, said, end = played(settings("Counting", params={"word": "w"}, step_s=20), counting)
+    assert opening.messages[0]["role"] == "user" and opening.messages[0]["content"].startswith("begin ")
+    assert said.messages[0]["content"].startswith("w 1 ") and (said.reward, said.done, said.info) == (0.25, False, {"turn": 1.0})
+    assert (end.messages, end.reward, end.done) == (None, 0.25, True)
+
+    async def gym(host: ProcessHost) -> list[Turn]:
+        return await episode(host, 7, ["x", "y"])
+
+    opening, said, end = played(settings("Gym", "gymnasium", step_s=20), gym)
+    assert [turn.messages[0]["content"] for turn in (opening, said, end)] == ["seed 7", "left 1", "left 0"]
+    assert (said.reward, said.done, end.reward, end.done, end.info) == (1.0, False, 0.0, True, {"left": 0.0})
+
+    async def told(host: ProcessHost) -> list[Turn]:
+        return await episode(host, 7, ["right"], {"prompt": "p", "answer": "right", "meta": {}})
+
+    opening, end = played(settings("TaskTold", step_s=20), told)
+    assert opening.messages is None and (end.reward, end.done) == (1.0, True)
+
+    async def question(host: ProcessHost) -> list[list[Turn]]:
+        [asked, _] = await episode(host, 5, ["?"])
+        word = asked.messages[0]["content"].split()[-1]  # type: ignore[index]
+        return [await episode(host, 5, [word[::-1]]), await episode(host, 5, [word])]
+
+    source = {"type": "reasoning_gym", "dataset": "spell_backward", "params": {"min_word_len": 5, "max_word_len": 5}}
+    right, wrong = played(EnvironmentSettings.model_validate({"source": source, "workers": 1}), question)
+    assert [(turns[1].reward, turns[1].done) for turns in (right, wrong)] == [(1.0, True), (0.0, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "line"),
+    [
+        ("Nothing", {}, r"^environment\.source\.path: module 'tests\.unit\.environments\.worlds' has no attribute 'Nothing'$"),
+        ("NoStep", {}, r"^environment\.source\.path: tests\.unit\.environments\.worlds:NoStep has no method step$"),
+        ("Says", {"params": {"other": 1}}, r"^environment\.source\.params: .*:Says refuses \{'other': 1\}: TypeError: "),
+        ("x", {"path": "no.such:Thing"}, r"^environment\.source\.path: cannot import module 'no\.such': ModuleNotFoundError: "),
+    ],
+)
+def test_what_cannot_be_made_is_refused(name: str, source: dict[str, Any], line: str) -> None:
+    async def body(host: ProcessHost) -> None:
+        await host.open().reset(1, None)
+
+    with pytest.raises(ConfigError, match=line):
+        played(settings(name, **source), body)
+
+
+def test_what_is_no_answer_is_named() -> None:
+    bad_steps = {
+        "text": "a str, not",
+        ("go", 0.0): "a tuple of 2, not",
+        ("go", "much", False): "reward='much'",
+        ("go", float("nan"), False): "reward=nan",
+        ("go", 1e10, False): "reward=10000000000.0",
+        ("go", 0.0, 1): "done=1",
+        ("go", 0.0, False, 3): "info=3",
+        (None, 0.0, False): "None (NoneType), not a text or a list",
+        ("  ", 0.0, False): "no text",
+        (5, 0.0, True): "5 (int), not a text",
+    }
+    for returned, part in bad_steps.items():
+        with pytest.raises(ProtocolFault) as fault:
+            read_step(returned)
+        assert part in str(fault.value)
+    for said, part in (
+        ([], "not a text or a list"),
+        ([{"role": "user"}], "a text 'role'"),
+        ([{"role": "assistant", "content": "x"}], "policy"),
+    ):
+        with pytest.raises(ProtocolFault, match=part):
+            read_reset(said)
+    assert read_reset(None) == Turn(None)
