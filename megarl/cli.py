@@ -18,6 +18,7 @@ from megarl.stdout import say
 from megarl.text import one_line
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
+LOOKED_AT = 2000  # items of a generated source that --check draws
 MOST_SHOWN = 1500  # characters of a line, which may quote what was given
 
 
@@ -95,7 +96,9 @@ class Tool:
 
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
+    "init": Tool("a commented configuration for a model and a file of your own (init --help)", "megarl.init:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
+    "slurm": Tool("submits a run as a Slurm job that saves, queues again and goes on; status (slurm --help)", "megarl.slurm.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
     "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
     "compare": Tool("runs beside each other: a table and one picture (compare --help)", "megarl.observe.compare:main"),
@@ -138,8 +141,8 @@ def verb_parser(name: str) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
-    Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143 or 129 after SIGTERM or SIGHUP, 1 for any other
-    failure.
+    Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143, 129 or 138 after SIGTERM, SIGHUP or SIGUSR1, 1 for
+    any other failure.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     termination.install()
@@ -167,9 +170,16 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     config = load(path, overrides, root)
     with uncollected():
         work = find(verb.check if check else verb.run)
-    work(config)
-    if check:
-        say(f"megarl: {path} passes every check")
+    if not check:
+        work(config)
+        return 0
+    with uncollected():
+        from megarl.data.gym import first_items
+    # A run that goes on has as many prompts as its checkpoint says: they are counted.
+    resumes = (config.directory / "checkpoints").is_dir()
+    with first_items(sys.maxsize if resumes else LOOKED_AT) as look:
+        work(config)
+    say(f"megarl: {path} passes every check{f' (of generated prompts the first {LOOKED_AT:,} were drawn)' if look.cut else ''}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """SIGTERM and SIGHUP, as schedulers and closed terminals send them: a run that trains stops where it can be saved.
 
 Elsewhere they are an exception in the main thread at once. So is a second one, everywhere: whoever sends it does not want to wait.
+SIGUSR1 is Slurm's warning of what is to come (`megarl slurm`): the same, but that it may come as often as it likes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Terminated(SystemExit):
@@ -27,7 +28,7 @@ _may_raise: Callable[[], bool] | None = None  # None: always
 
 
 def install() -> None:
-    """Takes both signals, but one that is ignored (nohup), and forgets those that came before."""
+    """Takes the signals, but one that is ignored (nohup), and forgets those that came before."""
     global _asked
     _asked = None
     for number in SIGNALS:
@@ -68,7 +69,9 @@ def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
 
 def _take(number: int, frame: FrameType | None) -> None:
     global _asked
-    first, _asked = _asked is None, number
+    if number == signal.SIGUSR1 and _asked is not None:
+        return
+    first, _asked = _asked in (None, signal.SIGUSR1), number
     if not first or _may_raise is None or _may_raise():
         raise Terminated(number)
     print(

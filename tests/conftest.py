@@ -25,7 +25,7 @@ with uncollected():
 # The suite runs on two processes. One takes all that shares the lab's session, engine and ranks; the other one file after the other, the
 # long ones first.
 E2E = "tests/e2e/"
-ORDER = (E2E, "tests/distributed/", "tests/rollout/", "tests/")
+ORDER = (E2E, "tests/distributed/", "tests/rollout/", "tests/slurm/", "tests/")
 
 
 @pytest.hookimpl(wrapper=True)

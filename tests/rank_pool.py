@@ -130,6 +130,7 @@ def _serve(session: Connection, start: Start) -> None:
 
 def _import_all() -> None:
     with uncollected():
+        import numpy.random  # noqa: F401  # numpy puts it off until it is used, which every rank would pay for
         import torch
 
         from megarl.parallel.backend import choose

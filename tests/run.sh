@@ -21,7 +21,21 @@ part() {
     [[ $name == tests ]] || echo "   passed in $((SECONDS - begun))s" # pytest's own closing line is the last
 }
 
+# Slurm for the tests of tests/slurm, which are skipped without it: from Debian's packages, where root can install them.
+slurm() {
+    [[ -n $(PATH=$PATH:/usr/sbin type -P slurmctld slurmd munged shellcheck | sed -n 4p) ]] && return
+    if ((EUID)) || ! type -P apt-get >/dev/null; then
+        echo "   not here, and not installed: that needs root and apt-get"
+        return
+    fi
+    local install=(timeout 200 apt-get -qq install --yes --no-install-recommends slurm-wlm munge shellcheck)
+    export DEBIAN_FRONTEND=noninteractive
+    { "${install[@]}" || { timeout 60 apt-get -qq update && "${install[@]}"; }; } &>/dev/null || echo "   apt-get cannot install it here"
+}
+
 part set-up 600 bash tools/setup.sh
+echo "== Slurm"
+slurm
 part lint 60 .venv/bin/ruff check megarl tests tools examples
 part format 60 .venv/bin/ruff format --check megarl tests tools examples
 part types 300 .venv/bin/mypy

@@ -172,35 +172,39 @@ def main() -> int:
     build(out / "model", layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)
     straight = cache(lambda layout: Job(out / f"straight {layout}", out / "model", (*COMMON, *LAYOUTS[layout])).run())
     plan, outcomes, number = list(draw(given.faults, random)), list[Outcome](), 0
-    while plan:
-        number += 1
-        layout = list(LAYOUTS)[number % len(LAYOUTS)]
-        rolling = ("off", "local")[number // 2 % 2]
-        slow = number % 3 == 0
-        job = Job(out / f"{number:03d}", out / "model", (*COMMON, *LAYOUTS[layout], f"save.rolling={rolling}"))
-        job.environment = {"PYTHONPATH": f"{out / 'slow'}:{ROOT}"} if slow else {}
-        print(f"{number}: {layout}, save.rolling={rolling}{', every fsync takes 0.2 s' if slow else ''}", flush=True)
-        run = Run(job)
-        try:
-            for _ in range(PER_RUN):
-                if not plan:
-                    break
-                outcome = run.broken(*plan[0], int(random.integers(1, 3)))
-                if outcome is None:
-                    break
+    try:
+        while plan:
+            number += 1
+            layout, rolling, slow = list(LAYOUTS)[number % len(LAYOUTS)], ("off", "local")[number // 2 % 2], number % 3 == 0
+            job = Job(out / f"{number:03d}", out / "model", (*COMMON, *LAYOUTS[layout], f"save.rolling={rolling}"))
+            job.environment = {"PYTHONPATH": f"{out / 'slow'}:{ROOT}"} if slow else {}
+            print(f"{number}: {layout}, save.rolling={rolling}{', every fsync takes 0.2 s' if slow else ''}", flush=True)
+            for outcome in broken(job, plan, random):
                 plan.pop(0)
                 outcomes.append(outcome)
                 seen = "" if outcome.seen is None else f"seen after {outcome.seen:.1f} s, "
                 mended = f"goes on after {outcome.mended:.1f} s, {outcome.lost} steps done again"
                 print(f"{number}: {outcome.fault} in {outcome.phase}: {seen}{mended}", flush=True)
-            assert job.finish(LIMIT_S) == 0, job.text()[-3000:]
-            assert job.gone(), "a process is left"
-        finally:
-            job.kill()
-        assert_same(job, straight(layout))
-        print(f"{number}: the weights and {len(job.rows())} rows are those of the run that nothing happened to", flush=True)
-    print("\n".join(table(outcomes)))
+            assert_same(job, straight(layout))
+            print(f"{number}: the weights and {len(job.rows())} rows are those of the run that nothing happened to", flush=True)
+    finally:
+        print("\n".join(table(outcomes)))
     return 0
+
+
+def broken(job: Job, plan: Sequence[tuple[Fault, Phase]], random: np.random.Generator) -> Iterator[Outcome]:
+    """Runs a job to its end, and breaks it meanwhile: PER_RUN times at most, in what is first in the plan whenever it looks."""
+    try:
+        run = Run(job)
+        for _ in range(PER_RUN):
+            outcome = run.broken(*plan[0], int(random.integers(1, 3))) if plan else None
+            if outcome is None:
+                break
+            yield outcome
+        assert job.finish(LIMIT_S) == 0, job.text()[-3000:]
+        assert job.gone(), "a process is left"
+    finally:
+        job.kill()
 
 
 if __name__ == "__main__":

@@ -18,18 +18,24 @@ from ray._raylet import persist_port
 from megarl.patching import expect
 from megarl.text import one_line
 
+AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+NO_PORT = -1  # what Ray's own agent says where it has no server (dashboard/agent.py:104)
 LOWEST_PORT = 10_000
+BAND = 1_000  # ports for the processes of one node, where other nodes reach them
 
-_get_node, _start_ray_processes = services.get_node, Node.start_ray_processes
+_get_node, _start_ray_processes, _start_ray_process = services.get_node, Node.start_ray_processes, services.start_ray_process
 
 
 class RayNotStarted(Exception):
     """Ray's own processes have ended, or are late. Not a RuntimeError: `Node` would go on from that."""
 
 
-def mend(timeout_s: float) -> None:
-    """Prepares `ray.init` to start a session of its own, all of whose waits are bounded by `timeout_s`."""
+def mend(timeout_s: float, chosen_ports: bool = False) -> None:
+    """Prepares Ray to start a session's processes on this machine, all of whose waits are bounded by `timeout_s`.
+
+    With `chosen_ports` every port that other nodes reach is chosen here, below those that the kernel gives to whoever asks for any.
+    """
     # The dashboard's server, which Ray starts and waits for without a dashboard too, and the autoscaler of a cluster that does not grow:
     # a quarter of the CPU time of its start.
     Node.start_api_server = Node.start_monitor = _start_nothing
@@ -40,17 +46,39 @@ def mend(timeout_s: float) -> None:
         RAY_worker_register_timeout_seconds=str(seconds),
         RAY_agent_register_timeout_ms=str(1000 * seconds),
     )
-    _wait_for_raylet(timeout_s)
+    if chosen_ports:
+        os.environ["RAY_GCS_SERVER_PORT"] = str(_free_ports(1)[0])
+    _start_without_agents()
+    _wait_for_raylet(timeout_s, chosen_ports)
 
 
-def _wait_for_raylet(timeout_s: float) -> None:
+def _start_without_agents() -> None:
+    """Gives the raylet, in the place of its two agents, processes that do nothing and end with it: it will not start without.
+
+    One serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
+    """
+    expect(services.start_raylet, *(f'"{agent}={{}}".format(' for agent in AGENTS), "start_ray_process(")
+    # The standard input of these processes is open as long as the raylet lives.
+    os.environ.update(RAY_enable_pipe_based_agent_to_parent_health_check="1")
+
+    def start_ray_process(command: list[str], *arguments: Any, **options: Any) -> Any:
+        without = [f"{name}=cat" if (name := word.partition("=")[0]) in AGENTS else word for word in command]
+        return _start_ray_process(without, *arguments, **options)
+
+    services.start_ray_process = start_ray_process
+
+
+def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
     """node.py:428 gives the raylet 30 s to register, fixed, even where it has ended; the call that it repeats until then waits itself."""
     expect(Node.__init__, "self.start_ray_processes()", "raylet_start_wait_time_s = 30", "services.get_node(", "except RuntimeError as e:")
     started: list[Any] = []
 
     def start_ray_processes(self: Any) -> None:
         started.append(self)
-        _choose_ports(self)
+        for name in PORTS:  # the raylet waits until its agents have said theirs, in these files
+            persist_port(self._session_dir, self._node_id, name, NO_PORT)
+        if chosen_ports:
+            _choose_ports(self._ray_params)
         _start_ray_processes(self)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
@@ -69,23 +97,27 @@ def _wait_for_raylet(timeout_s: float) -> None:
     Node.start_ray_processes, services.get_node = start_ray_processes, get_node
 
 
-def _choose_ports(node: Any) -> None:
-    """Gives the raylet's agents their ports, and says so in the files in which they do themselves.
+def _choose_ports(parameters: Any) -> None:
+    """Chooses those of the raylet, and a band for the workers that it starts, which lies above all single ones."""
+    parameters.node_manager_port, parameters.object_manager_port = _free_ports(2)
+    middle, end = _range()[1:]
+    parameters.min_worker_port = middle + secrets.randbelow(end - BAND - middle)
+    parameters.max_worker_port = parameters.min_worker_port + BAND
 
-    The raylet waits 30 s, fixed, until its agents have chosen ports and written them there, and aborts (node_manager.cc:3576).
-    """
-    for name, port in zip(PORTS, _free_ports(len(PORTS)), strict=True):
-        setattr(node._ray_params, name, port)
-        persist_port(node._session_dir, node._node_id, name, port)
+
+def _range() -> tuple[int, int, int]:
+    """The ports to choose from: first, middle, end. Where there are enough, below those that the kernel gives to whoever asks for any."""
+    anybodys = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = anybodys if anybodys - LOWEST_PORT > 4 * BAND else 1 << 16
+    return LOWEST_PORT, (LOWEST_PORT + end) // 2, end
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on; where there are enough, below those that the kernel gives to whoever asks for any."""
-    anybodys = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    end = anybodys if anybodys - LOWEST_PORT > 1000 else 1 << 16
+    """Ports of the lower half that nothing listens on."""
+    first, middle, _ = _range()
     found: list[int] = []
     while len(found) < count:
-        port = secrets.randbelow(end - LOWEST_PORT) + LOWEST_PORT
+        port = first + secrets.randbelow(middle - first)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             found.append(port)

@@ -1,9 +1,8 @@
 """Ends what is left of a Ray session when its driver ends, however it ends. Run as a script: `python -I -S reaper.py DIRECTORY`.
 
-Ray's agents outlive a killed driver by a minute: they see that their raylet is gone and then wait for a GCS that is gone too
-(ray/_private/utils.py, publish_error_to_driver). The driver holds the other end of this process's standard input, which ends with
-the driver. Then every process that has a file of the session's directory open for writing is killed, and the directory removed. Where this
-process is killed too, the next start does both (`megarl.cluster.scratch`).
+Ray's workers outlive a killed driver by seconds, and nobody removes the session's directory. The driver holds the other end of this
+process's standard input, which ends with the driver. Then every process that has a file of the session's directory open for writing is
+killed, and the directory removed. Where this process is killed too, the next start does both (`megarl.cluster.scratch`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from types import FrameType
+from typing import NoReturn
 
 import ray
 from ray._private import ray_constants, services
@@ -17,11 +20,15 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
 from megarl.cluster import reaper as reaper_script
+from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
+from megarl.cluster.machine import gpus_here
+from megarl.cluster.membership import TooFewNodes, died, joined, tell, wait_for_nodes
+from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.scratch import SHORT, Scratch, sweep
 from megarl.cluster.watch import watched
 from megarl.config import ClusterSettings
-from megarl.errors import Stopped
+from megarl.errors import ConfigError, Stopped
 
 
 class ClusterError(Stopped):
@@ -34,6 +41,14 @@ LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+# A node that does not answer is dead after some 15 s, and one that has lost its head ends itself; Ray's own settings take a minute.
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+}
 ANSWER_S = 30.0  # longest wait for a cluster that is joined to say that it is there
 SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
@@ -43,21 +58,31 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
     """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
 
     A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
-    the children and nowhere else. With `settings.interface` the ranks listen there; Ray's own servers then listen on every interface,
-    which it offers no setting against, and the token guards them. What a killed run of this user has left on this machine is swept first.
+    the children, to other nodes in a file that is their owner's alone, and nowhere else. With `settings.interface` the ranks listen
+    there; Ray's own servers then listen on every interface, which it offers no setting against, and the token guards them. With
+    `settings.allocation` the other nodes of a Slurm job join it, and it is open once they have, and passed a test. What a killed run of
+    this user has left on this machine is swept first.
     """
     sweep()
-    with _ray_settings(private=settings.address is None):
-        if settings.address is None:
-            with _private(settings, actors), watched(settings.still_timeout_s, alone=True):
-                yield
-            return
-        _join(settings.address)
-        try:
-            with watched(settings.still_timeout_s, alone=False):
-                yield
-        finally:
-            ray.shutdown()
+    if settings.address is not None:
+        with ray_settings(private=False):
+            _join(settings.address)
+            try:
+                with watched(settings.still_timeout_s, own=False):
+                    yield
+            finally:
+                ray.shutdown()
+    elif settings.allocation is not None:
+        allocation = Allocation.read(settings.allocation)
+        with _headed(settings, allocation), watched(settings.still_timeout_s, own=True):
+            yield
+    else:
+        with (
+            hosting(settings.start_timeout_s, settings.interface, secrets.token_hex(32)) as scratch,
+            _private(settings, actors + 1, None if settings.gpus else 0, scratch),
+            watched(settings.still_timeout_s, own=True),
+        ):
+            yield
 
 
 def _join(address: str) -> None:
@@ -95,7 +120,7 @@ def _set_mode(token: bool) -> None:
 
 
 @contextlib.contextmanager
-def _ray_settings(private: bool) -> Iterator[None]:
+def ray_settings(private: bool) -> Iterator[None]:
     """Ray's variables in the environment, for a while; those that are there reach a private session and its processes not at all.
 
     Any of them may lead elsewhere: RAY_ADDRESS to a cluster, RAY_AUTH_TOKEN_PATH to a token, RAY_RUNTIME_ENV_HOOK to code.
@@ -137,30 +162,67 @@ def _scratch() -> Scratch:
 
 
 @contextlib.contextmanager
-def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    _set_mode(token=True)
-    ray_constants.ENABLE_RAY_CLUSTER = settings.interface is not None
-    if settings.interface is None:
-        os.environ.update(LOOPBACK)
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = settings.interface
-    mend(settings.start_timeout_s)
+def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_many: bool = False) -> Iterator[Scratch]:
+    """Inside, Ray's processes can be started on this machine; they end with the block, or with this process, and so do their files.
+
+    Args:
+        start_timeout_s: for their start.
+        interface: of their sockets, where other machines are to reach them; None: loopback.
+        token: that they ask every peer for.
+        one_of_many: other machines have a part in the session.
+
+    Returns:
+        The directory of their files.
+    """
+    with ray_settings(private=True):
+        os.environ.update(HEALTH if one_of_many else {}, RAY_AUTH_TOKEN=token)
+        _set_mode(token=True)
+        local = interface in (None, "lo")
+        ray_constants.ENABLE_RAY_CLUSTER = not local
+        os.environ.update(LOOPBACK if local else {"GLOO_SOCKET_IFNAME": str(interface)})
+        mend(start_timeout_s, chosen_ports=one_of_many)
+        scratch = _scratch()
+        temporary = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
+        command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
+        reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
+        on_termination = signal.getsignal(signal.SIGTERM)
+        if one_of_many:
+            signal.signal(signal.SIGTERM, partial(_end_with_the_job, reaper, scratch))
+        try:
+            yield scratch
+        finally:
+            signal.signal(signal.SIGTERM, on_termination)
+            del os.environ["TMPDIR"]
+            if temporary is not None:
+                os.environ["TMPDIR"] = temporary
+            reaper.communicate()
+            scratch.remove()
+
+
+def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM in a job: Slurm ends it, and sends the same to Ray's processes, without which nothing can be saved; SIGKILL comes soon."""
+    signal.signal(number, signal.SIG_IGN)
+    tell(f"{signal.Signals(number).name}: the job ends")
+    reaper.communicate()
+    scratch.remove()
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Scratch, name: str | None = None) -> Iterator[None]:
+    """A session whose head is this process."""
     on_termination = signal.getsignal(signal.SIGTERM)
-    scratch = _scratch()
-    temporary = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
-    command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
-    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
     try:
         try:
             ray.init(
-                num_cpus=actors + 1,
-                num_gpus=None if settings.gpus else 0,
+                num_cpus=cpus,
+                num_gpus=gpus,
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
                 log_to_driver=True,
                 configure_logging=False,
+                _node_name=name,
                 _node_ip_address=None if settings.interface is None else interface_address(settings.interface),
                 _temp_dir=str(scratch.path / "r"),  # Ray opens its directory to everybody; the one above stays private
             )
@@ -170,19 +232,47 @@ def _private(settings: ClusterSettings, actors: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        del os.environ["TMPDIR"]
-        if temporary is not None:
-            os.environ["TMPDIR"] = temporary
-        reaper.communicate()
-        scratch.remove()
+
+
+@contextlib.contextmanager
+def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]:
+    """A session over the nodes of a job, this one at its head. Where it fails, the nodes that died are left to the job script."""
+    name, cpus, gpus = allocation.here, cpus_here(), gpus_here() if settings.gpus else 0
+    forget_launcher()
+    token = secrets.token_hex(32)
+    with (
+        allocation.stopped_from_outside(),
+        hosting(settings.start_timeout_s, settings.interface, token, one_of_many=True) as scratch,
+        _private(settings, cpus, gpus, scratch, name),
+    ):
+        before = {name}
+        try:
+            address = ray.get_runtime_context().gcs_address
+            known = settings.interface, settings.object_store_mb, settings.start_timeout_s, settings.gpus
+            allocation.announce(Head(address, token, *known))
+            for node, why in wait_for_nodes(allocation, settings.gpus, settings.start_timeout_s).items():
+                tell(f"goes on without {node}, which {why}")
+            preflight(allocation, settings.gpus, settings.start_timeout_s)
+            before = {node["NodeName"] for node in joined().values()}
+            yield
+        except TooFewNodes as error:
+            allocation.lose(error.bad)
+            raise
+        except ConfigError:
+            raise
+        except Exception:
+            allocation.lose(died(before))
+            raise
+        finally:
+            allocation.withdraw()
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine. ValueError where it has none."""
+    """The IPv4 address of a network interface of this machine. ConfigError where it has none."""
     import psutil
 
     addresses = psutil.net_if_addrs()
     for entry in addresses.get(interface, []):
         if entry.family.name == "AF_INET":
             return str(entry.address)
-    raise ValueError(f"cluster.interface: {interface!r} has no IPv4 address here (interfaces: {', '.join(sorted(addresses))})")
+    raise ConfigError(f"cluster.interface: {interface!r} has no IPv4 address here (interfaces: {', '.join(sorted(addresses))})")

@@ -120,14 +120,14 @@ class Watch:
 
     Args:
         limit_s: how long a process may stand still.
-        alone: the session is this machine's; its own processes of Ray are watched too.
+        own: this process has started the session; this machine's processes of Ray are watched too.
     """
 
-    def __init__(self, limit_s: float, alone: bool) -> None:
+    def __init__(self, limit_s: float, own: bool) -> None:
         self._limit_s = limit_s
         self._pids: dict[str, int] = {}
         self._own: dict[str, Any] = {}  # Ray's processes, by kind
-        if alone:
+        if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
         self._spared: Sequence[Any] = ()  # actors: see `spare`
         self._scans = dict[str, tuple[Callable[[], list[Still]], Callable[[], object]]]()  # what stands still there, and what ends it
@@ -145,9 +145,9 @@ class Watch:
         if self._own:
             scan = Scan(*(process.pid for process in self._own.values()))
             self._scans["this machine"] = (lambda: scan.still(self._limit_s)), scan.end
-            return
+        here = ray.get_runtime_context().get_node_id() if self._own else None
         for node in ray.nodes():
-            if node["Alive"]:
+            if node["Alive"] and node["NodeID"] != here:
                 self._scans[node["NodeManagerAddress"]] = self._remote(node["NodeID"])
 
     def spare(self, actors: Sequence[Any]) -> None:
@@ -224,10 +224,10 @@ _current: Watch | None = None
 
 
 @contextmanager
-def watched(limit_s: float, alone: bool) -> Iterator[None]:
+def watched(limit_s: float, own: bool) -> Iterator[None]:
     """Watches the session that is open inside."""
     global _current
-    before, _current = _current, Watch(limit_s, alone)
+    before, _current = _current, Watch(limit_s, own)
     try:
         yield
     finally:

@@ -31,13 +31,23 @@ from megarl.config.environment import (
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
 from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
-from megarl.config.rewards import EnvironmentReward, FunctionReward, HttpReward, MathReward, ModelReward, ReasoningGymReward, RewardSettings
+from megarl.config.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    HttpReward,
+    MathReward,
+    ModelReward,
+    ReasoningGymReward,
+    RewardSettings,
+    SumReward,
+    alone,
+)
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig
+from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig, optimizers
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -87,11 +97,14 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "SumReward",
     "SyncSettings",
     "TextArenaEnvironment",
     "ToolsEnvironment",
     "TrainConfig",
     "TrainingSettings",
+    "alone",
     "dump",
     "load",
+    "optimizers",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.config.section import Place, Section
 
@@ -38,6 +38,10 @@ class FileSource(Section):
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the answer, a text or a number; a dot looks inside dictionaries."""
+    skip: NonNegativeInt = 0
+    """So many rows at the beginning are left out, say those that another source holds out."""
+    rows: PositiveInt | None = None
+    """At most so many rows are taken; null: all."""
 
 
 Weight = Annotated[float, Field(gt=0, le=1000)]

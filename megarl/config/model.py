@@ -83,10 +83,23 @@ class OptimizerSettings(Section):
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     warmup_steps: StepsOrNone = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
-    decay: Literal["constant", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up."""
+    decay: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
+    """Schedule of the learning rate after the warm-up, over all steps; wsd (warm-up, stable, decay) falls over the last ones alone."""
     min_lr_fraction: Fraction = 0.1
-    """Where the cosine ends, as a share of `lr`."""
+    """Where it ends, as a share of `lr`."""
+    anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """wsd: the share of all steps over which it falls."""
+    anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """wsd: how it falls."""
+    megatron: dict[str, Any] = {}
+    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, ...}`."""
+    ddp: dict[str, Any] = {}
+    """Any fields of megatron.core's DistributedDataParallelConfig, checked against its fields; `{overlap_grad_reduce: true, ...}`."""
+
+    @property
+    def offloaded(self) -> float:
+        """Share of the parameters that are updated in host memory."""
+        return float(self.megatron.get("optimizer_offload_fraction", 0.0)) if self.megatron.get("optimizer_cpu_offload") else 0.0
 
 
 class CriticOptimizer(OptimizerSettings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section, web_address
@@ -70,9 +70,43 @@ class ModelReward(Section):
     """What a response cut by the length limit scores; null: what the model says of it."""
 
 
-TextReward = Annotated[ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward, Field(discriminator="type")]
+class RewardPart(Section):
+    """One reward of several."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,31}$")]
+    """Its own value is reported as reward/<name>/mean."""
+    source: Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+    """What scores."""
+    weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
+    """Its value counts so many times in the sum."""
+
+
+class SumReward(Section):
+    """The weighted sum of several rewards. Where one of them fails on a response, that response scores 0."""
+
+    type: Literal["sum"] = "sum"
+    parts: Annotated[list[RewardPart], Field(min_length=1, max_length=16)]
+    """The rewards and their weights."""
+
+    @field_validator("parts")
+    @classmethod
+    def _named(cls, parts: list[RewardPart]) -> list[RewardPart]:
+        names = [part.name for part in parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two parts have one name ({', '.join(names)})")
+        return parts
+
+
+def alone(source: Section) -> list[Section]:
+    """The rewards that a source is made of: itself, or the parts of a sum."""
+    return [part.source for part in source.parts] if isinstance(source, SumReward) else [source]
+
+
+TextReward = Annotated[
+    ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | SumReward, Field(discriminator="type")
+]
 RewardSource = Annotated[
-    ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | ModelReward, Field(discriminator="type")
+    ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | SumReward | ModelReward, Field(discriminator="type")
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -13,6 +13,8 @@ class VllmSettings(Section):
     """vLLM's AsyncLLM."""
 
     type: Literal["vllm"] = "vllm"
+    args: dict[str, Any] = {}
+    """Any of vLLM's engine arguments that megarl does not set itself, checked against the fields of its AsyncEngineArgs."""
 
 
 class RolloutSettings(Section):

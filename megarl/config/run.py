@@ -39,6 +39,8 @@ class ClusterSettings(Section):
 
     address: str | None = None
     """An existing Ray cluster; null starts one on this machine."""
+    allocation: Place | None = None
+    """The directory of a Slurm job (`megarl slurm` gives it), whose nodes then make up the cluster, this machine at its head."""
     interface: str | None = None
     """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
     gpus: bool = True
@@ -61,6 +63,8 @@ class ClusterSettings(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
+        if self.address is not None and self.allocation is not None:
+            raise ValueError(f"cluster.allocation={self.allocation}: has a session of its own; leave out cluster.address={self.address}")
         if self.address is not None and self.interface is None:
             raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
         return self

@@ -14,7 +14,7 @@ from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Place
 from megarl.config.rewards import ModelReward, RewardSettings
 from megarl.config.rollout import RolloutSettings, SyncSettings
 from megarl.config.routing import RoutingSettings
-from megarl.config.run import TrainingSettings
+from megarl.config.run import RunSettings, TrainingSettings
 from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
 from megarl.errors import refuse_all
 
@@ -187,10 +187,6 @@ class TrainConfig(TrainingSettings):
                 f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
                 f"layout.ranks={ranks}"
             )
-        if self.cluster.gpus and ranks > 1:
-            raise ValueError(
-                f"placement.engines=shared with layout.ranks={ranks}: one rank so far on GPUs, since rank 0 alone hands out weights"
-            )
         if self.cluster.gpus and self.sync.transport != "cuda_ipc":
             raise ValueError(
                 f"sync.transport={self.sync.transport} with placement.engines=shared: on one GPU only cuda_ipc reaches the other process"
@@ -334,3 +330,12 @@ class DpoConfig(LearnConfig):
     """Pairs."""
     dpo: LearnSettings
     """The stage's steps."""
+
+
+def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
+    """The optimizers of a run, by their keys."""
+    if isinstance(config, SftConfig | RmConfig | DpoConfig):
+        return {"optimizer": config.optimizer}
+    if not isinstance(config, TrainConfig):
+        return {}
+    return {"optimizer": config.optimizer} | ({} if config.critic is None else {"critic.optimizer": config.critic.optimizer})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
     """
-    for place, row in read_rows(source.path, key):
+    last = None if source.rows is None else source.skip + source.rows
+    for place, row in islice(read_rows(source.path, key), source.skip, last):
         prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
         answer = at(row, source.answer_key, place, f"{key}.answer_key")
         text = _answer(answer, place, source.answer_key)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError, ReasoningGymSource
@@ -13,6 +16,28 @@ from megarl.imports import uncollected
 
 ITEM_S = 8.0  # of CPU time; the slowest data set takes 3 s
 ROOM_MB, ITEMS_PER_MB = 384, 32
+
+
+@dataclass
+class Look:
+    """At most so many items of each source are drawn; `cut`: some source has more."""
+
+    most: int
+    cut: bool = False
+
+
+_look: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def first_items(most: int) -> Iterator[Look]:
+    """Inside, only the first items of a source are drawn: for a check, which need not see 60,000 puzzles of one kind."""
+    look = Look(most)
+    token = _look.set(look)
+    try:
+        yield look
+    finally:
+        _look.reset(token)
 
 
 def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]], int]:
@@ -28,7 +53,7 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
     try:
         with in_memory(ROOM_MB + source.items / ITEMS_PER_MB), in_time(ITEM_S) as again:
             dataset = make()
-            for index in range(source.items):
+            for index in range(_drawn(source)):
                 again()
                 entries.append(dataset[index])
     except ConfigError:
@@ -37,6 +62,20 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
         raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
     kept = [entry for entry in entries if entry["question"] not in excluded]
     return kept, len(entries) - len(kept)
+
+
+def all_drawn() -> bool:
+    """Whether every item was drawn, so that how many there are is known."""
+    look = _look.get()
+    return look is None or not look.cut
+
+
+def _drawn(source: ReasoningGymSource) -> int:
+    look = _look.get()
+    if look is None or source.items <= look.most:
+        return source.items
+    look.cut = True
+    return look.most
 
 
 def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:

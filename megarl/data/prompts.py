@@ -170,7 +170,7 @@ def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
         empty = False
         yield Row(place, checked(prompt, place), answer, meta)
     if empty:
-        raise ConfigError(f"{key}.path: {source.path} holds no prompts")
+        raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
 
 
 def checked(prompt: Any, place: str) -> str | list[Message]:

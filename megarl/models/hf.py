@@ -61,7 +61,7 @@ def read_config(path: Path) -> dict[str, Any]:
     transformers 5 writes Qwen's `num_experts` as `num_local_experts`; the mapping always has the first.
     """
     if not path.is_dir():
-        raise ConfigError(f"model.path: no such directory: {path}")
+        raise ConfigError(f"model.path: no such directory: {path}{_of_the_hub(path)}")
     if not (path / CONFIG).is_file():
         raise ConfigError(f"model.path: {path} has no {CONFIG}")
     config = _json_object(path / CONFIG)
@@ -71,6 +71,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if (path / GENERATION).is_file():  # the engine reads it, too
         check_kinds(_json_object(path / GENERATION), GENERATION)
     return config
+
+
+def _of_the_hub(path: Path) -> str:
+    """What to do where the path is a name of the Hub, of which nothing is fetched here."""
+    here = Path.cwd()
+    parts = path.relative_to(here).parts if path.is_relative_to(here) else path.parts
+    if len(parts) != 2 or path.parent.exists() or path.is_absolute() and not path.is_relative_to(here):
+        return ""
+    return f" (a name of the Hugging Face Hub? hf download {'/'.join(parts)} --local-dir models/{parts[1]})"
 
 
 def described(

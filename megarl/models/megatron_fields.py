@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import json
-import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megarl.config import ConfigError, Layout
-from megarl.errors import hint
+from megarl.config import Layout
 from megarl.models.families import family_of
+from megarl.models.upstream_fields import check_values, fields_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What makes another model of the same weights, or one that has further weights; a family that has it says so in its fields.
@@ -56,46 +50,20 @@ _ABSENT: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-_KINDS: dict[str, Any] = {name: getattr(typing, name) for name in ("Optional", "Union", "List", "Tuple", "Literal")}
-_KINDS |= {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
-_SOURCES = ("transformer/transformer_config.py", "model_parallel_config.py")
+_SOURCES = {"transformer/transformer_config.py": ("TransformerConfig",), "model_parallel_config.py": ("ModelParallelConfig",)}
 
 
 def megatron_fields() -> dict[str, Any]:
     """Every field of TransformerConfig and of what it inherits, with its type; Any where that is no kind of value that YAML has."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None, "megatron-core is not installed"
-    fields = dict[str, Any]()
-    for source in _SOURCES:
-        tree = ast.parse((Path(spec.origin).parent / source).read_text())
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name in ("TransformerConfig", "ModelParallelConfig"):
-                for part in node.body:
-                    if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                        fields[part.target.id] = _kind(part.annotation)
-    return fields
-
-
-def _kind(annotation: ast.expr) -> Any:
-    names = {name.id for name in ast.walk(annotation) if isinstance(name, ast.Name)}
-    return eval(ast.unparse(annotation), dict(_KINDS)) if names <= _KINDS.keys() else Any
+    return fields_of("megatron.core", _SOURCES)
 
 
 def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """ConfigError for a key of `model.megatron` that is no field, with the nearest name, one of `fixed` (see `fixed_fields`), or a value
     of another type than Megatron's."""
-    if not overrides:
-        return
-    known = megatron_fields()
-    for name, value in overrides.items():
-        if name in fixed:
-            raise ConfigError(f"model.megatron.{name}: set by model.path, model.dtype, layout or megarl itself (to {fixed[name]!r})")
-        if name not in known:
-            raise ConfigError(f"model.megatron.{name}: no such field of Megatron's TransformerConfig{hint(name, known)}")
-        try:
-            TypeAdapter(known[name], config=ConfigDict(strict=True)).validate_json(json.dumps(value))
-        except ValidationError as error:
-            raise ConfigError(f"model.megatron.{name}: {error.errors()[0]['msg']} (got {value!r:.200})") from None
+    if overrides:
+        owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
+        check_values("model.megatron", overrides, megatron_fields(), owned, "Megatron's TransformerConfig")
 
 
 def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:

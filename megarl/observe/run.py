@@ -51,6 +51,7 @@ UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
 WORTH_SAVING = 50  # steps
 METRICS, RESTART = "metrics.jsonl", "events/restart"
+LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
@@ -85,7 +86,7 @@ class Run:
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
-        self._lock = _claim(self.directory)
+        self._lock = _claim(self.directory, 0.0 if self._config.cluster.allocation is None else LOCK_S)
         try:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
@@ -365,19 +366,26 @@ def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:
     return {f"timing_s/{name}": Sum(seconds) for name, seconds in phases.items()}
 
 
-def _claim(directory: Path) -> int:
-    """Makes the directory and locks it for this process; returns the lock's descriptor. ConfigError where another process holds it."""
+def _claim(directory: Path, patience_s: float) -> int:
+    """Makes the directory and locks it for this process; returns the lock's descriptor.
+
+    ConfigError where another process holds it for longer than `patience_s`.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ConfigError(f"name: {directory} is in use by another run") from None
-    return lock
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if time.monotonic() >= deadline:
+                os.close(lock)
+                raise ConfigError(f"name: {directory} is in use by another run") from None
+        time.sleep(POLL_S)
 
 
 def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:

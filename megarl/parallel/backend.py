@@ -37,6 +37,7 @@ class Backend(ABC):
     device: torch.device
     fused: bool  # layers of Transformer Engine's fused kernels; else Megatron's local ones, with torch's attention
     note: str | None = None  # what the user should know of the choice
+    name: str | None = None  # of the GPU, as CUDA calls it
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
@@ -88,8 +89,8 @@ class Backend(ABC):
         """Room for `size` bytes outside the device's memory, as uint8."""
 
     @abstractmethod
-    def peak_memory_mb(self) -> float:
-        """The largest memory this process has held, on the device."""
+    def peak_memory_gb(self) -> dict[str, float]:
+        """The largest memory that this process has held on the device so far, in GB of 10^9 bytes: "allocated", and of a GPU "reserved"."""
 
     @abstractmethod
     def random_state(self) -> Tensor:
@@ -132,6 +133,7 @@ class Cuda(Backend):
             torch.use_deterministic_algorithms(True, warn_only=True)  # what has no such algorithm warns by its name
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
+        self.name = torch.cuda.get_device_name(self.device)
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
@@ -144,8 +146,8 @@ class Cuda(Backend):
     def parking_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def peak_memory_mb(self) -> float:
-        return torch.cuda.max_memory_allocated() / 2**20
+    def peak_memory_gb(self) -> dict[str, float]:
+        return {"allocated": torch.cuda.max_memory_allocated() / 1e9, "reserved": torch.cuda.max_memory_reserved() / 1e9}
 
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state()
@@ -181,8 +183,8 @@ class Cpu(Backend):
     def parking_buffer(self, size: int) -> Tensor:
         return file_buffer(size)  # the CPU's memory is the device's memory here
 
-    def peak_memory_mb(self) -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    def peak_memory_gb(self) -> dict[str, float]:
+        return {"allocated": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
 
     def random_state(self) -> Tensor:
         return torch.get_rng_state()

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megarl.config import OptimizerSettings
 from megarl.parallel.backend import choose
+
+STYLES = {"linear": "linear", "cosine": "cosine", "wsd": "WSD", "inverse_sqrt": "inverse-square-root"}  # Megatron's names
 
 
 @dataclass(frozen=True)
@@ -29,20 +34,43 @@ class StepInfo:
 
 
 def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
-    """The rate of one optimizer step: linear warm-up to lr at step warmup_steps - 1, then constant or a cosine to its end.
+    """The rate of one optimizer step, which depends on nothing else: linear warm-up to lr at step warmup_steps - 1, then Megatron's decay.
 
     Args:
         step: optimizer steps taken before this one.
-        settings: `lr`, `warmup_steps`, `decay` and `min_lr_fraction` are read.
-        total_steps: where the cosine ends, at lr * min_lr_fraction; it stays there.
+        settings: of the optimizer.
+        total_steps: where the decay ends, at lr * min_lr_fraction; it stays there.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return settings.lr
-    done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
-    low = settings.min_lr_fraction
-    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
+    annealing = max(1, round(settings.anneal_fraction * total))
+    low = settings.lr * settings.min_lr_fraction
+    schedule = _schedule(STYLES[settings.decay], settings.lr, low, settings.warmup_steps, total, annealing, settings.anneal)
+    schedule.num_steps = step
+    return schedule.get_lr({})
+
+
+@lru_cache(maxsize=8)
+def _schedule(style: str, high: float, low: float, warmup: int, total: int, annealing: int, anneal: str) -> OptimizerParamScheduler:
+    """Megatron's schedule, without an optimizer: `learning_rate` asks it for one step after the other."""
+    return OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]),
+        init_lr=0.0,
+        max_lr=high,
+        min_lr=low,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=total,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=annealing,
+        lr_wsd_decay_style=anneal,
+    )
 
 
 class Trainable:
@@ -65,7 +93,16 @@ class Trainable:
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
         copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
-        return [*copies, *moments]
+        return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
+
+    def settle(self) -> None:
+        """Waits until the weights of the last step are whole on this rank. Collective.
+
+        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
@@ -108,9 +145,11 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
     """
     config = get_model_config(chunks[0])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **settings.ddp})
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     optimizer_config = OptimizerConfig(
+        **settings.megatron,
+        overlap_param_gather=ddp.overlap_param_gather,
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,

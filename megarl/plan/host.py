@@ -39,7 +39,7 @@ def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus:
     ranks = sum(group.layout.ranks for group in groups)
     here, there = min(NODE, ranks), min(NODE, engine_gpus)
     stages = [stage for group in groups for stage in group.stages]
-    waiting = max(stage.host or (stage.waiting if shared else 0) for stage in stages)
+    waiting = max((stage.host or (stage.waiting if shared else 0)) + stage.offloaded for stage in stages)
     return Host(
         ranks=here * RANK,
         staging=here * (config.save.staging_mb << 20) if config.save.every else 0,

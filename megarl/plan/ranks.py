@@ -27,6 +27,7 @@ class Role:
     trained: bool
     value: bool  # a scalar head
     micro_batch_tokens: int
+    offloaded: float = 0.0  # share of the parameters whose moments lie in host memory
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Stage:
     resident: float  # with gradients and optimizer
     waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
     host: float  # of what waits in host memory by `placement.offload`
+    offloaded: float  # of optimizers that work in host memory
 
     @property
     def total(self) -> float:
@@ -90,7 +92,9 @@ class _Model:
 
 
 def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> Stage:
-    held = [states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained) for model in models]
+    held = [
+        states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
+    ]
     everything = sum(held, States(0))
     phases: dict[str, dict[str, float]] = {}
     for model, own in zip(models, held, strict=True):
@@ -113,6 +117,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         resident=(held[0] if work.offload else everything).total + context,
         waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,
+        offloaded=everything.host,
     )
 
 

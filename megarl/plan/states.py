@@ -19,32 +19,38 @@ class States:
     weights: int
     gradients: int = 0  # in float32, on every copy
     optimizer: int = 0  # moments, and beside bfloat16 weights their float32 copies: this rank's share
+    host: int = 0  # of an optimizer that is offloaded
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: States) -> States:
-        return States(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return States(
+            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer, self.host + other.host
+        )
 
 
-def states(chunks: Sequence[Shard], layout: Layout, dtype: str, *, trained: bool) -> States:
+def states(chunks: Sequence[Shard], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool) -> States:
     """What a rank holds of a model that is trained or frozen.
 
     Args:
         chunks: the rank's parameters.
         layout: of the model's ranks.
         dtype: of the weights.
+        offloaded: share of the parameters whose moments lie in host memory, beside a copy of the main weights and of the gradients.
         trained: with gradients and optimizer.
     """
-    held = [_chunk(chunk, layout, ITEM[dtype], trained=trained) for chunk in chunks]
+    held = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
     return sum(held, States(0))
 
 
-def _chunk(chunk: Shard, layout: Layout, item: int, *, trained: bool) -> States:
+def _chunk(chunk: Shard, layout: Layout, item: int, offloaded: float, *, trained: bool) -> States:
     buffers = 4 * chunk.buffers
     if not trained:
         return States(chunk.elements * item + buffers)
     lengths = [buffer_elements(sizes, copies) for sizes, copies in zip((chunk.dense, chunk.experts), replicas(layout), strict=True)]
     shares = sum(length // copies for length, copies in zip(lengths, replicas(layout), strict=True))
-    return States(sum(lengths) * item + buffers, sum(lengths) * 4, shares * (MOMENTS + (4 if item < 4 else 0)))
+    moments, away = shares * MOMENTS, round(shares * offloaded)
+    main = shares * 4 if item < 4 else 0
+    return States(sum(lengths) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * (MOMENTS + 4 + 4))

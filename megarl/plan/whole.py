@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSettings, TrainConfig
+from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSettings, TrainConfig, optimizers
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
@@ -138,7 +138,8 @@ def _groups(config: RunSettings, models: Models) -> list[Group]:
     assert isinstance(config, LearnConfig)
     check_layout(models["model"], config.layout, config.model.megatron)
     tokens = config.learn.micro_batch_tokens
-    roles = [Role("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens)]
+    away = optimizers(config)["optimizer"].offloaded
+    roles = [Role("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens, offloaded=away)]
     if isinstance(config, DpoConfig):
         roles.append(Role("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
     work = Work(config.learn.max_tokens, max(1, config.learn.batch_size // config.layout.dp), 0)
@@ -152,7 +153,9 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         check_layout(hf, layout, config.model.megatron)
         if name == "critic" and config.critic is not None:
             tokens = config.critic.micro_batch_tokens or tokens
-        roles.append(Role(name, hf, trained=name in ("policy", "critic"), value=name in ("critic", "reward"), micro_batch_tokens=tokens))
+        trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
+        away = optimizers(config)[trained].offloaded if trained else 0.0
+        roles.append(Role(name, hf, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away))
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         micro_batches=ceil(micro_batches(config, layout) / MEAN_LENGTH),  # all responses of the greatest length

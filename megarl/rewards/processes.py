@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
-from megarl.config import ConfigError, FunctionReward, RewardSettings
+from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
 from megarl.rewards.score import Request, Score
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
@@ -114,7 +114,7 @@ class _Process:
         self.pending: deque[int] = deque()  # in the order in which they will be answered
         self.deadline = time.monotonic() + START_S
         source = settings.source
-        code = [source.path.partition(":")[0]] if isinstance(source, FunctionReward) else []
+        code = [one.path.partition(":")[0] for one in alone(source) if isinstance(one, FunctionReward)]
         self._sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
         self.channel = self._sandboxed.channel
         self._send((source.model_dump(), settings.timeout_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.config import ConfigError, EnvironmentReward, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings
+from megarl.config import ConfigError, EnvironmentReward, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings, alone
 from megarl.rewards import http, processes
 from megarl.rewards.earned import EarnedScorer
 from megarl.rewards.score import Scorer
@@ -37,12 +37,14 @@ def _check_source(settings: RewardSettings) -> None:
     source = settings.source
     if not isinstance(source, HttpReward | EnvironmentReward):
         process.check(settings.sandbox, "reward.sandbox")
-    if isinstance(source, ReasoningGymReward) and source.extract is not None:
-        try:
-            re.compile(source.extract)
-        except re.error as error:
-            raise ConfigError(f"reward.source.extract: {source.extract!r} is no regular expression: {error}") from None
-    if isinstance(source, FunctionReward):
+    for number, one in enumerate(alone(source)):
+        key = f"reward.source.parts.{number}.source" if one is not source else "reward.source"
+        if isinstance(one, ReasoningGymReward) and one.extract is not None:
+            try:
+                re.compile(one.extract)
+            except re.error as error:
+                raise ConfigError(f"{key}.extract: {one.extract!r} is no regular expression: {error}") from None
+    if any(isinstance(one, FunctionReward) for one in alone(source)):
         processes.check(settings)
     if isinstance(source, HttpReward):
         http.check(source)

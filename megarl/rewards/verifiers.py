@@ -40,7 +40,30 @@ def load(source: dict[str, Any]) -> Verifier:
         return _reasoning_gym(source["threshold"], source["extract"])
     if source["type"] == "math_verify":
         return _math_verify()
+    if source["type"] == "sum":
+        return _sum(source["parts"])
     return _function(source["path"])
+
+
+def _sum(parts: list[dict[str, Any]]) -> Verifier:
+    made = list[tuple[str, float, Verifier]]()
+    for number, part in enumerate(parts):
+        try:
+            made.append((part["name"], part["weight"], load(part["source"])))
+        except ValueError as error:
+            raise ValueError(f"parts.{number}.source.{error}") from None
+
+    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        total, said = 0.0, dict[str, float]()
+        for name, weight, verifier in made:
+            value, inner = verifier(prompt, response, answer, meta)
+            total += weight * value
+            said |= {name: value} | {f"{name}/{key}": number for key, number in inner.items()}
+        if abs(total) > LARGEST:
+            raise BadReturn(f"the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken")
+        return total, said
+
+    return verify
 
 
 def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from megarl.checkpoints.steps import trusted
+from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
@@ -32,7 +33,10 @@ from megarl.config import (
     RolloutSettings,
     RunSettings,
     TrainConfig,
+    alone,
+    optimizers,
 )
+from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
@@ -40,6 +44,7 @@ from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 from megarl.observe.metrics import Metric, scalars
@@ -90,6 +95,11 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
+    for key, optimizer in optimizers(config).items():
+        check_optimizer(key, optimizer)
+        if optimizer.megatron.get("optimizer_cpu_offload") and (config.model.dtype == "float32" or not config.cluster.gpus):
+            # hybrid_optimizer.py copies the float32 main weights of a bfloat16 model, and only those on GPUs.
+            raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
     check_weights(config.model, hf, head)
     writers.check(config.log)
     check_cluster(config)
@@ -142,11 +152,26 @@ def check_cluster(config: RunSettings) -> None:
         raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
+    if settings.allocation is not None:
+        check_allocation(config, settings.allocation)
+        return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
     if settings.gpus:
         check_gpus(config, gpus_here())
+
+
+def check_allocation(config: RunSettings, directory: Path) -> None:
+    """ConfigError where the job has not `config`'s GPUs, or its nodes would not reach each other."""
+    allocation, settings = Allocation.read(directory), config.cluster
+    if len(allocation.nodes) > 1 and settings.interface is None:
+        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
+    if settings.gpus:
+        try:
+            place(demand(config), [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
+        except NoRoom as error:
+            raise ConfigError(f"cluster.allocation: {error}") from None
 
 
 def check_gpus(config: RunSettings, here: int) -> None:
@@ -215,7 +240,8 @@ def check_turns_and_data(config: TrainConfig) -> Data:
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
-    return any(isinstance(source, ReasoningGymReward) for source in (reward.source, reward.eval))
+    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
 def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
@@ -305,7 +331,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         ("train.prompts_per_step", config.train.prompts_per_step),
         ("reward.normalise.prompts", 0 if normalise is None else normalise.prompts),
     ):
-        if len(data[0].train) < wanted:
+        if len(data[0].train) < wanted and all_drawn():
             raise ConfigError(f"{key}={wanted}: data.train holds {len(data[0].train)} prompts")
     check_resume(config, verb, len(data[0].train))
     return data[0]

@@ -60,9 +60,11 @@ class BucketReceiver:
         self._device = device
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
         self._store: Any = None
+        self._rank = 0
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins the trainer's broadcast group as `rank` (the trainer is 0); waits for the others as `wire.join` does."""
+        """Joins the broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
+        self._rank = rank
         timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
@@ -72,6 +74,13 @@ class BucketReceiver:
         return unpack(self._bytes(header), header)
 
     def _bytes(self, header: Header) -> Tensor:
+        if not header.relayed:
+            return self._own(header)
+        bytes_B = self._own(header) if self._rank == 0 else torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
+        broadcast(self._joined(header), bytes_B).wait()
+        return bytes_B
+
+    def _own(self, header: Header) -> Tensor:
         if header.path is not None:
             self._require(header, torch.device("cpu"), "shm")
             return map_shared(header.path, header.nbytes).clone()
@@ -80,11 +89,14 @@ class BucketReceiver:
             bytes_B = open_cuda(header.handle, self._device.index).clone()
             torch.accelerator.synchronize(self._device)
             return bytes_B
-        if self._group is None:
-            raise WeightError(f"{header.names[0]}: came before this worker joined the trainer's group")
         bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        broadcast(self._group, bytes_B).wait()
+        broadcast(self._joined(header), bytes_B).wait()
         return bytes_B
+
+    def _joined(self, header: Header) -> Any:
+        if self._group is None:
+            raise WeightError(f"{header.names[0]}: came before this worker joined the broadcast group")
+        return self._group
 
     def _require(self, header: Header, device: torch.device, transport: str) -> None:
         """WeightError where the sender's memory is not this worker's, too."""

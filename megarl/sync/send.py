@@ -3,6 +3,10 @@
 The control plane is the caller's: `Announce` hands a bucket's header to all engine workers at once and returns a function that blocks
 until each has taken the bucket (and raises what an engine raised, or when its time is over). The data plane is here: a broadcast over
 gloo or NCCL, shared memory, or CUDA IPC. While the engines take one bucket, the next is gathered.
+
+Memory that is shared reaches one device or one machine. Where engines share the devices of several ranks, buckets are relayed: the first
+engine worker, which shares this process's device, opens them and broadcasts them to the others over a group of their own (gloo, NCCL). No
+other rank of the trainer has a part in it, and no device is in that group twice.
 """
 
 from __future__ import annotations
@@ -45,12 +49,16 @@ class Sender:
         bucket_mb: room of a bucket in MiB; a larger tensor has one of its own, for which one of the two buffers grows.
         timeout_s: longest wait for the workers to join the group, and for one broadcast.
         device: the trainer's; nccl and cuda_ipc need a GPU, and keep the buckets there.
+        relay: shared memory and CUDA IPC reach the first worker alone, which broadcasts.
     """
 
-    def __init__(self, transport: str, *, workers: int, host: str, bucket_mb: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, transport: str, *, workers: int, host: str, bucket_mb: int, timeout_s: float, device: torch.device, relay: bool = False
+    ) -> None:
         assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
         assert device.type == "cuda" or transport in ("gloo", "shm"), f"{transport} needs tensors on a GPU"
         self._transport, self._workers, self._host, self._timeout_s = transport, workers, host, timeout_s
+        self._relay = {"shm": "gloo", "cuda_ipc": "nccl"}.get(transport) if relay and workers > 1 else None
         self._place = device if transport in ("nccl", "cuda_ipc") else torch.device("cpu")
         self._capacity = bucket_mb << 20
         self._buffers: list[_Buffer] = []
@@ -58,10 +66,14 @@ class Sender:
         self._store: Any = None
 
     def connect(self, announce: Announce) -> None:
-        """Opens the broadcast group (gloo, nccl): announces the wire's Rendezvous, of which engine worker w is rank 1 + w, and joins.
+        """Opens the broadcast group (gloo, nccl): announces the wire's Rendezvous, of which engine worker w is rank `first_rank` + w, and
+        joins, unless the buckets are relayed.
 
-        Shared memory and CUDA IPC need no meeting, and nothing is announced.
+        Without a relay shared memory and CUDA IPC need no meeting, and nothing is announced.
         """
+        if self._relay is not None:
+            self._store, port = listen_store(self._host, self._workers, self._timeout_s)
+            announce(wire.Rendezvous(self._relay, self._host, port, self._workers, self._timeout_s).plain())()
         if self._transport not in ("gloo", "nccl"):
             return
         world = 1 + self._workers
@@ -73,6 +85,11 @@ class Sender:
         threading.Thread(target=_resolve, args=(member, lambda: wire.join(meeting, self._store, 0)), daemon=True).start()
         joined()
         self._group = member.result(self._timeout_s)
+
+    @property
+    def first_rank(self) -> int:
+        """Of the first engine worker, in the broadcast group."""
+        return 0 if self._relay is not None else 1
 
     def send(self, stream: Iterable[tuple[str, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
         """Moves a stream of tensors to every engine. Returns when all have taken everything.
@@ -142,10 +159,11 @@ class Sender:
         """Announces a bucket and starts moving it; the result blocks until the engines have it."""
         if self._transport == "shm":
             assert isinstance(buffer, _SharedBuffer)
-            return announce(replace(bucket.header(), path=buffer.path, place=wire.place_of(self._place)).plain())
+            place = wire.place_of(self._place)
+            return announce(replace(bucket.header(), path=buffer.path, place=place, relayed=self._relay is not None).plain())
         if self._transport == "cuda_ipc":
             handle, place = wire.share_cuda(buffer.bytes_B), wire.place_of(self._place)
-            return announce(replace(bucket.header(), handle=handle, place=place).plain())
+            return announce(replace(bucket.header(), handle=handle, place=place, relayed=self._relay is not None).plain())
         assert self._group is not None, "connect comes before send"
         taken = announce(bucket.header().plain())
         work = wire.broadcast(self._group, bucket.content_B)

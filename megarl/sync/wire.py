@@ -39,6 +39,7 @@ class Header:
     path: str | None = None  # transport shm: the file to map
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
     place: str | None = None  # where path or handle means anything: see `place_of`
+    relayed: bool = False  # path or handle are for the first worker alone, which broadcasts the bytes to the others
 
     def plain(self) -> dict[str, Any]:
         """As a dictionary of strings, numbers, lists and bytes, which any serializer carries."""
@@ -59,9 +60,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How an engine reaches the trainer's broadcast group (transports gloo and nccl); plain data.
+    """How an engine reaches the broadcast group (transports gloo and nccl); plain data.
 
-    Rank 0 is the trainer; the engine workers take the ranks 1 .. world-1, each its own.
+    Rank 0 is the trainer, and the engine workers take the ranks 1 .. world-1, each its own. Where buckets are relayed the trainer is no
+    member, and the first worker is rank 0.
     """
 
     transport: str  # gloo | nccl
@@ -163,7 +165,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     Args:
         rendezvous: the transport, the number of members, and how many seconds to wait for them.
         store: a client (or, on rank 0, the server) of the store at rendezvous.host:port.
-        rank: this process's in the group: 0 is the trainer's.
+        rank: this process's in the group: 0 sends.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)

@@ -60,10 +60,9 @@ class EngineStarter:
         gpus = self.settings.tp if self.config.cluster.gpus else 0
         as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
-        if gpus and self.config.cluster.deterministic:
-            options["runtime_env"] = {"env_vars": {"VLLM_BATCH_INVARIANT": "1"}}
+        environment = {"VLLM_BATCH_INVARIANT": "1"} if gpus and self.config.cluster.deterministic else {}
         actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
-        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type])
+        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment)
 
     def open(self, index: int, actor: Any) -> Any:
         """Starts the engine itself; returns at once, with what to wait for."""

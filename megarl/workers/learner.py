@@ -100,8 +100,10 @@ class Learner(MegatronWorker):
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
         """One optimizer step; returns the metrics of the tokens that this rank alone reports, and of the step."""
-        results, info = self._trained.step(self._batches(plan), self._visit)
+        batches = self._batches(plan)
+        results, info = self._trained.step(batches, self._visit)
         metrics = merge(results) if self._reports else {}
+        metrics |= self._trained.performance(batches, report=self._reports)
         if self._rank == 0:
             metrics |= {f"{self._role}/grad_norm": Mean(info.grad_norm, 1.0), f"{self._role}/lr": Mean(info.lr, 1.0)}
         return metrics

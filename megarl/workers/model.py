@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.families import family_of
 from megarl.models.megatron_fields import DTYPES
+from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
 from megarl.parallel.build import build_chunks, transformer_config
@@ -26,6 +28,7 @@ from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf
 from megarl.parking import Parking
+from megarl.workers.speed import speed, training_flops
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
 Read = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -59,6 +62,7 @@ class Model:
             updates: optimizer steps of the whole run, for the learning rate.
         """
         self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
+        self._head = head
         self.hf = directory.read_config(path)
         self._config = transformer_config(self.hf, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
@@ -118,17 +122,34 @@ class Model:
         not replayed; the weights are then as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
+        begun = time.perf_counter()
         self._trainable.zero_grad()
         results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False, routing=routing)
         if routing is not None:
             routing.check()
         info = self._trainable.step()
+        self._backend.synchronize()
+        self._seconds = time.perf_counter() - begun
         if info.skipped:
             raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
         return results, info
 
+    def performance(self, batches: Sequence[Batch], *, report: bool) -> dict[str, Metric]:
+        """How fast the last step was, which took these batches, and the most memory that this rank has held.
+
+        report: whether this rank speaks for its data-parallel replica, of whose work each context-parallel rank has an equal share.
+        """
+        memory: dict[str, Metric] = {f"perf/memory_{kind}_gb/max": Max(size) for kind, size in self._backend.peak_memory_gb().items()}
+        if not report:
+            return memory
+        lengths = [length for batch in batches for length in batch.length_N.tolist()]
+        flops = training_flops(self.hf, self._head, lengths)
+        dtype = str(self._config.params_dtype).removeprefix("torch.")
+        return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)
+
     def park(self) -> None:
         """Moves weights and optimizer off the device. Before its next use the model must `wake`."""
+        self._settle()
         if self._trainable is not None:
             self._parking.park(self._trainable.gradients(), keep=False)
             self._parking.park(self._trainable.state())
@@ -143,13 +164,20 @@ class Model:
 
     def stream(self, dtype: str | None) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
+        self._settle()
         return export(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     @property
     def state(self) -> ModelState:
-        """The model and its optimizer, as a checkpoint holds them."""
+        """The model and its optimizer, as a checkpoint holds them. Collective."""
+        self._settle()
         return ModelState(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""
+        self._settle()
         save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
+
+    def _settle(self) -> None:
+        if self._trainable is not None:
+            self._trainable.settle()

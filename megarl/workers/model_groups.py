@@ -318,5 +318,6 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         reward=source.path if isinstance(source, ModelReward) else None,
         old_logp=config.old_logp,
         offload=config.placement.offload,
+        relay=config.placement.engines == "shared",
         routing=config.routing,
     )

@@ -64,6 +64,7 @@ class RLSpec:
     critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
+    relay: bool = False  # the engines share the devices of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
@@ -204,6 +205,7 @@ class ModelWorker(MegatronWorker):
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
         self._fresh = False
+        metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports)
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -239,7 +241,8 @@ class ModelWorker(MegatronWorker):
             return {}
         try:
             if self._publisher is None or not self._publisher.reaches(engines):
-                self._publisher = WeightPublisher(engines, workers_per_engine, settings, self._host, self._backend.device)
+                place, relay = (self._host, self._backend.device), self._spec.relay
+                self._publisher = WeightPublisher(engines, workers_per_engine, settings, *place, relay=relay)
             return self._publisher.publish(stream, version)
         except BaseException:
             self._publisher = None

@@ -105,9 +105,11 @@ class RolloutWorker:
     Args:
         label: names the engine in errors.
         engine: its class, as "module:Class".
+        environment: variables that it looks at when it is imported.
     """
 
-    def __init__(self, label: str, engine: str) -> None:
+    def __init__(self, label: str, engine: str, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host] | None = None
 

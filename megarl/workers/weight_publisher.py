@@ -27,9 +27,12 @@ class WeightPublisher:
         settings: of the sync.
         host: the address at which engines meet this process.
         device: this rank's.
+        relay: the engines share the devices of several ranks (see `Sender`); the first engine has this one's.
     """
 
-    def __init__(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device) -> None:
+    def __init__(
+        self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device, *, relay: bool
+    ) -> None:
         self._engines, self._per_engine, self._settings = engines, workers_per_engine, settings
         self._sender = Sender(
             settings.transport,
@@ -38,6 +41,7 @@ class WeightPublisher:
             bucket_mb=settings.bucket_mb,
             timeout_s=settings.timeout_s,
             device=device,
+            relay=relay,
         )
         self._sender.connect(self._meet)
 
@@ -76,7 +80,10 @@ class WeightPublisher:
         return lambda: self._wait(references, method)
 
     def _meet(self, rendezvous: dict[str, Any]) -> Callable[[], object]:
-        references = [engine.connect.remote(rendezvous, 1 + index * self._per_engine) for index, engine in enumerate(self._engines)]
+        references = [
+            engine.connect.remote(rendezvous, self._sender.first_rank + index * self._per_engine)
+            for index, engine in enumerate(self._engines)
+        ]
         return lambda: self._wait(references, "connect")
 
     def _wait(self, references: list[Any], doing: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
-from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
+from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
 from megarl.workers.demand import files
@@ -24,6 +25,7 @@ from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.rollout_worker import ExpertsWanted
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 Running = list[Any]
 """Calls that have been started, to be waited for."""
 
@@ -131,11 +133,24 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
         *arguments: for the class, after (rank, config, layout).
     """
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
+    options = {"runtime_env": {"env_vars": variables}} if (variables := rank_environment(config)) else {}
     actors = [
-        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place, **options).remote(rank, config, layout, *arguments)
         for rank, place in enumerate(places)
     ]
     return ActorGroup("rank", actors)
+
+
+def rank_environment(config: RunSettings) -> dict[str, str]:
+    """What the ranks of a run must start with.
+
+    On GPUs torch's allocator grows its segments instead of leaving holes between them, where nothing else was asked of it. Memory that
+    another process opens (`cuda_ipc`) stays as the driver gives it.
+    """
+    by_handle = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
+    if not config.cluster.gpus or by_handle or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+        return {}
+    return {ALLOCATOR: "expandable_segments:True"}
 
 
 def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
@@ -176,9 +191,9 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
 
     Raises:
         WorkerLate: the cluster has no room in time.
-        ConfigError: a machine of a cluster that was joined does not see the run's files.
+        ConfigError: a machine besides this one does not see the run's files.
     """
     places = reserve(kinds, config.cluster.start_timeout_s)
-    if config.cluster.address is not None:
+    if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places

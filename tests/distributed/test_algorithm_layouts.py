@@ -50,7 +50,7 @@ def test_losses_are_independent_of_the_split(pool: Pool, whole: dict[str, Part],
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2))
+    return Job(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2), micro_batches=2)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from megarl.parallel.grid import Grid, connect_store
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
 from megarl.sync import wire
+from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
@@ -194,6 +195,47 @@ def test_receivers_hold_what_was_sent(pool: Pool, path: Path, transport: str) ->
     for _, got in engines:
         assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     assert not {entry for entry in set(Path("/dev/shm").iterdir()) - shared if "megarl" in entry.name}
+
+
+def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
+    """The last rank sends an update by shared memory that only the first of the others may open; what each of these has got."""
+    engines = grid.world - 1
+    counter = iter(range(1000))
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        key = f"relay/{next(counter)}"
+        grid.store.set(key, json.dumps(message))
+        return lambda: grid.store.wait([f"{key}/{engine}" for engine in range(engines)])
+
+    if grid.rank == engines:
+        device = torch.device("cpu")
+        sender = Sender("shm", workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=300.0, device=device, relay=True)
+        assert sender.first_rank == 0
+        sender.connect(announce)
+        sender.send(iter(stored(path).items()), announce)
+        announce({})()
+        sender.close()
+        return {}
+    receiver, got = BucketReceiver(torch.device("cpu")), dict[str, Tensor]()
+    with pytest.MonkeyPatch.context() as patch:
+        if grid.rank:
+            patch.setattr("megarl.sync.receive.map_shared", None)
+        while message := json.loads(grid.store.get(key := f"relay/{next(counter)}")):
+            if "world" in message:
+                assert message["world"] == engines
+                receiver.connect(wire.Rendezvous(**message), grid.rank)
+            else:
+                got |= dict(receiver.receive(wire.Header.parse(message)))
+            grid.store.set(f"{key}/{grid.rank}", "")
+        grid.store.set(f"{key}/{grid.rank}", "")
+    return got
+
+
+def test_the_first_worker_passes_on_what_it_alone_can_open(pool: Pool, path: Path) -> None:
+    *engines, _ = pool.run(relayed, Layout(ranks=3), path)
+    expected = stored(path)
+    for got in engines:
+        assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 def failing(grid: Grid, path: Path, transport: str) -> str:

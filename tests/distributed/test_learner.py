@@ -26,7 +26,7 @@ from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
 
 PAIRS = 7  # three ranks of data cannot share them evenly
-CAPACITY = 130  # tokens of a micro-batch: several are needed
+CAPACITY = 170  # tokens of a micro-batch: several are needed
 OBJECTIVES: dict[str, Objective] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1), "simpo": SimPo()}
 LAYOUTS = {
     "dp3_uneven": Layout(ranks=3),

@@ -86,6 +86,7 @@ class Job:
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     megatron: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)  # further settings of it
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def build(grid: Grid, job: Job) -> Trainable:
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
     chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
     load_hf(chunks, job.path, hf, grid)
-    return make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10)
+    return make_trainable(chunks, OptimizerSettings(lr=1e-3, **job.optimizer), total_steps=10)
 
 
 def train(grid: Grid, job: Job) -> Report:

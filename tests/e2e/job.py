@@ -22,7 +22,8 @@ from megarl.cluster.reaper import members
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
 RESTARTED = "events/restart"  # metrics of what failed and was replaced
-TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "time")  # metrics that measure the clock
+# Metrics that measure the clock, or the memory.
+TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "perf/tflops_per_gpu", "perf/memory_", "time")
 
 # What a launcher or another system may have left in the environment; every test here shows that a run does not depend on it.
 FOREIGN = {
@@ -47,7 +48,7 @@ reward: {{source: {{type: function, path: "tests.e2e.rewards:share_of_letters"}}
 rollout: {{samples_per_prompt: 4, max_prompt_tokens: 16, max_response_tokens: 12, max_num_seqs: 64, kv_cache_mb: 16, timeout_s: 600}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
-train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512}}
+train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512, eval_at_start: false}}
 """
 
 
@@ -60,7 +61,6 @@ EVERYTHING = (
     "train.dynamic_sampling_rounds=2",
     "reward.normalise={prompts: 32, clip: 3.0}",
     "train.eval_every=5",
-    "train.eval_at_start=false",
     "save.every=1",
 )
 

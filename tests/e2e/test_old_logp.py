@@ -10,7 +10,7 @@ from megarl.config import TrainConfig, load
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 
-ONE_UPDATE = ("train.steps=3", "train.eval_at_start=false", "algorithm={type: dapo}", "train.mini_batches=1")
+ONE_UPDATE = ("train.steps=3", "algorithm={type: dapo}", "train.mini_batches=1")
 OWN_PASS = ("routing/policy_", "routing_by_layer/policy_", "routing/held_mb")  # that pass is compared with the update's, and held
 
 

@@ -14,7 +14,7 @@ from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tools.bench_routing import jittered_sync
 
-SHORT = ("train.steps=3", "train.eval_at_start=false", "algorithm={type: grpo}")
+SHORT = ("train.steps=3", "algorithm={type: grpo}")
 JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4")
 
 
@@ -22,7 +22,6 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, t
     """Of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
     more = (
         "train.steps=2",
-        "train.eval_at_start=false",
         "layout={ranks: 2, pp: 2, vpp: 2}",
         "algorithm={type: ppo, kl_coef: 0.05}",
         "critic={optimizer: {lr: 0.001}}",

@@ -72,7 +72,6 @@ CRITIC = (
     "critic={optimizer: {lr: 0.001}, epochs: 2, pretrain_steps: 1}",
     "train.steps=1",
     "train.epochs=2",
-    "train.eval_at_start=false",
 )
 APART = {
     "critic-apart-in-larger-micro-batches": ("placement.critic={ranks: 2, tp: 2, ep: 2}", "critic.micro_batch_tokens=1024"),
@@ -110,7 +109,7 @@ def test_a_critic_that_is_biased_by_position_is_named_in_the_metrics_on_the_scre
     """Its value fades along every response by more than the rewards differ; three steps of a small learning rate do not mend it."""
     broken = biased_by_position(tiny_model, tmp_path / "critic", marker="<|assistant|>", scale=100.0)
     critic = f"critic={{path: {broken}, optimizer: {{lr: 1.0e-6}}, pretrain_steps: 2}}"
-    job = lab.run(Job(tmp_path, tiny_model, ("train.steps=1", "algorithm.type=vapo", critic, "train.eval_at_start=false")))
+    job = lab.run(Job(tmp_path, tiny_model, ("train.steps=1", "algorithm.type=vapo", critic)))
     rows = [row for row in job.rows() if "critic/position_bias" in row]
     assert [row.get("events/critic_position_bias") for row in rows] == [None, None, 1.0]
     assert all(row["critic_by_position/value_from_1"] > 1.2 * row["critic_by_position/value_from_8"] > 0 for row in rows)

@@ -57,7 +57,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny
         return wait(group, references, what, timeout_s, *helpers)
 
     job = Job(tmp_path, tiny_model, ("train.steps=2", "layout={ranks: 2, tp: 2, ep: 2}"))
-    with watched(2.0, alone=True), monkeypatch.context() as patch:
+    with watched(2.0, own=True), monkeypatch.context() as patch:
         patch.setattr(ActorGroup, "wait", stopping)
         begun = time.monotonic()
         with pytest.raises(StandsStill, match=r"^update: rank 1: ray::Player[.\w]* \(pid \d+\) has been stopped by a signal for \d s$"):

@@ -101,7 +101,8 @@ def install() -> None:
     given |= {
         "is_available": lambda: True,
         "current_device": lambda: CUDA,  # a number would be the index of an accelerator that torch knows
-        **{name: lambda *_: 0 for name in ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats")},
+        **{name: lambda *_: 0 for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")},
+        "get_device_name": lambda *_: "a pretended GPU",
         "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **_: call(),
         "default_generators": {CUDA: torch.default_generator},
@@ -109,6 +110,7 @@ def install() -> None:
     for name, value in given.items():
         setattr(torch.cuda, name, value)
     torch.tensor = _made  # type: ignore[assignment]  # it and `cuda` reach for the device past what a mode sees
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self.to(CUDA)  # type: ignore[method-assign]
     Pretence().__enter__()
     try:

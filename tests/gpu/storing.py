@@ -67,6 +67,34 @@ def park(grid: Any, path: Path) -> dict[str, Any]:
     return {"before": before, "after": printed(), "bytes there": there, "bytes away": away}
 
 
+def offload(grid: Any, path: Path, root: Path, step: Path | None, share: float) -> tuple[dict[str, Any], int]:
+    """Trains in bfloat16 with so much of the optimizer on the CPU, from a step or from the start, where it also saves one.
+
+    Returns the report, and how many of the optimizer's tensors are not on the device.
+    """
+    from megarl.models.hf import read_config
+    from megarl.parallel.checkpoint.load import load
+    from megarl.parallel.checkpoint.save import Saver
+    from megarl.parallel.checkpoint.state import ModelState
+    from tests.distributed.checkpoint_work import settings, verified
+    from tests.distributed.tiny_training import Job, build, learn, make_checkpoint
+
+    if not path.exists():
+        make_checkpoint(path)
+    fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
+    policy = build(grid, job := Job(path, dtype="bfloat16", optimizer={"megatron": fields} if share else {}))
+    part = {"policy": ModelState(policy.chunks, read_config(path), policy)}
+    if step is None:
+        learn(grid, policy, job)
+        Saver(root, grid, settings()).save(1, part, {})
+    else:
+        load(verified(step), part, grid)
+    report = learn(grid, policy, job)
+    held = [one.optimizer.state.values() for one in policy.optimizer.chained_optimizers]
+    moments = [entry["exp_avg"] for entries in held for entry in entries]
+    return asdict(report), sum(not moment.is_cuda for moment in moments)
+
+
 def check(there: Run, cpu: Run, directory: Path, *, memory: bool = True) -> dict[str, Any]:
     """CPU -> device -> CPU.
 

@@ -60,6 +60,16 @@ def test_checkpoints_cross_from_the_cpu_to_the_gpu_and_back(there: Run, cpu: Run
     storing.check(there, cpu, tmp_path, memory=False)
 
 
+def test_an_optimizer_that_is_offloaded_trains_saves_and_loads_as_one_that_is_not(there: Run, tmp_path: Path) -> None:
+    path, plain, half = tmp_path / "tiny", tmp_path / "plain", tmp_path / "half"
+    report, none = there(storing.offload, path, plain, None, 0.0)
+    offloaded, some = there(storing.offload, path, half, None, 0.5)
+    assert none == 0 < some and offloaded == report
+    for root, share in ((half, 0.0), (plain, 0.5)):
+        again, _ = there(storing.offload, path, root, root / "step_000001", share)
+        assert again == report
+
+
 def test_what_a_bare_machine_lacks_is_not_imported(there: Run) -> None:
     """After the three parts above."""
     assert "megatron" in there(imported)

@@ -57,18 +57,18 @@ def _routes(sample: Sample) -> np.ndarray:
 
 async def _deterministic(tiny: Path) -> None:
     """More responses than the engine decodes together, so that requests also queue and finish at different times."""
-    prompts, sampling = _prompts(40), Sampling(n=8, temperature=1.0, max_tokens=32, seed=7)
-    assert len(prompts) * sampling.n > SETTINGS.max_num_seqs
+    prompts, sampling, together = _prompts(20), Sampling(n=4, temperature=1.0, max_tokens=32, seed=7), 64
+    assert len(prompts) * sampling.n > together
     runs = []
     for _ in range(2):
-        engine, _ = await _start(tiny)
+        engine, _ = await _start(tiny, max_num_seqs=together)
         try:
             runs += [await generate(engine, prompts, sampling), await generate(engine, prompts, sampling)]
         finally:
             await engine.close()
     assert all(_same(runs[0], run) for run in runs[1:])
     drawn = {tuple(sample.tokens.tolist()) for answer in runs[0] for sample in answer.samples}
-    assert len(drawn) > 310  # no two samples share their draws
+    assert len(drawn) > 77  # no two samples share their draws
 
 
 def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path) -> None:
@@ -109,7 +109,8 @@ async def _late(tiny: Path) -> None:
     engine, pids = await _start(tiny)
     many, few = Sampling(n=4, temperature=1.0, max_tokens=96, seed=1), Sampling(n=1, temperature=1.0, max_tokens=4, seed=1)
     try:
-        with pytest.raises(RolloutTimeout, match=r"engine 0: \d+ of 256 responses not done after 0.4 s"):
+        # On a busy machine not even the requests are taken by then.
+        with pytest.raises(RolloutTimeout, match=r"^engine 0: (\d+ of 256 responses|taking 256 requests) not done after 0.4 s"):
             await generate_within(engine, _prompts(64), many, 0.4)
         begun = time.monotonic()  # the late responses are gone: the next call is served at once
         await generate(engine, PROMPTS, few)
@@ -305,8 +306,8 @@ async def _narrow(tiny: Path) -> None:
     check_engine(read_config(tiny), "float32", settings, gpu=False)
     engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
     try:
-        generated = await generate(engine, _prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
-        again = await generate(engine, _prompts(8), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        generated = await generate(engine, _prompts(4), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        again = await generate(engine, _prompts(4), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
         assert _same(generated, again)  # preempted requests are computed again, to the same end
     finally:
         await engine.close()

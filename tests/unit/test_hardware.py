@@ -15,6 +15,7 @@ from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
 from megarl.stages.checks import check_gap, check_gpus, check_train
+from megarl.workers.worker_group import rank_environment
 from tests.e2e.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +146,16 @@ def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: 
     [asked] = [line for line in requires("megatron-core") or [] if line.startswith("transformer-engine")]
     assert len(parts) == 1 and asked.startswith("transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0")
     assert (2, 9) <= tuple(map(int, parts.pop().split(".")[:2])) < (2, 12)
+
+
+def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*overrides: str) -> dict[str, str]:
+        return rank_environment(load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig))
+
+    assert told() == {} == told("cluster.gpus=true", "sync.transport=cuda_ipc")
+    assert told("cluster.gpus=true", "sync.transport=nccl") == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert told("cluster.gpus=true", "sync.transport=nccl") == {}
 
 
 def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:

@@ -98,7 +98,7 @@ def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> No
             tensor.copy_(room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape))
         if model.trainable is not None:
             model.trainable.steps, adam_step = counts
-            sharded.set_adam_step(model.trainable, adam_step)
+            sharded.finish_optimizer(model.trainable, adam_step)
     restore_random_states(random)
 
 

@@ -98,7 +98,7 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
     for number, one in enumerate(_held(trainable)):
         for name, mine in zip(STATES, one.local(), strict=True):
             mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
-    set_adam_step(trainable, adam_step)
+    finish_optimizer(trainable, adam_step)
 
 
 def tensors(state: Sharded) -> list[Tensor]:
@@ -118,8 +118,10 @@ def start_optimizer(trainable: Trainable) -> None:
             part._init_optimizer_states_with_dummy_values()
 
 
-def set_adam_step(trainable: Trainable, adam_step: int) -> None:
-    """Sets Adam's count of steps."""
+def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
+    """After states were put in place: sets Adam's count of steps, and the main weights where an offloaded optimizer has copies of them."""
+    for one in _held(trainable):
+        one.main.copy_(one.local()[0])
     for part in _optimizers(trainable):
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter
@@ -164,12 +166,19 @@ class _BufferedParameter:
     def end(self) -> int:
         return self.cuts[self.rank - self.owners.start + 1]
 
+    @property
+    def main(self) -> Tensor:
+        """This rank's piece of the main weights, flat, on the device."""
+        group, index = self.part.model_param_group_index_map[self.parameter]
+        return self.part.optimizer.param_groups[group]["params"][index].detach()
+
     def local(self) -> list[Tensor]:
         """This rank's piece of each of STATES, flat; moments that do not exist yet are zeros."""
         group, index = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][index]
         moments = self.part.optimizer.state.get(main, {})
-        found = [main, *(moments[name] if name in moments else torch.zeros_like(main) for name in STATES[1:])]
+        # An optimizer that is offloaded updates copies of its own (hybrid_optimizer.py:_sync_sub_optimizers_state_to_hdo names them so).
+        found = [moments.get("master_param", main), *(moments[name] if name in moments else torch.zeros_like(main) for name in STATES[1:])]
         assert all(tensor.dtype == torch.float32 and len(tensor) == self.end - self.begin for tensor in found)
         return [tensor.detach() for tensor in found]
 
@@ -201,7 +210,7 @@ def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
     """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
     if not buffered.held:
         return None
-    mine, first = buffered.local(), buffered.owners.start
+    mine, first = [tensor.to(buffered.main.device) for tensor in buffered.local()], buffered.owners.start
     group, shape = buffered.part.data_parallel_group, buffered.parameter.shape
     if len(buffered.owners) > 1 and buffered.rank != first:
         dist.send(torch.stack(mine), group=group, group_dst=first)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError, RolloutSettings
+from megarl.rollout.vllm.arguments import check_arguments
 
 _BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
 
@@ -15,6 +16,7 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
 
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention.
     """
+    check_arguments(settings.engine.args, gpu=gpu)
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")

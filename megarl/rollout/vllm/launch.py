@@ -17,6 +17,7 @@ from typing import Any
 from megarl.config import ConfigError, RolloutSettings
 from megarl.imports import uncollected
 from megarl.rollout.engine import RolloutError
+from megarl.rollout.overheard import overheard
 from megarl.text import one_line
 
 VLLM_VERSION = "0.30.0"  # what the mends in this folder were checked against
@@ -77,6 +78,7 @@ def engine_arguments(
         "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
         "disable_log_stats": True,
+        **settings.engine.args,
     }
     if gpu:
         return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}
@@ -129,12 +131,13 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             _register_model(hf)
     settings = AsyncEngineArgs(**arguments)
     executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor
-    try:
-        config = settings.create_engine_config()
-        with _fork_cheaply(enabled=not gpu):
-            return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
-    except (ValueError, RuntimeError) as error:
-        raise RolloutError(f"{label}: vLLM does not start: {one_line(str(error))}") from error
+    with overheard() as said:  # vLLM's own error is "see the stack trace above" where its process has died
+        try:
+            config = settings.create_engine_config()
+            with _fork_cheaply(enabled=not gpu):
+                return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+        except (ValueError, RuntimeError) as error:
+            raise RolloutError(f"{label}: vLLM does not start: {one_line(said() or str(error))}") from error
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:

@@ -35,6 +35,61 @@ def deep_tokenizer(copy: Path) -> None:
 COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ROUTERS = "model.megatron.moe_"
 TABLE = [
+    # --- what is handed on to Megatron and vLLM
+    Case(
+        "a field of Megatron's optimizer that megarl sets",
+        "train",
+        given("optimizer.megatron={adam_beta1: 0.8}"),
+        r"^optimizer\.megatron\.adam_beta1: set by optimizer\.betas$",
+    ),
+    Case(
+        "bfloat16 moments",
+        "train",
+        given("optimizer.megatron={exp_avg_dtype: bfloat16}"),
+        r"^optimizer\.megatron\.exp_avg_dtype: checkpoints hold main weights and moments in float32, and know no others$",
+    ),
+    Case(
+        "an optimizer that is offloaded from the CPU to the CPU",
+        "train",
+        given("optimizer.megatron={optimizer_cpu_offload: true}"),
+        r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "a field that Megatron has not",
+        "sft",
+        given("optimizer.ddp={overlap_grad_reduction: true}"),
+        r"^optimizer\.ddp\.overlap_grad_reduction: no such field of .* \(did you mean 'overlap_grad_reduce'\?\)$",
+    ),
+    Case(
+        "a field of another type",
+        "train",
+        given("optimizer.ddp={bucket_size: many}"),
+        r"^optimizer\.ddp\.bucket_size: Input should be a valid integer.* \(got 'many'\)$",
+    ),
+    Case(
+        "an argument of vLLM's that megarl sets",
+        "train",
+        given("rollout.engine.args={max_model_len: 8}"),
+        r"^rollout\.engine\.args\.max_model_len: set by rollout\.max_prompt_tokens and max_response_tokens$",
+    ),
+    Case(
+        "an argument of vLLM's that loads code",
+        "train",
+        given("rollout.engine.args={logits_processors: [mine.Processor]}"),
+        r"^rollout\.engine\.args\.logits_processors: it would load code that the configuration names$",
+    ),
+    Case(
+        "an argument that vLLM has not",
+        "train",
+        given("rollout.engine.args={max_num_batched_token: 8}"),
+        r"^rollout\.engine\.args\.max_num_batched_token: no such field of .* \(did you mean 'max_num_batched_tokens'\?\)$",
+    ),
+    Case(
+        "an argument of vLLM's that is no CPU's",
+        "train",
+        given("rollout.engine.args={enable_chunked_prefill: true}"),
+        r"^rollout\.engine\.args\.enable_chunked_prefill: a CPU engine computes prompts whole, and compiles nothing$",
+    ),
     # --- experts that cannot be replayed
     Case(
         "replay in a dense model",

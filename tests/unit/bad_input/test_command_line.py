@@ -65,7 +65,6 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "placement.engines=shared rollout.replicas=2",
             r"^placement.engines=shared: rollout.replicas\*rollout.tp=2\*1=2 is more than layout.ranks=1",
         ),
-        ("placement.engines=shared cluster.gpus=true layout.ranks=2", "^placement.engines=shared with layout.ranks=2: one rank so far"),
         (
             "placement.engines=shared cluster.gpus=true sync.transport=nccl",
             "^sync.transport=nccl with placement.engines=shared: on one GPU only",

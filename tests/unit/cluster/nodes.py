@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 
+START_S = 300.0
 TOKEN = "0123456789abcdef" * 4
 LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,6 +36,9 @@ def join(address: str, gpus: str) -> None:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
+    from megarl.cluster.ray_start import mend
+
+    mend(START_S)
     own = {"object_store_memory": 150 << 20, "min_worker_port": 0, "max_worker_port": 0, "node_manager_port": 0}
     params = RayParams(gcs_address=address, num_gpus=int(gpus), include_log_monitor=False, **PLACE, **own)
     params.update_if_absent(redis_address=address)
@@ -44,12 +48,11 @@ def join(address: str, gpus: str) -> None:
 
 
 def serve(directory: str, first: str, *others: str) -> None:
-    from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-    from megarl.cluster import ray_start
+    from megarl.cluster.ray_start import mend
 
-    Node.start_api_server = Node.start_monitor = ray_start._start_nothing  # nobody asks them
+    mend(START_S)
     cluster = Cluster(initialize_head=True, head_node_args={**PLACE, "num_gpus": int(first)})
     for gpus in others[:-1]:
         cluster.add_node(**PLACE, num_gpus=int(gpus))

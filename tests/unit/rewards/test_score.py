@@ -193,6 +193,25 @@ def test_function_that_cannot_work_is_refused_before_the_run(path: str, message:
         scorer.score([ask("a")])
 
 
+def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:
+    def summed(*parts: dict[str, Any]) -> RewardSettings:
+        return RewardSettings.model_validate({"source": {"type": "sum", "parts": list(parts)}})
+
+    function = {"type": "function", "path": "my_rewards:unusual"}
+    right, judged = {"name": "right", "source": {"type": "math_verify"}, "weight": 2.0}, {"name": "own", "source": function, "weight": -0.5}
+    with Scorer(summed(right, judged)) as scorer:
+        scores = scorer.score([ask("half", "1"), ask("part", "part"), ask("nan", "1")])
+    assert (scores[0].value, scores[0].parts) == (-0.25, {"right": 0.0, "own": 0.5})
+    assert scores[1].parts["own"] == 1.0 and scores[1].value == 2 * scores[1].parts["right"] - 0.5
+    assert scores[2].value == 0 and scores[2].error is not None and scores[2].error.startswith("bad return: ")
+    with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.1\.source\.path: cannot import module 'nowhere'"):
+        check(summed(right, {**judged, "source": {**function, "path": "nowhere:f"}}))
+    with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.0\.source\.extract: '\(' is no regular expression"):
+        check(summed({**right, "source": {"type": "reasoning_gym", "extract": "("}}))
+    with pytest.raises(ValueError, match=r"two parts have one name \(right, right\)"):
+        summed(right, right)
+
+
 def test_module_that_ends_its_process_and_bad_expression_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.source: importing it ended the process \(worker died: exit status 4\)$"):
         check(RewardSettings(source=FunctionReward(path="ends:f")))

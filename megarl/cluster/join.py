@@ -1,0 +1,69 @@
+"""A further node of a job: `python -m megarl.cluster.join DIRECTORY` joins the session of the driver, and ends with it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
+from megarl.cluster.machine import gpus_here
+from megarl.cluster.membership import tell
+from megarl.cluster.scratch import sweep
+from megarl.cluster.session import hosting, interface_address
+from megarl.network import own_address
+
+POLL_S = 0.5
+WAIT_S = 3600.0  # for a driver, which first reads its prompts
+
+
+def main(directory: Path) -> int:
+    """Returns 0 when the session is over, 1 where there is none, or this node's part of it ends before."""
+    allocation, cpus, gpus = Allocation.read(directory), cpus_here(), gpus_here()
+    name = allocation.here
+    forget_launcher()
+    sweep()
+    head = _wait_for_head(allocation)
+    if head is None:
+        tell(f"{name}: no session to join within {WAIT_S:g} s")
+        return 1
+    with hosting(head.start_timeout_s, head.interface, head.token, one_of_many=True) as scratch:
+        address = own_address(head.address.rpartition(":")[0]) if head.interface is None else interface_address(head.interface)
+        parameters = RayParams(
+            gcs_address=head.address,
+            node_ip_address=address,
+            node_name=name,
+            num_cpus=cpus,
+            num_gpus=gpus if head.gpus else 0,
+            object_store_memory=head.object_store_mb << 20,
+            temp_dir=str(scratch.path / "r"),
+        )
+        node = Node(parameters, head=False, shutdown_at_exit=False)
+        tell(f"{name} ({address}, {cpus} CPUs, {parameters.num_gpus} GPUs) has joined {head.address}")
+        try:
+            while allocation.head() == head:
+                if why := allocation.excluded(name):
+                    tell(f"{name} leaves: {why}")
+                    return 1
+                if ended := node.dead_processes():
+                    kinds = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
+                    tell(f"{name}: Ray's {kinds} ended")
+                    return int(allocation.head() == head)
+                time.sleep(POLL_S)
+            return 0
+        finally:
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def _wait_for_head(allocation: Allocation) -> Head | None:
+    deadline = time.monotonic() + WAIT_S
+    while (head := allocation.head()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return head
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

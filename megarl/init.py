@@ -1,0 +1,199 @@
+"""`megarl init MODEL DATA`: a commented configuration for a model and a file of one's own, which loads and passes the checks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.cli import VERBS
+from megarl.config import ConfigError, ConversationSource, FileSource, TrainConfig, load
+from megarl.data.conversations import load_conversations
+from megarl.data.files import find, read_rows
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.imports import find as imported
+from megarl.models.hf import read_config
+from megarl.plan.devices import device_of
+from megarl.plan.search import search
+from megarl.plan.whole import models_of
+from megarl.stdout import say
+
+LOOKED_AT = 100  # rows, for the columns
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
+ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "final_answer", "label", "target")
+CONVERSATIONS = ("messages", "conversation", "conversations")
+HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of this
+EXPRESSION = re.compile(r"[\d\s.,+\-*/^=%()\[\]{}$\\a-zA-Z_]{1,40}")
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the rows of a file are."""
+
+    verb: str  # that learns from them
+    prompt: str = ""  # or the conversation's column
+    answer: str = ""
+    mathematical: bool = False  # the answers are short expressions
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the configuration. Raises ConfigError where model or data cannot be used."""
+    top = argparse.ArgumentParser(
+        prog="megarl init",
+        description="Writes a configuration for a model and a file of your own: columns found, lengths measured, a layout that fits.",
+    )
+    top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
+    top.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .parquet file, or a directory of `datasets`")
+    where = top.add_mutually_exclusive_group()
+    where.add_argument("--cpu", action="store_true", help="run on the CPU (for a small model)")
+    where.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs that there are (8)")
+    top.add_argument("--gpu-gb", type=float, default=80.0, metavar="M", help="memory of each (80)")
+    top.add_argument(
+        "--out", type=Path, default=Path("own.yaml"), metavar="FILE", help="the configuration (own.yaml), which must not exist"
+    )
+    given = top.parse_args(list(arguments))
+    if given.out.exists():
+        raise ConfigError(f"init: {given.out} is there already; --out names another file")
+    if not given.cpu and not 0 < given.gpus <= 1024:
+        raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
+    columns = columns_of(given.data)
+    tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
+    given.out.write_text(text(tree, notes, columns.verb, given))
+    try:
+        if not given.cpu and columns.verb == "train":
+            config = load(given.out, [], TrainConfig)
+            fitting = search(config, models_of(config), device_of(given.gpu_gb), given.gpu_gb, given.gpus, shared=given.gpus == 1)
+            for change in fitting[0].changes if fitting else ():
+                put(tree, *change.split("=", 1))
+            notes["layout"] = (
+                f"of megarl plan, for {given.gpus} GPUs of {given.gpu_gb:g} GB" if fitting else "megarl plan finds none that fits"
+            )
+            given.out.write_text(text(tree, notes, columns.verb, given))
+        root: Any = imported(VERBS[columns.verb].config)
+        load(given.out, [], root)
+    except BaseException:
+        given.out.unlink()
+        raise
+    say(f"megarl: wrote {given.out}", f"next:   megarl {columns.verb} {given.out} --check")
+    return 0
+
+
+def columns_of(data: Path) -> Columns:
+    """Which columns hold what. ConfigError where nothing is known."""
+    rows = [row for _, row in islice(read_rows(data.absolute(), "init: DATA"), LOOKED_AT)]
+    if not rows:
+        raise ConfigError(f"init: {data} holds no rows")
+    if all(find(row, name) is not None for row in rows for name in ("chosen", "rejected")):
+        return Columns("dpo")
+
+    def held(names: Sequence[str]) -> str | None:
+        return next((name for name in names if all(find(row, name) is not None for row in rows)), None)
+
+    prompt, answer, conversation = held(PROMPTS), held(ANSWERS), held(CONVERSATIONS)
+    if prompt is not None and answer is not None:
+        mathematical = all(EXPRESSION.fullmatch(str(find(row, answer))) and re.search(r"\d", str(find(row, answer))) for row in rows)
+        return Columns("train", prompt, answer, mathematical)
+    if conversation is not None:
+        return Columns("sft", conversation)
+    raise ConfigError(
+        f"init: {data}: no known columns in {', '.join(rows[0])}: a prompt ({', '.join(PROMPTS)}) with an answer ({', '.join(ANSWERS)}), "
+        f"a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from examples/recipes/"
+    )
+
+
+def proposed(model: Path, data: Path, columns: Columns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
+    """The tree, and notes by key."""
+    hf = read_config(model.absolute())
+    tokenizer = load_tokenizer(model.absolute())
+    room, chat = int(hf["max_position_embeddings"]), bool(tokenizer.chat_template)
+    source: Tree = {"type": "file", "path": str(data)}
+    tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
+    tree["cluster"] = {"gpus": not cpu}
+    tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
+    notes = {"optimizer": "the rate is a guess by size: a few million parameters take 1e-4, billions 1e-6"}
+    shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
+    if not chat:
+        notes["data"] = "the tokenizer has no chat template: what is around a prompt is said in template"
+    if columns.verb == "train":
+        keys = {"prompt_key": columns.prompt, "answer_key": columns.answer}
+        prompts = load_prompts(
+            FileSource.model_validate({"path": data.absolute(), **keys}),
+            tokenizer,
+            chat,
+            "{prompt}",
+            room,
+            "init: DATA",
+            "the model's room",
+        )
+        held_out = min(HELD_OUT, max(1, len(prompts) // 10))
+        longest = _rounded(max(len(prompt.ids) for prompt in prompts))
+        response = min(128 if cpu else 4096, room - longest)
+        if response < 1 or len(prompts) < 2:
+            raise ConfigError(f"init: {data}: {len(prompts)} prompts, the longest of {longest} tokens, do not fit a model of {room} tokens")
+        tree["algorithm"] = {"type": "gspo"}
+        tree["data"] = {**shape, "train": {**source, **keys, "skip": held_out}, "eval": {**source, **keys, "rows": held_out}}
+        notes["data"] = f"{len(prompts):,} rows, of which the first {held_out} are held out; {notes.get('data', '')}".rstrip("; ")
+        kind = {"type": "math_verify"} if columns.mathematical else {"type": "function", "path": "my_reward:score"}
+        tree["reward"] = {"source": kind}
+        notes["reward"] = (
+            "the answers look like short expressions"
+            if columns.mathematical
+            else "write score(response, answer) -> float into my_reward.py"
+        )
+        tree["rollout"] = {"samples_per_prompt": 4 if cpu else 8, "max_prompt_tokens": longest, "max_response_tokens": response}
+        tree["rollout"] |= {"max_num_seqs": 32, "kv_cache_mb": 64} if cpu else {}
+        notes["rollout"] = f"the longest prompt has {max(len(prompt.ids) for prompt in prompts)} tokens, and the model takes {room}"
+        tree["sync"] = {"transport": "shm" if cpu else "cuda_ipc" if gpus == 1 else "nccl"}
+        tree["placement"] = {"engines": "shared" if not cpu and gpus == 1 else "apart"}
+        asked = min(8 if cpu else 64, len(prompts) - held_out)
+        tokens = max(longest + response, 2048 if cpu else 16384)
+        tree["train"] = {"steps": 20 if cpu else 200, "prompts_per_step": asked, "micro_batch_tokens": tokens, "eval_every": 10}
+        tree["save"] = {"every": 10 if cpu else 20}
+        return tree, notes
+    tree["data"] = {**shape, "train": source}
+    tokens = min(room, 2048)
+    if columns.verb == "sft":
+        tree["data"]["train"] = {"type": "conversations", "path": str(data), "messages_key": columns.prompt}
+        said = load_conversations(ConversationSource(path=data.absolute(), messages_key=columns.prompt), tokenizer, room, "init: DATA")
+        tokens = _rounded(max(len(one.tokens) for one in said))
+    else:
+        tree["data"]["eval"] = source
+        notes["data"] = "eval should be pairs that are not trained on"
+    tree[columns.verb] = {"steps": 100, "batch_size": 16 if cpu else 64, "micro_batch_tokens": max(tokens, 2048), "max_tokens": tokens}
+    tree["save"] = {"every": 50}
+    return tree, notes
+
+
+def _rounded(length: int) -> int:
+    return -(-length // STEP) * STEP
+
+
+def put(tree: Tree, key: str, value: str) -> None:
+    """Sets a dotted key to a JSON value."""
+    *above, last = key.split(".")
+    for name in above:
+        tree = tree.setdefault(name, {})
+    tree[last] = json.loads(value)
+
+
+def text(tree: Mapping[str, Any], notes: Mapping[str, str], verb: str, given: argparse.Namespace) -> str:
+    """The file: a section a paragraph, values as JSON, which is YAML."""
+
+    def lines() -> Iterator[str]:
+        yield f"# Written by `megarl init {given.model} {given.data}`. Every key, its default and its meaning: megarl config {verb}"
+        for key, value in tree.items():
+            note = f"  # {notes[key]}" if key in notes else ""
+            if not isinstance(value, dict):
+                yield f"{key}: {json.dumps(value)}{note}"
+                continue
+            yield f"{key}:{note}"
+            yield from (f"  {name}: {json.dumps(inner)}" for name, inner in value.items())
+
+    return "\n".join(lines()) + "\n"

@@ -1,0 +1,98 @@
+"""What `optimizer.megatron` and `optimizer.ddp` may set of Megatron's OptimizerConfig and DistributedDataParallelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import OptimizerSettings
+from megarl.models.upstream_fields import check_values, fields_of
+
+_ADAMW = "the optimizer is AdamW, distributed over the ranks"
+_PRECISION = "set by model.dtype"
+_NARROW = "checkpoints hold main weights and moments in float32, and know no others"
+_FSDP = "weights are whole on every replica: layout divides them"
+
+
+def _because(reason: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, reason)
+
+
+OPTIMIZER = {
+    **_because("set by optimizer.lr, warmup_steps, decay and min_lr_fraction", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    **{
+        name: f"set by optimizer.{key}"
+        for name, key in (
+            ("weight_decay", "weight_decay"),
+            ("adam_beta1", "betas"),
+            ("adam_beta2", "betas"),
+            ("adam_eps", "eps"),
+            ("clip_grad", "clip_grad"),
+            ("overlap_param_gather", "ddp.overlap_param_gather"),
+        )
+    },
+    **_because(_ADAMW, "optimizer", "use_distributed_optimizer", "decoupled_weight_decay", "sgd_momentum"),
+    **_because(_ADAMW, *(f"muon_{name}" for name in ("momentum", "split_qkv", "use_nesterov", "scale_mode", "fp32_matmul_prec"))),
+    **_because(_ADAMW, *(f"muon_{name}" for name in ("num_ns_steps", "tp_mode", "extra_scale_factor"))),
+    **_because(_PRECISION, "fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
+    **_because(
+        "float32 and bfloat16 need no loss scale", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    ),
+    **_because(
+        _NARROW,
+        "use_precision_aware_optimizer",
+        "store_param_remainders",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+    ),
+    **_because("the weights of all chunks are gathered alike", "overlap_param_gather_with_optimizer_step"),
+    **_because("megarl measures and logs", "timers", "barrier_with_L1_time", "log_num_zeros_in_grad"),
+    **_because("no tensor is given by the configuration", "config_logger_dir"),
+}
+DDP = {
+    **_because(
+        "gradients are summed in float32 over the distributed optimizer's ranks", "grad_reduce_in_fp32", "use_distributed_optimizer"
+    ),
+    **_because(_PRECISION, "fp8_param_gather", "keep_fp8_transpose_cache", "preserve_fp32_weights", "reuse_grad_buf_for_mxfp8_param_ag"),
+    **_because(
+        "a gradient that is not finite already changes nothing, and the step is named", "check_for_nan_in_grad", "check_for_large_grads"
+    ),
+    **_because(
+        _FSDP,
+        "use_megatron_fsdp",
+        "use_custom_fsdp",
+        "data_parallel_sharding_strategy",
+        "outer_dp_sharding_strategy",
+        "suggested_communication_unit_size",
+        "fsdp_double_buffer",
+        "fsdp_manual_registration",
+        "num_distributed_optimizer_instances",
+        "nccl_ub",
+        "disable_symmetric_registration",
+    ),
+    **_because("the schedule's scaling of the loss counts on plain sums", "average_in_collective", "gradient_reduce_div_fusion"),
+    **_because("belongs to a schedule that is not used", "delay_wgrad_compute"),
+}
+
+
+def optimizer_fields() -> dict[str, Any]:
+    """The fields of OptimizerConfig."""
+    return fields_of("megatron.core", {"optimizer/optimizer_config.py": ("OptimizerConfig",)})
+
+
+def ddp_fields() -> dict[str, Any]:
+    """The fields of DistributedDataParallelConfig."""
+    return fields_of("megatron.core", {"distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",)})
+
+
+def check_optimizer(key: str, settings: OptimizerSettings) -> None:
+    """ConfigError for what the mappings of an optimizer (whose section is `key`) may not set."""
+    mappings: list[tuple[str, Mapping[str, Any], Any, dict[str, str], str]] = [
+        ("megatron", settings.megatron, optimizer_fields, OPTIMIZER, "Megatron's OptimizerConfig"),
+        ("ddp", settings.ddp, ddp_fields, DDP, "Megatron's DistributedDataParallelConfig"),
+    ]
+    for name, given, fields, owned, what in mappings:
+        if given:
+            check_values(f"{key}.{name}", given, fields(), owned, what)

@@ -1,0 +1,90 @@
+"""How fast the processes of a run reach each other: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megarl.network import interface_towards
+
+REPEATS = 3
+MEGABYTES = {"gloo": 4, "nccl": 256}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one rank, each the shortest of `REPEATS`."""
+
+    megabytes: int
+    all_reduce: float
+    all_to_all: float
+    best_edge: float  # between this rank's node and that one of its two neighbours to which it is faster; 0 on one node
+
+
+def edges(nodes: int) -> list[list[tuple[int, int]]]:
+    """The ring of nodes as rounds of pairs, no node twice in a round."""
+    ring = [(n, (n + 1) % nodes) for n in range(nodes if nodes > 2 else nodes - 1)]
+    odd = nodes % 2 and nodes > 2
+    rounds = [[edge for n, edge in enumerate(ring) if n % 2 == parity and not (odd and n == nodes - 1)] for parity in (0, 1)]
+    return [pairs for pairs in [*rounds, ring[-1:] if odd else []] if pairs]
+
+
+def slow(best_edge: Sequence[float], factor: float) -> list[int]:
+    """The nodes of which even the faster edge takes `factor` times as long as the median node's. Of two nodes none can be told."""
+    ordered = sorted(best_edge)
+    return [n for n, seconds in enumerate(best_edge) if len(best_edge) > 2 and seconds > factor * ordered[(len(ordered) - 1) // 2]]
+
+
+def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, gpus: bool, timeout_s: float) -> Times:
+    """Times collectives over all ranks, and messages between neighbouring nodes. Collective.
+
+    Args:
+        rank: this process's, from 0; those of a node are consecutive.
+        world: how many there are.
+        per_node: how many a node has.
+        store: where they meet.
+        host: of the store, towards which the sockets listen.
+        gpus: NCCL on this process's only GPU instead of gloo.
+        timeout_s: ends every wait.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_towards(host)
+    backend, device = ("nccl", torch.device("cuda", 0)) if gpus else ("gloo", torch.device("cpu"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    try:
+        count = (MEGABYTES[backend] << 18) // world * world  # float32
+        sent, received = torch.ones(count, device=device), torch.empty(count, device=device)
+
+        def seconds(act: Callable[[], object]) -> float:
+            act()  # makes the connections
+            taken = []
+            for _ in range(REPEATS):
+                dist.barrier()
+                begun = time.monotonic()
+                act()
+                sent[0].item()  # a GPU has done it then
+                taken.append(time.monotonic() - begun)
+            return min(taken)
+
+        def exchange(other: int | None) -> None:
+            if other is None:
+                return
+            for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]):
+                request.wait()
+
+        reduce = seconds(lambda: dist.all_reduce(sent))
+        to_all = seconds(lambda: dist.all_to_all_single(received, sent))
+        node, mine = rank // per_node, list[float]()
+        for pairs in edges(world // per_node):
+            other = next((b if a == node else a for a, b in pairs if node in (a, b)), None)
+            taken = seconds(partial(exchange, None if other is None else other * per_node + rank % per_node))
+            mine += [] if other is None else [taken]
+        return Times(MEGABYTES[backend], reduce, to_all, min(mine, default=0.0))
+    finally:
+        dist.destroy_process_group()

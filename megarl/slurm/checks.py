@@ -1,0 +1,156 @@
+"""What can be refused before a job is submitted."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cli import VERBS
+from megarl.cluster.allocation import NODES
+from megarl.cluster.placement import Node, NoRoom, place
+from megarl.config import ConfigError, RunSettings
+from megarl.imports import find
+from megarl.slurm.commands import NoAnswer, call
+from megarl.slurm.job import Job
+from megarl.workers.demand import demand
+
+MOST = 100_000  # of anything that is counted
+EARLY_S = 60  # Slurm may warn so much earlier
+REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The nodes that a job may get."""
+
+    name: str
+    nodes: int
+    # Of each node that is switched on:
+    cpus: tuple[int, ...]  # of each node
+    gpus: tuple[int, ...]
+
+
+def check(job: Job, config: RunSettings, asked: bool) -> None:
+    """Refuses a job that could not run as it is asked for.
+
+    Args:
+        job: what is asked of Slurm.
+        config: of the run.
+        asked: the script is only printed; it then needs no Slurm here.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    check_numbers(job)
+    check_container(job)
+    if config.cluster.address is not None or config.cluster.allocation is not None:
+        raise ConfigError("slurm: cluster.address and cluster.allocation are the job's own: leave them out")
+    if config.cluster.gpus != bool(job.gpus_per_node):
+        gpus = str(config.cluster.gpus).lower()
+        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node} does not go with cluster.gpus={gpus}")
+    cpus = None
+    try:
+        partition = partition_of(job)
+        check_partition(job, partition)
+        cpus = min(partition.cpus, default=None)
+    except NoAnswer as error:
+        if not asked:
+            raise
+        print(f"megarl: not compared with the cluster: {error}", file=sys.stderr)
+    check_filled(job, config, cpus)
+    with tempfile.TemporaryDirectory() as directory:
+        planned: dict[str, Any] = {"nodes": [f"node {n}" for n in range(job.nodes)], "needed": job.nodes, "gpus": job.gpus_per_node}
+        Path(directory, NODES).write_text(json.dumps(planned))
+        cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
+        find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
+
+
+def check_numbers(job: Job) -> None:
+    """ConfigError for a number out of its range."""
+    lowest = {"nodes": 1, "gpus_per_node": 0, "spare": 0, "grace": 10, "max_restarts": 0, "chain": 1}
+    for name, least in lowest.items():
+        value = getattr(job, name)
+        if not least <= value <= MOST:
+            raise ConfigError(f"slurm: --{name.replace('_', '-')} {value} is not between {least} and {MOST:,}")
+    if job.seconds is not None and job.seconds <= job.grace + EARLY_S:
+        raise ConfigError(
+            f"slurm: --time {job.time} is {job.seconds} s, of which --grace {job.grace}, and {EARLY_S} that Slurm may warn earlier, "
+            "leave nothing to train in"
+        )
+    for option in job.sbatch:
+        if not option.startswith("-") or "\n" in option:
+            raise ConfigError(f"slurm: --sbatch {option!r} is no option of sbatch, such as --sbatch=--reservation=x")
+
+
+def check_container(job: Job) -> None:
+    """ConfigError for an image or a mount that is not there."""
+    if job.container is None:
+        if job.mount:
+            raise ConfigError(f"slurm: --mount {job.mount[0]}: there is no --container that it is for")
+        return
+    if not Path(job.container).exists() and (job.container.startswith(("/", ".")) or not REGISTRY.match(job.container)):
+        raise ConfigError(f"slurm: --container: no such file: {job.container}")
+    for mount in job.mount:
+        if not Path(mount.partition(":")[0]).exists():
+            raise ConfigError(f"slurm: --mount: no such file: {mount.partition(':')[0]}")
+
+
+def partition_of(job: Job) -> Partition:
+    """The job's partition, or the default one. ConfigError where there is none of that name."""
+    rows = [
+        dict(part.partition("=")[::2] for part in line.split()) for line in call("scontrol", "--oneliner", "show", "partition").splitlines()
+    ]
+    known = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+    wanted = job.partition or next((name for name, row in known.items() if row["Default"] == "YES"), None)
+    if wanted not in known:
+        given = f"--partition {job.partition}" if job.partition else "no --partition, and no default one"
+        raise ConfigError(f"slurm: {given}: this cluster has {', '.join(known) or 'none'}")
+    nodes = call("sinfo", "--noheader", "--Node", f"--partition={wanted}", "--format=%c|%G").splitlines()
+    cpus, resources = zip(*(line.split("|", 1) for line in nodes), strict=True) if nodes else ((), ())
+    return Partition(wanted, int(known[wanted]["TotalNodes"]), tuple(map(int, cpus)), tuple(map(_gpus, resources)))
+
+
+def _gpus(resources: str) -> int:
+    """The GPUs in what sinfo calls GRES: "gpu:h100:8(S:0-1),tmp:1"."""
+    return sum(int(found) for found in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
+
+
+def check_partition(job: Job, partition: Partition) -> None:
+    """ConfigError where the partition has not so many nodes, or not so many GPUs in each."""
+    fitting = partition.nodes - sum(gpus < job.gpus_per_node for gpus in partition.gpus)
+    if not fitting:
+        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: a node of partition {partition.name} has {max(partition.gpus)}")
+    if job.nodes + job.spare > fitting:
+        of = f" with {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
+        spare = f" and --spare {job.spare}" if job.spare else ""
+        raise ConfigError(f"slurm: --nodes {job.nodes}{spare}: partition {partition.name} has {fitting}{of}")
+
+
+def check_filled(job: Job, config: RunSettings, cpus: int | None) -> None:
+    """ConfigError where the run's processes do not fit on the nodes, or leave GPUs or nodes without work.
+
+    Args:
+        job: what is asked of Slurm.
+        config: of the run.
+        cpus: of a node, as far as it is known.
+    """
+    kinds = demand(config)
+    try:
+        places = place(kinds, [Node(f"node {n}", cpus or sys.maxsize, job.gpus_per_node) for n in range(job.nodes)])
+    except NoRoom as error:
+        raise ConfigError(f"slurm: --nodes {job.nodes}: {error}") from None
+    used, there_are = sum(kind.processes * kind.gpus for kind in kinds), job.nodes * job.gpus_per_node
+    if used < there_are:
+        raise ConfigError(f"slurm: --nodes {job.nodes}: of {there_are} GPUs the run uses {used} ({_words(config)}); the others would idle")
+    busy = {name for names in places for name in names}
+    if cpus is not None and len(busy) < job.nodes:
+        raise ConfigError(f"slurm: --nodes {job.nodes}: the run's processes ({_words(config)}) fit on {len(busy)} of {cpus} CPUs each")
+
+
+def _words(config: RunSettings) -> str:
+    return ", ".join(f"{kind.name} {kind.processes}{f'x{kind.gpus}' if kind.gpus else ''}" for kind in demand(config))

@@ -1,0 +1,27 @@
+"""Slurm's commands."""
+
+from __future__ import annotations
+
+import subprocess
+
+from megarl.errors import ConfigError
+from megarl.text import one_line
+
+ANSWER_S = 60.0
+
+
+class NoAnswer(ConfigError):
+    """A command is not there, or has failed."""
+
+
+def call(*command: str) -> str:
+    """What a command prints. Raises NoAnswer with its message where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        raise NoAnswer(f"slurm: no {command[0]} on this machine: submit from one that has Slurm (--dry-run prints the script)") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"slurm: {command[0]} has not answered within {ANSWER_S:g} s") from None
+    if done.returncode:
+        raise NoAnswer(f"slurm: {command[0]}: {one_line(done.stderr or done.stdout)}")
+    return done.stdout.strip()

@@ -1,0 +1,57 @@
+"""What a user asks of Slurm for a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import ConfigError
+
+CLOCK = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The options of `megarl slurm`, and what they are about."""
+
+    name: str
+    directory: Path  # of the run
+    here: Path  # where the run starts, and finds functions by their module
+    reads: tuple[Path, ...]
+    verb: str
+    nodes: int
+    gpus_per_node: int
+    spare: int
+    partition: str | None
+    account: str | None
+    qos: str | None
+    time: str | None
+    grace: int
+    exclude: str | None
+    max_restarts: int
+    chain: int
+    sbatch: list[str]
+    container: str | None
+    runtime: str
+    mount: list[str]
+    python: str
+
+    @property
+    def size(self) -> str:
+        """In words."""
+        gpus = f" of {self.gpus_per_node} GPUs" if self.gpus_per_node else ""
+        spare = f", {self.spare} more to spare" if self.spare else ""
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''}{gpus}{spare}"
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit; None without one. Raises ConfigError where Slurm would not understand it."""
+        if self.time is None or self.time in ("0", "UNLIMITED", "INFINITE"):
+            return None
+        match = CLOCK.fullmatch(self.time)
+        if match is None:
+            raise ConfigError(f"slurm: --time {self.time!r} is no time limit (minutes, H:MM:SS or D-HH:MM:SS)")
+        part = {name: int(value or 0) for name, value in match.groupdict().items()}
+        minutes = 60 * (24 * part["d"] + part["dh"] + part["h"]) + part["dm"] + part["m"]
+        return 60 * minutes + part["ds"] + part["s"]

@@ -1,0 +1,98 @@
+"""`megarl slurm CONFIG.yaml ...` and `megarl slurm status RUN`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.cli import VERBS
+from megarl.config import ConfigError, RunSettings, load
+from megarl.imports import find
+from megarl.slurm.checks import check
+from megarl.slurm.job import Job
+from megarl.slurm.script import render
+from megarl.slurm.status import show
+from megarl.slurm.submit import submit
+from megarl.stdout import say
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a submission."""
+    top = argparse.ArgumentParser(
+        prog="megarl slurm",
+        description="Submits a run as a Slurm job: checks it against the cluster, writes the script and its configuration into the run's "
+        "directory, and hands it to sbatch. The job saves and queues itself again when Slurm warns of its end, and goes on by itself.",
+        epilog="megarl slurm status RUN says how a run and its jobs stand; RUN is its directory, such as runs/NAME.",
+    )
+    top.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
+    top.add_argument("--verb", choices=VERBS, default="train", metavar="VERB", help="what runs (default: train)")
+    top.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes that the run uses, all of each")
+    top.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of each (default: 0, for cluster.gpus=false)")
+    top.add_argument("--spare", type=int, default=0, metavar="N", help="further nodes, to take the place of bad ones (default: 0)")
+    top.add_argument("--partition", metavar="NAME")
+    top.add_argument("--account", metavar="NAME")
+    top.add_argument("--qos", metavar="NAME")
+    top.add_argument("--time", metavar="LIMIT", help="of one start of the job, as sbatch takes it: 4:00:00, 2-0")
+    top.add_argument("--grace", type=int, default=600, metavar="S", help="seconds before the limit when the run is saved (default: 600)")
+    top.add_argument("--exclude", metavar="NODES", help="nodes that the job does not get")
+    top.add_argument("--max-restarts", type=int, default=20, metavar="N", help="how often a job is queued again (default: 20)")
+    top.add_argument("--chain", type=int, default=1, metavar="N", help="N jobs, one after the other, in the place of one that queues again")
+    top.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--reservation=x")
+    top.add_argument("--container", metavar="IMAGE", help="a file, or a name that the runtime knows")
+    top.add_argument("--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="of the container (default: pyxis)")
+    top.add_argument("--mount", action="append", default=[], metavar="FROM[:TO]", help="a further directory that the container sees")
+    top.add_argument("--python", metavar="PATH", help="of the nodes (default: this one), or of the container (default: python)")
+    top.add_argument("--dry-run", action="store_true", help="check, print the script and submit nothing")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Submits a run, or shows how one stands."""
+    if arguments and arguments[0] == "status":
+        return _status(arguments[1:])
+    given = parser().parse_intermixed_args(list(arguments))
+    root: Any = find(VERBS[given.verb].config)
+    config: RunSettings = load(given.config, given.overrides, root)
+    options = {name: value for name, value in vars(given).items() if name not in ("config", "overrides", "dry_run", "container")}
+    image = given.container
+    if image is not None and Path(image).exists():
+        image = str(Path(image).absolute())
+    job = Job(
+        name=config.name.replace("/", "-"),
+        directory=config.directory,
+        here=Path.cwd(),
+        container=image,
+        python=options.pop("python") or (sys.executable if image is None else "python"),
+        reads=_reads(config),
+        **options,
+    )
+    check(job, config, asked=given.dry_run)
+    if given.dry_run:
+        say(render(job, config.directory / "slurm" / "submitted"))
+        return 0
+    numbers = submit(job, config)
+    jobs = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {', '.join(numbers)}, one after the other"
+    say(f"megarl: submitted {jobs}: {job.size}; megarl slurm status {config.directory}")
+    return 0
+
+
+def _reads(config: RunSettings) -> tuple[Path, ...]:
+    """What the run's processes read and write, for the mounts of a container."""
+    from megarl.workers.demand import files
+
+    read, _ = files(config)
+    return tuple(dict.fromkeys((config.run_dir, *read.values())))
+
+
+def _status(arguments: Sequence[str]) -> int:
+    top = argparse.ArgumentParser(prog="megarl slurm status", description="How a run, and its jobs in Slurm, stand.")
+    top.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/NAME")
+    given = top.parse_args(arguments)
+    if not given.run.is_dir():
+        raise ConfigError(f"slurm: no such directory: {given.run}")
+    say(*show(given.run))
+    return 0

@@ -1,0 +1,94 @@
+"""The script of a job, from the template in `slurm/`."""
+
+from __future__ import annotations
+
+import shlex
+import sysconfig
+from pathlib import Path
+
+from megarl.slurm.job import Job
+
+TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh")
+OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
+
+
+def templates() -> Path:
+    """The folder of the scripts: beside this package's, or where an installation without the repository has put it."""
+    beside = Path(__file__).parents[2] / "slurm"
+    return beside if (beside / TEMPLATE).is_file() else Path(sysconfig.get_path("data")) / "share" / "megarl" / "slurm"
+
+
+def render(job: Job, scripts: Path) -> str:
+    """The script, which will lie in `scripts` with what it starts."""
+    lines, skipping = list[str](), False
+    for line in (templates() / TEMPLATE).read_text().splitlines():
+        if line.startswith(OPTIONS):
+            lines += [f"#SBATCH {option}" for option in options(job)]
+        elif line.startswith(SETTINGS):
+            lines += settings(job, scripts)
+            skipping = True
+        elif line == END:
+            skipping = False
+        elif not skipping:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def options(job: Job) -> list[str]:
+    """Those of sbatch."""
+    named = {
+        "job-name": job.name,
+        "chdir": job.here,
+        "output": job.directory / "slurm" / "%j.out",
+        "open-mode": "append",
+        "nodes": f"{job.nodes}-{job.nodes + job.spare}" if job.spare else job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "mem": 0,  # all of each node
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "time": job.time,
+        "exclude": job.exclude,
+        "signal": f"B:USR1@{job.grace}",
+        "dependency": "singleton" if job.chain > 1 else None,
+    }
+    given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
+    # --no-kill: one lost node does not end the job.
+    return [*given, "--exclusive", "--no-kill", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
+
+
+def settings(job: Job, scripts: Path) -> list[str]:
+    """The variables of the script."""
+    named = {
+        "scripts": scripts,
+        "logs": job.directory / "slurm",
+        "verb": job.verb,
+        "python": job.python,
+        "needed": job.nodes,
+        "gpus": job.gpus_per_node,
+        "most_restarts": job.max_restarts,
+        "chained": int(job.chain > 1),
+    }
+    step, inside = container(job)
+    lists = {"step_options": step, "inside": inside}
+    return [
+        *(f"{name}={shlex.quote(str(value))}" for name, value in named.items()),
+        *(f"{name}=({' '.join(map(_quoted, words))})" for name, words in lists.items()),
+    ]
+
+
+def _quoted(word: str) -> str:
+    return "'" + word.replace("'", "'\"'\"'") + "'"
+
+
+def container(job: Job) -> tuple[list[str], list[str]]:
+    """Options of srun, and the words before a command, that make it run inside the job's container, if it has one."""
+    if job.container is None:
+        return [], []
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*map(str, dict.fromkeys((job.here, *job.reads))), *job.mount)]
+    if job.runtime == "pyxis":
+        image, mounted = f"--container-image={job.container}", f"--container-mounts={','.join(mounts)}"
+        return [image, mounted, f"--container-workdir={job.here}", "--no-container-mount-home"], []
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    return [], ["apptainer", "exec", *(["--nv"] if job.gpus_per_node else []), *binds, "--pwd", str(job.here), job.container]

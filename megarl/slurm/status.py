@@ -1,0 +1,94 @@
+"""How a run, and its jobs in Slurm, stand: from the files of the run and squeue."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints.steps import CHECKPOINTS, listing
+from megarl.config import ConfigError, yaml_text
+from megarl.observe.run import METRICS
+from megarl.observe.writers import read_json_lines
+from megarl.slurm.commands import NoAnswer, call
+
+START = re.compile(r"(\d+)-(\d+)")
+
+
+def show(run: Path) -> list[str]:
+    """The lines about a run's directory."""
+    return [*_progress(run), *_saves(run), *_jobs(run)]
+
+
+def _progress(run: Path) -> list[str]:
+    rows = _rows(run)
+    if not rows:
+        return ["step: none yet"]
+    known: dict[str, float] = {}
+    for row in rows:
+        known |= row
+    numbers = {"reward": "reward/mean", "loss": "sft/loss", "tokens/s": "perf/tokens_per_second", "s/step": "perf/time_per_step"}
+    told = [f"{label} {known[name]:.4g}" for label, name in numbers.items() if name in known]
+    finished = ", finished" if (run / "summary.json").is_file() else ""
+    return [f"step: {known['step']:g} of {_steps(_config(run)) or '?'}{finished}{''.join(f', {one}' for one in told)}"]
+
+
+def _saves(run: Path) -> list[str]:
+    entries = listing(run / CHECKPOINTS, contents=False) if (run / CHECKPOINTS).is_dir() else []
+    last = next((entry for entry in entries if entry.verified is not None), None)
+    lines = [f"last checkpoint: {'none' if last is None else last.path}"]
+    every = int(_config(run).get("save", {}).get("every", 0))
+    rows = _rows(run)
+    if every and rows and not (run / "summary.json").is_file():
+        done = int(rows[-1]["step"])
+        due = (done // every + 1) * every
+        seconds = [row["perf/time_per_step"] for row in rows if row["step"] > 0 and "perf/time_per_step" in row][-10:]
+        when = f", in about {(due - done) * sum(seconds) / len(seconds):.0f} s" if seconds else ""
+        lines.append(f"next expected: step {due}{when}")
+    elif not every:
+        lines.append("next expected: where the run is stopped (save.every=0)")
+    return lines
+
+
+def _jobs(run: Path) -> list[str]:
+    logs = run / "slurm"
+    starts: dict[str, int] = {}
+    for path in logs.glob("*-*"):
+        if match := START.fullmatch(path.name):
+            starts[match[1]] = max(starts.get(match[1], 0), int(match[2]))
+    numbers = sorted({*starts, *(path.stem for path in logs.glob("*.out") if path.stem.isdigit())}, key=int)
+    lines = [f"restarts: {sum(starts.values())}{f', logs in {logs}' if starts else ''}"]
+    name = _job_name(run)
+    try:
+        queue = call("squeue", "--noheader", "--me", "--states=all", "--format=%i|%j|%T|%M|%l|%D|%R").splitlines()
+    except NoAnswer as error:
+        return [*lines, f"jobs: {', '.join(numbers) or 'none'} ({error})"]
+    mine = [row for line in queue if (row := line.split("|", 6))[0] in numbers or (row[1] == name and row[2] == "PENDING")]
+    for number, _, state, used, limit, nodes, why in mine:
+        lines.append(f"job {number}: {state.lower()}, {used} of {limit}, {nodes} nodes {why}".rstrip())
+    return lines if mine else [*lines, "jobs: none in the queue"]
+
+
+def _job_name(run: Path) -> str | None:
+    """Of the last submission."""
+    scripts = sorted((run / "slurm").glob("submitted-*/job.sbatch"), key=lambda path: int(path.parent.name.partition("-")[2]))
+    match = re.search(r"^#SBATCH --job-name=(.*)$", scripts[-1].read_text(), re.MULTILINE) if scripts else None
+    return match[1] if match else None
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    path = run / METRICS
+    return list(read_json_lines(path)) if path.is_file() else []
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        found = yaml_text.read((run / "config.yaml").read_text())
+    except (OSError, ConfigError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _steps(config: dict[str, Any]) -> int | None:
+    sections = [section for section in config.values() if isinstance(section, dict) and "steps" in section]
+    return int(sections[0]["steps"]) if sections else None

@@ -1,0 +1,47 @@
+"""Hands a run to Slurm."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.config import ConfigError, RunSettings, dump
+from megarl.slurm.commands import call
+from megarl.slurm.job import Job
+from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
+
+
+def submit(job: Job, config: RunSettings) -> list[str]:
+    """Writes script and configuration into the run's directory, and submits as many jobs as `job.chain`.
+
+    The job runs the configuration as it is now, whatever becomes of the file that it was read from.
+
+    Returns:
+        The numbers of the jobs.
+
+    Raises:
+        ConfigError: Slurm refuses the script.
+    """
+    scripts = _new(config.directory / "slurm")
+    try:
+        (scripts / "config.yaml").write_text(dump(config))
+        for name in NODE_SCRIPTS:
+            shutil.copy(templates() / name, scripts)
+        script = scripts / TEMPLATE
+        script.write_text(render(job, scripts))
+        call("sbatch", "--test-only", str(script))
+    except BaseException:
+        shutil.rmtree(scripts)
+        raise
+    return [call("sbatch", "--parsable", str(script)).partition(";")[0] for _ in range(job.chain)]
+
+
+def _new(logs: Path) -> Path:
+    """A directory for one submission."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(path.name.partition("-")[2]) for path in logs.glob("submitted-[0-9]*")), default=0)
+        (scripts := logs / f"submitted-{number}").mkdir()
+    except OSError as error:
+        raise ConfigError(f"slurm: cannot write to {logs}: {error.strerror}") from None
+    return scripts

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Each further node of a job: worker.sh ALLOCATION PYTHON. It joins the driver's Ray session, and ends with it.
+set -euo pipefail
+allocation=$1 python=$2
+ulimit -n "$(ulimit -Hn)"
+exec "$python" -m megarl.cluster.join "$allocation"

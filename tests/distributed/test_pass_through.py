@@ -1,0 +1,37 @@
+"""What `optimizer.ddp` and `optimizer.megatron` set changes when work is done and where, not what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout
+from megarl.models.hf import read_config
+from megarl.parallel.export import export
+from megarl.parallel.grid import Grid
+from tests.distributed.tiny_training import Job, Report, build, learn, make_checkpoint
+from tests.rank_pool import Pool
+
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000, "pad_buckets_for_high_nccl_busbw": True}
+
+
+def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
+    """The steps, and on rank 0 the weights after the last one."""
+    policy = build(grid, job)
+    report = learn(grid, policy, job)
+    policy.settle()
+    return report, {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+
+
+def test_overlapped_communication_gives_the_same_weights_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    """No gradient is clipped: other buckets sum the norm in another order."""
+    job = Job(make_checkpoint(tmp_path / "model"), steps=3, optimizer={"clip_grad": 1e9})
+    for layout in (Layout(ranks=2), Layout(ranks=2, ep=2)):
+        (plain, weights), *_ = pool.run(train_and_export, layout, job)
+        (report, overlapped), *_ = pool.run(train_and_export, layout, replace(job, optimizer={**job.optimizer, "ddp": OVERLAPPED}))
+        assert (report.loss, report.logp) == (plain.loss, plain.logp) and report.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+        assert [name for name, tensor in weights.items() if not torch.equal(tensor, overlapped[name])] == []

@@ -1,0 +1,13 @@
+"""A reward function that makes a step last."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.e2e import rewards
+
+
+def share_of_letters(**given: Any) -> float:
+    time.sleep(0.07)
+    return rewards.share_of_letters(**given)

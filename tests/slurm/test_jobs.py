@@ -1,0 +1,160 @@
+"""Runs as Slurm jobs on two nodes: however they are interrupted, they end with the weights of a run that nothing happens to.
+
+    .venv/bin/python -m pytest tests/slurm --long
+
+The suite's own time has one run, which is interrupted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.comparing import assert_same
+from tests.e2e.job import Job
+from tests.slurm.cluster import Cluster
+
+STEPS = 8
+# A process for each of the four CPUs of two nodes: ranks on both, the engine on the second.
+OVERRIDES = (f"train.steps={STEPS}", "layout.ranks=3", "sync.transport=gloo", "train.eval_at_start=false", "rollout.max_response_tokens=24")
+SLOW = "reward.source.path=tests.slurm.slow:share_of_letters"  # a step lasts some seconds
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Submitted:
+    """A run that is a Slurm job."""
+
+    def __init__(self, slurm: Cluster, job: Job, *options: object) -> None:
+        self.slurm, self.job = slurm, job
+        said = slurm.megarl("slurm", job.write(), *job.overrides, "cluster.interface=eth0", *options, "--nodes", 2)
+        assert said.returncode == 0, said.stdout + said.stderr
+        self.number = re.findall(r"submitted job (\d+)", said.stdout)[0]
+        self.logs = job.runs / "job" / "slurm"
+
+    @property
+    def state(self) -> str:
+        return self.slurm.job(self.number, "JobState")
+
+    @property
+    def restarts(self) -> int:
+        return int(self.slurm.job(self.number, "Restarts"))
+
+    def text(self) -> str:
+        paths = [self.logs / f"{self.number}.out", *sorted(self.logs.glob(f"{self.number}-*/*.log"))]
+        return "\n".join(f"=== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.exists())
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        def come_or_over() -> bool:
+            assert self.state not in OVER or condition(), f"{self.state} before {what}\n{self.text()}"
+            return condition()
+
+        try:
+            self.slurm.wait_for(what, come_or_over)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: len(self.job.steps()) >= step)
+
+    def wait_for_restart(self, restarts: int) -> None:
+        self.wait_for(f"restart {restarts}", lambda: (self.logs / f"{self.number}-{restarts}").exists())
+
+    def finish(self, state: str = "COMPLETED") -> None:
+        self.slurm.wait_for("end", lambda: self.state in OVER)
+        assert self.state == state, self.text()
+        self.slurm.wait_until_clean()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """The run that nothing happens to, on this machine alone."""
+    return Job(tmp_path_factory.mktemp("straight"), tiny_model, OVERRIDES).run()
+
+
+def test_a_run_is_warned_twice_queued_again_cancelled_and_submitted_again(
+    slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
+) -> None:
+    job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW))
+    first = Submitted(slurm, job)
+    first.wait_for_step(2)
+    head = first.logs / f"{first.number}-0" / "head.json"
+    told = json.loads(head.read_text())
+    token, port = told["token"], int(told["address"].partition(":")[2])
+    assert 10_000 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert stat.S_IMODE(head.stat().st_mode) == 0o600 and len(token) >= 32
+    assert len(slurm.processes("n1")) > 4 < len(slurm.processes("n2")), "ranks and Ray on both"
+    status = slurm.megarl("slurm", "status", job.runs / "job").stdout
+    assert re.search(rf"step: \d+ of {STEPS}, reward .*tokens/s", status) and f"job {first.number}: running" in status, status
+    for _ in range(2):
+        slurm.say("scancel", "--signal=USR1", "--batch", first.number)
+    first.wait_for_restart(1)
+    assert not head.exists() and "stopped by SIGUSR1: saved at step" in first.text()
+    saved = len(job.steps())
+    assert saved < STEPS - 2
+    first.wait_for_step(saved + 1)
+    slurm.say("scancel", first.number)
+    first.finish("CANCELLED")
+    assert first.restarts == 1
+    second = Submitted(slurm, job)
+    second.finish()
+    assert_same(job, straight, "model")
+    status = slurm.megarl("slurm", "status", job.runs / "job").stdout
+    assert f"step: {STEPS} of {STEPS}, finished" in status and "restarts: 1" in status and "last checkpoint: " in status, status
+    assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def requeue(submitted: Submitted) -> None:
+    submitted.slurm.say("scontrol", "requeue", submitted.number)
+
+
+def preempt(submitted: Submitted) -> None:
+    submitted.slurm.say("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+
+def cut_off(submitted: Submitted) -> None:
+    """The second node is there, and reaches nobody."""
+    submitted.slurm.say("ip", "link", "set", "v2", "down")
+
+
+def nothing(submitted: Submitted) -> None:
+    """The time limit comes by itself."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interrupt", "options"),
+    [(requeue, ()), (preempt, ()), (cut_off, ("cluster.restarts=0",)), (nothing, ("--time", "3", "--grace", "60"))],
+)
+def test_a_run_goes_on_after(
+    interrupt: Callable[[Submitted], None],
+    options: tuple[str, ...],
+    slurm: Cluster,
+    straight: Job,
+    long: bool,
+    tmp_path: Path,
+    tiny_model: Path,
+) -> None:
+    if not long:
+        pytest.skip("a command of its own: --long")
+    job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
+    submitted = Submitted(slurm, job, *options)
+    submitted.wait_for_step(3)
+    begun = time.monotonic()
+    interrupt(submitted)
+    try:
+        submitted.wait_for_restart(1)
+        print(f"{interrupt.__name__}: again after {time.monotonic() - begun:.1f} s")
+        submitted.slurm.wait_for("end", lambda: submitted.state in OVER)
+    finally:
+        slurm.say("ip", "link", "set", "v2", "up")
+    submitted.finish()
+    assert_same(job, straight, "model")
+    if interrupt is cut_off:
+        assert slurm.job(submitted.number, "ExcNodeList") == "n2" and "n2: died" in submitted.text()
+    slurm.wait_for("three nodes", lambda: slurm.say("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == "3")

@@ -1,0 +1,108 @@
+"""The job script on a real Slurm: what it takes for an end, and what it queues again. In the driver's place stands a script of the test."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.slurm.job import Job
+from megarl.slurm.script import render
+from tests.e2e.job import RL
+from tests.slurm.cluster import Cluster
+from tests.slurm.virtual import MANY
+from tests.unit.slurm.test_submission import JOB
+
+# Called as the driver's python is: its last argument is cluster.allocation=LOGS/JOB-RESTART.
+HERE = "allocation=${!#}; allocation=${allocation#*=}; restart=${allocation##*-}; here=$SLURMD_NODENAME"
+DRIVERS = {
+    "refused": "exit 2",
+    "failed": "exit 1",
+    "saved": "exit 138",
+    "lost": '((restart)) && exit 0; echo "$here died" >$allocation/lost; echo died >$allocation/bad-$here; exit 1',
+    "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
+    "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
+}
+OPTIONS = {"saved": {"max_restarts": 2}, "chained": {"chain": 3}}
+SUBMIT = """
+    import sys
+    from dataclasses import replace
+    from pathlib import Path
+    from megarl.config import TrainConfig, load
+    from megarl.slurm.checks import check_partition, partition_of
+    from megarl.slurm.submit import submit
+    from tests.slurm.test_script import DRIVERS, OPTIONS, script_job
+
+    job = script_job(Path("/"), "n")
+    print(partition_of(job))
+    for wrong in (replace(job, partition="nowhere"), replace(job, gpus_per_node=9)):
+        try:
+            check_partition(wrong, partition_of(wrong))
+        except ValueError as error:
+            print(error)
+    for name in DRIVERS:
+        config = load(Path(sys.argv[1]), [f"name={name}"], TrainConfig)
+        print(name, *submit(replace(script_job(config.directory, str(Path(sys.argv[2], name))), **OPTIONS.get(name, {})), config))
+"""
+
+
+def script_job(directory: Path, python: str) -> Job:
+    return replace(JOB, name=directory.name or "root", directory=directory, here=Path("/"), nodes=1, gpus_per_node=8, python=python)
+
+
+def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    for name, body in DRIVERS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{HERE}\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    submitting = (sys.executable, "-c", textwrap.dedent(SUBMIT), tmp_path / "job.yaml", tmp_path)
+    partition, nowhere, nine, *lines = slurm.say(*submitting).splitlines()
+    assert partition == "Partition(name='main', nodes=3, cpus=(2, 2, 2), gpus=(8, 8, 8))"
+    assert nowhere == "slurm: --partition nowhere: this cluster has main, high, many"
+    assert nine == "slurm: --gpus-per-node 9: a node of partition main has 8"
+    jobs = {line.split()[0]: line.split()[1:] for line in lines}
+
+    def text(name: str) -> str:
+        return "".join(path.read_text() for path in sorted((tmp_path / "runs" / name / "slurm").glob("*.out")))
+
+    def field(name: str, field: str) -> list[str]:
+        return [slurm.job(number, field) for number in jobs[name]]
+
+    [warned] = jobs["warned"]
+    for restart in (0, 1):
+        slurm.wait_for(f"start {restart}", (tmp_path / f"runs/warned/slurm/{warned}-{restart}/nodes.json").exists)
+        for _ in range(3):
+            slurm.say("scancel", "--signal=USR1", "--batch", warned)
+    running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
+    slurm.wait_for("end", lambda: not any(state in running for name in jobs for state in field(name, "JobState")), limit_s=200)
+    ends = {name: list(zip(field(name, "JobState"), field(name, "ExitCode"), field(name, "Restarts"), strict=True)) for name in jobs}
+    assert ends == {
+        "refused": [("FAILED", "2:0", "0")],
+        "failed": [("FAILED", "1:0", "0")],
+        "saved": [("FAILED", "138:0", "2")],
+        "lost": [("COMPLETED", "0:0", "1")],
+        "warned": [("COMPLETED", "0:0", "1")],
+        "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
+    }, "\n".join(map(text, jobs))
+    assert "not queued again after 2 restarts (--max-restarts)" in text("saved")
+    first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
+    assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
+    assert "the next job of the chain goes on" in text("chained") and text("chained").count("nothing to do: the run is finished") == 1
+    slurm.wait_until_clean()
+
+
+def test_scripts_for_one_to_64_nodes_are_what_sbatch_accepts(slurm: Cluster, tmp_path: Path) -> None:
+    for nodes in (1, 2, 16, MANY, MANY + 1):
+        job = replace(script_job(tmp_path, "python"), nodes=nodes, spare=0, partition="many", time="4:00:00", exclude="n1")
+        (tmp_path / "job.sbatch").write_text(render(job, tmp_path))
+        done = slurm.run("sbatch", "--test-only", tmp_path / "job.sbatch")
+        assert (done.returncode == 0) == (nodes <= MANY), done.stderr
+
+
+def test_what_sbatch_refuses_is_said_in_a_line_and_leaves_nothing(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    done = slurm.megarl("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--licenses=gold")
+    assert done.returncode == 2 and re.fullmatch("megarl: error: slurm: sbatch: .*[Ll]icense.*\n", done.stderr), done.stderr
+    assert not list((tmp_path / "runs").rglob("submitted*")) and slurm.say("squeue", "--noheader") == ""

@@ -1,0 +1,155 @@
+"""The nodes of a Slurm job as a Ray session: who is missing, who is unfit and has to leave, who has died, and when the run is to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.cluster.allocation import Allocation, Head
+from megarl.cluster.preflight import Report, faults
+from megarl.parallel.links import edges, slow
+from tests.e2e.job import read
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536, free_gb={"its own disk": 100.0}, shared=True)
+
+# The head of three nodes, one of which never comes; the others are processes of this machine.
+HEAD = """
+    import os, signal, sys
+    from pathlib import Path
+    import psutil
+    from megarl.cluster import membership, preflight, session
+    from megarl.cluster.allocation import Allocation
+    from megarl.config import ClusterSettings
+
+    membership.SPARE_S = 1.0
+    directory = Path(sys.argv[1])
+    allocation = Allocation.read(directory)
+    settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300)
+    with session.ray_session(settings, actors=1):
+        print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+        for gpus, needed in ((False, 3), (True, 2)):
+            try:
+                membership.wait_for_nodes(Allocation(directory, allocation.nodes, needed, allocation.gpus), gpus, 0.5)
+            except membership.TooFewNodes as error:
+                print(">", error, sep="")
+        preflight._leave(allocation, {"b": "is slow"}, 300)
+        print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+        print(">", membership.died({"a", "b"}), sep="")
+    print(">", "SLURM_JOB_ID" in os.environ, sep="")
+"""
+
+
+def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_path: Path) -> None:
+    (tmp_path / "nodes.json").write_text('{"nodes": ["a", "b", "c"], "needed": 2, "gpus": 8}')
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "1"}
+    join = subprocess.Popen(
+        [sys.executable, "-m", "megarl.cluster.join", tmp_path],
+        env={**here, "SLURMD_NODENAME": "b"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        command = [sys.executable, "-c", textwrap.dedent(HEAD), str(tmp_path)]
+        done = subprocess.run(command, env={**here, "SLURMD_NODENAME": "a"}, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said, _ = join.communicate(timeout=60)
+    finally:
+        join.kill()
+    assert join.returncode == 1 and "b leaves: is slow" in said, said
+    assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
+    two, missing, unfit, one, dead, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
+    assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing")
+    assert unfit.endswith("and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs; c is missing")
+    assert dead == "{'b': 'died'}"
+    assert not (tmp_path / "head.json").exists()
+
+
+# A process of a job, with one that stands for Ray's: it has a log in the session's directory open for writing.
+CANCELLED = """
+    import os, signal, subprocess, sys
+    from megarl.cluster.session import hosting
+
+    with hosting(60, "lo", "0" * 32, one_of_many=True) as scratch:
+        with open(scratch.path / "log", "w") as log:
+            other = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=log)
+        while not (scratch.path / "log").read_text():
+            pass
+        print(scratch.path, other.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not reached")
+"""
+
+
+def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CANCELLED)], env=here, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    scratch, pid = done.stdout.split()
+    assert read(f"/proc/{pid}/cmdline") == b"", "it has ended"
+    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path) -> None:
+    allocation = Allocation(tmp_path, ("a",), 1, 0)
+    head = Head("10.0.0.1:1", "secret", None, 80, 1.0, False)
+    assert allocation.head() is None
+    allocation.announce(head)
+    assert allocation.head() == head and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    allocation.withdraw()
+    assert allocation.head() is None
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        (tmp_path / "stop").touch()
+        with allocation.stopped_from_outside():
+            deadline = time.monotonic() + 60
+            while not got and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert got == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (replace(GOOD, versions={**GOOD.versions, "ray": "2.61.0"}), "ray is 2.61.0, and 2.60.0 on a"),
+        (replace(GOOD, gpus=7), "has 7 GPUs of 8"),
+        (replace(GOOD, files=256), "lets a process open 256 files of 1024"),
+        (replace(GOOD, free_gb={"its own disk": 0.25}), "its own disk has 0.2 GB free of 1"),
+        (replace(GOOD, shared=False), "does not see the run's directory as the driver does"),
+        ("does not answer", "does not answer"),
+    ],
+)
+def test_a_node_that_is_unlike_the_head_or_lacks_something_is_named(wrong: Report | str, why: str) -> None:
+    assert faults({"a": GOOD, "b": wrong, "c": GOOD}, "a", gpus=8) == {"b": why}
+    assert faults({"a": GOOD, "b": GOOD}, "a", gpus=8) == {}
+
+
+def test_the_slow_node_is_named_whatever_the_others_take() -> None:
+    random = np.random.default_rng(1)
+    for nodes in range(1, 12):
+        rounds = edges(nodes)
+        assert all(len({node for edge in pairs for node in edge}) == 2 * len(pairs) for pairs in rounds), "no node twice in a round"
+        ring = {frozenset((n, (n + 1) % nodes)) for n in range(nodes)} if nodes > 1 else set()
+        assert sorted(map(sorted, ring)) == sorted(sorted(edge) for pairs in rounds for edge in pairs)
+        for bad in range(nodes):
+            taken = {edge: (9.0 if bad in edge else 1.0) * random.uniform(1, 1.5) for pairs in rounds for edge in pairs}
+            best = [min((seconds for edge, seconds in taken.items() if n in edge), default=0.0) for n in range(nodes)]
+            assert slow(best, 4.0) == ([bad] if nodes > 2 else []), (nodes, bad)

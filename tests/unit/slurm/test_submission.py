@@ -1,0 +1,150 @@
+"""What `megarl slurm` writes, and what it refuses, without a Slurm: the scripts are Bash without a fault, and bad input gets one line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.slurm.checks import Partition, check_partition
+from megarl.slurm.job import Job
+from megarl.slurm.main import main
+from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
+from tests.e2e.job import RL
+
+JOB = Job(
+    name="a-run",
+    directory=Path("/shared/runs/a run"),
+    here=Path("/home/me"),
+    reads=(Path("/shared/runs"), Path("/models/m")),
+    verb="train",
+    nodes=4,
+    gpus_per_node=8,
+    spare=0,
+    partition=None,
+    account=None,
+    qos=None,
+    time=None,
+    grace=600,
+    exclude=None,
+    max_restarts=20,
+    chain=1,
+    sbatch=[],
+    container=None,
+    runtime="pyxis",
+    mount=[],
+    python="/env/bin/python",
+)
+SCRIPTS = JOB.directory / "slurm" / "submitted-1"
+JOBS = {
+    "bare": JOB,
+    "all": replace(JOB, spare=2, partition="p", account="a", qos="q", time="4:00:00", exclude="n[1-3]", sbatch=["--reservation=r"]),
+    "chain": replace(JOB, chain=3, nodes=1),
+    "pyxis": replace(JOB, container="/images/it's.sqsh", mount=["/data", "/a:/b"]),
+    "apptainer": replace(JOB, container="/images/m.sif", runtime="apptainer"),
+}
+
+
+def shown(script: str, *names: str) -> list[list[str]]:
+    """What Bash takes the settings of a script for."""
+    [block] = re.findall(r"^set -uo pipefail$(.*?)^restart=", script, re.MULTILINE | re.DOTALL)
+    lines = [block, *(f'printf "%s\\n" "${{{name}[@]}}" .' for name in names)]
+    said = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout.splitlines()
+    found: list[list[str]] = [[]]
+    for line in said:
+        found[-1].append(line) if line != "." else found.append([])
+    return found[:-1]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_scripts_are_bash_and_say_what_was_asked_for(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    script = render(job, SCRIPTS)
+    (tmp_path / TEMPLATE).write_text(script)
+    scripts = [tmp_path / TEMPLATE, *(templates() / node for node in (TEMPLATE, *NODE_SCRIPTS))]
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    assert all(subprocess.run(["bash", "-n", script]).returncode == 0 for script in scripts)
+    options = {word for line in script.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line.removeprefix("#SBATCH "))}
+    assert {"--signal=B:USR1@600", "--no-kill", "--open-mode=append", "--exclusive", f"--gpus-per-node={job.gpus_per_node}"} <= options
+    assert "--job-name=a-run" in options
+    assert f"--output={job.directory}/slurm/%j.out" in options
+    assert ("--requeue" in options) == (job.chain == 1) != ({"--no-requeue", "--dependency=singleton"} <= options)
+    if name == "all":
+        assert {
+            "--nodes=4-6",
+            "--partition=p",
+            "--account=a",
+            "--qos=q",
+            "--time=4:00:00",
+            "--exclude=n[1-3]",
+            "--reservation=r",
+        } <= options
+    folder, needed, step, inside = shown(script, "scripts", "needed", "step_options", "inside")
+    assert folder == [str(SCRIPTS)] and needed == [str(job.nodes)]
+    seen = ["/home/me:/home/me", "/shared/runs:/shared/runs", "/models/m:/models/m"]
+    if name == "pyxis":
+        assert step[:2] == ["--container-image=/images/it's.sqsh", f"--container-mounts={','.join([*seen, '/data:/data', '/a:/b'])}"]
+    elif name == "apptainer":
+        assert inside[:3] == ["apptainer", "exec", "--nv"] and inside[-1] == "/images/m.sif" and set(seen) <= set(inside)
+    else:
+        assert [*step, *inside] == [""] * len([step, inside]) or not [word for word in (*step, *inside) if word]
+
+
+BAD = {
+    "a missing partition is told by the cluster alone": ([], "not compared"),
+    "no node": (["--nodes", "0"], "--nodes 0 is not between 1 and"),
+    "GPUs for a run without": (["--gpus-per-node", "8"], "--gpus-per-node 8 does not go with cluster.gpus=false"),
+    "no GPUs for a run with": (["cluster.gpus=true"], "--gpus-per-node 0 does not go with cluster.gpus=true"),
+    "idle GPUs": (["cluster.gpus=true", "--gpus-per-node", "8"], "--nodes 2: of 16 GPUs the run uses 2 (policy 1x1, engines 1x1)"),
+    "too few GPUs": (["cluster.gpus=true", "layout.ranks=16", "--gpus-per-node", "8"], "--nodes 2: 17 GPUs are asked for"),
+    "a container that is not there": (["--container", "/nowhere.sqsh"], "--container: no such file: /nowhere.sqsh"),
+    "a mount that is not there": (["--container", "docker://a", "--mount", "/nowhere:/x"], "--mount: no such file: /nowhere"),
+    "a mount of no container": (["--mount", "/tmp"], "--mount /tmp: there is no --container"),
+    "no time left": (["--time", "10"], "--time 10 is 600 s, of which --grace 600"),
+    "no time": (["--time", "soon"], "--time 'soon' is no time limit"),
+    "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is no option of sbatch"),
+    "another cluster": (["cluster.address=auto"], "cluster.address and cluster.allocation are the job's own"),
+    "nodes that do not reach each other": (["cluster.interface=null"], "cluster.interface: required on 2 nodes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_said_before_anything_is_written(
+    name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, line = BAD[name]
+    monkeypatch.setenv("PATH", "/nowhere")  # and there no sinfo
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    command = [str(tmp_path / "job.yaml"), "cluster.interface=eth0", "--nodes", "2", "--dry-run", *arguments]
+    if not arguments:
+        assert main(command) == 0
+        said = capsys.readouterr()
+        assert line in said.err and "#SBATCH --nodes=2\n" in said.out
+    else:
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            main(command)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
+    partition = Partition("main", nodes=3, cpus=(64, 64, 64), gpus=(8, 8, 4))
+    check_partition(replace(JOB, nodes=2), partition)
+    with pytest.raises(ConfigError, match="--gpus-per-node 16: a node of partition main has 8"):
+        check_partition(replace(JOB, gpus_per_node=16), partition)
+    with pytest.raises(ConfigError, match="--nodes 2 and --spare 1: partition main has 2 with 8 GPUs"):
+        check_partition(replace(JOB, nodes=2, spare=1), partition)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("90", 5400), ("10:30", 630), ("2:00:00", 7200), ("1-0", 86400), ("2-3:04:05", 183845), ("UNLIMITED", None)]
+)
+def test_time_limits_are_read_as_slurm_reads_them(given: str, seconds: int | None) -> None:
+    assert replace(JOB, time=given).seconds == seconds

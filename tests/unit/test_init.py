@@ -1,0 +1,76 @@
+"""`megarl init`: what it writes passes every check of its verb, and holds what the data have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import TrainConfig, load
+
+SUMS = [{"question": f"{n} + 17?", "solution": str(n + 17), "level": n} for n in range(40)]
+DAPO = [{"prompt": [{"role": "user", "content": row["question"]}], "reward_model": {"ground_truth": row["solution"]}} for row in SUMS]
+TALKS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 20)]
+PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def wrote(folder: Path, rows: list[dict[str, Any]], model: Path, *options: str) -> list[str]:
+    """What the command says of a file of these rows."""
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["init", str(model), "own.jsonl", *options]
+
+
+@pytest.mark.parametrize(
+    ("rows", "verb"), [(SUMS, "train"), (DAPO, "train"), (TALKS, "sft"), (PAIRS, "dpo")], ids=["sums", "dapo", "talks", "pairs"]
+)
+def test_what_it_writes_passes_every_check(
+    folder: Path, tiny_model: Path, rows: list[dict[str, Any]], verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrote(folder, rows, tiny_model, "--cpu")) == 0
+    assert capsys.readouterr().out.splitlines() == ["megarl: wrote own.yaml", f"next:   megarl {verb} own.yaml --check"]
+    assert main([verb, "own.yaml", "--check"]) == 0
+    assert capsys.readouterr().out == "megarl: own.yaml passes every check\n"
+    assert main(wrote(folder, rows, tiny_model, "--cpu")) == 2
+    assert capsys.readouterr().err == "megarl: error: init: own.yaml is there already; --out names another file\n"
+
+
+def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, tiny_model: Path) -> None:
+    assert main(wrote(folder, SUMS, tiny_model, "--gpus", "8", "--gpu-gb", "80")) == 0
+    config = load(folder / "own.yaml", [], TrainConfig)
+    train, held_out = config.data.train, config.data.eval
+    assert train.type == "file" and held_out is not None and held_out.type == "file"
+    assert (train.prompt_key, train.answer_key, train.skip, held_out.rows) == ("question", "solution", 4, 4)
+    assert config.reward.source.type == "math_verify" and config.rollout.max_prompt_tokens % 16 == 0
+    assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 8 and config.sync.transport == "nccl"
+    words = [{**row, "solution": "an answer in words, which no mathematics compares"} for row in SUMS]
+    assert main(wrote(folder, words, tiny_model, "--cpu", "--out", "words.yaml")) == 0
+    assert load(folder / "words.yaml", [], TrainConfig).reward.source.type == "function"
+
+
+def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "text.jsonl").write_text('{"text": "a"}\n')
+    for arguments, line in (
+        (
+            ["init", str(tiny_model), "text.jsonl"],
+            "megarl: error: init: text.jsonl: no known columns in text: a prompt (prompt, question, ",
+        ),
+        (["init", str(tiny_model), "none.jsonl"], "megarl: error: init: DATA.path: no such file: "),
+        (
+            wrote(folder, SUMS, Path("Qwen/Qwen3-0.6B")),
+            f"megarl: error: model.path: no such directory: {folder}/Qwen/Qwen3-0.6B (a name of the Hugging Face Hub? "
+            "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B)",
+        ),
+    ):
+        assert main(arguments) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert said.startswith(line)
+        assert not (folder / "own.yaml").exists()

@@ -1,0 +1,48 @@
+"""When a signal ends a run: SIGUSR1 may come as often as Slurm likes, a second SIGTERM is meant."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from megarl import termination
+from megarl.termination import Terminated
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in termination.SIGNALS}
+    termination.install()
+    yield
+    termination.install()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_slurms_warning_is_noted_once_and_raised_where_the_run_can_be_saved() -> None:
+    with termination.deferred():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+        assert termination.asked() == signal.SIGUSR1
+        with pytest.raises(Terminated) as stop, termination.interruptible(lambda: True):
+            raise AssertionError("not reached")
+        assert stop.value.code == 128 + signal.SIGUSR1
+        signal.raise_signal(signal.SIGUSR1)  # while it is being saved
+
+
+def test_sigterm_after_the_warning_leaves_time_to_save_and_a_second_one_does_not() -> None:
+    with termination.deferred():
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert termination.asked() == signal.SIGTERM
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_where_nothing_can_be_saved_the_warning_ends_the_run_at_once() -> None:
+    with pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)  # while it ends
