@@ -27,7 +27,7 @@ def calculate(expression: str) -> str:
         raise ValueError(f"the expression has {len(expression)} characters, and {LONGEST} are the most")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+    except (SyntaxError, RecursionError, MemoryError, SystemError):  # SystemError: Python 3.11 parses in one thread at a time
         raise ValueError("this is no arithmetic expression") from None
     except (ArithmeticError, TypeError) as error:
         raise ValueError(str(error)) from None

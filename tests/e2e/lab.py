@@ -187,6 +187,8 @@ class EngineHost(RolloutWorker):
 
     async def close(self) -> None:
         await self._engine.close()
+        if self._host is not None:
+            self._host[1].close()
         super().__init__(*self._arguments, {})
         gc.collect()
 

@@ -34,7 +34,7 @@ def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_ep
     assert first["response_length/max"] <= 18, "what the environment wrote is no part of it"
     assert first["training/logprob_gap_mean"] <= 1e-5 and first["actor/grad_norm"] > 0
     assert first["routing/replay_hit_rate"] == 1.0
-    assert 0 < json.loads((one.runs / "job" / "summary.json").read_text())["pass_rate_end"]["sampled"] < 3
+    assert 0 < json.loads((one.runs / "job" / "summary.json").read_text())["score_end"]["sampled"] < 3
 
 
 CALLS = (

@@ -34,7 +34,7 @@ def test_every_alias_leads_to_a_key() -> None:
         ("optimizer.learning_rate", " (here it is optimizer.lr)"),
         ("learning_rate", " (here it is optimizer.lr)"),
         ("rollout.n", " (here it is rollout.samples_per_prompt)"),
-        ("rollout.top_p", " (not offered: log-probs are those of the whole distribution at rollout.temperature)"),
+        ("rollout.rollout_top_p", " (here it is rollout.top_p)"),
         ("algorithm.clip_ratio", " (here it is algorithm.clip_low or algorithm.clip_high)"),
         ("data.train_batch_size", " (here it is train.prompts_per_step)"),
         ("train.stesp", " (did you mean 'steps'?)"),
