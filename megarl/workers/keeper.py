@@ -109,6 +109,8 @@ class Copies:
 
     def newest(self) -> tuple[int, Any] | None:
         """The newest step of which a copy of every rank is there, and its record."""
+        if not self._records:
+            return None
         held: dict[Owner, set[int]] = {}
         for keeper in self._living():
             for owner, steps in ray.get(keeper.steps.remote()).items():
