@@ -54,13 +54,13 @@ class Keeper:
         descriptor, size = self._held[owner][step]
         return os.pread(descriptor, min(PIECE, size - begin), begin)
 
-    def fetch(self, source: Any, owner: Owner, step: int) -> None:
-        """Takes over a copy from another machine. Raises OSError where there is no room."""
-        _, size = ray.get(source.place.remote(owner, step))
+    async def fetch(self, source: Any, owner: Owner, step: int) -> None:
+        """Takes over a copy from another machine, which may be taking one over from here. Raises OSError where there is no room."""
+        _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         memory.reserve(size)
         for begin in range(0, size, PIECE):
-            piece = ray.get(source.piece.remote(owner, step, begin))
+            piece = await source.piece.remote(owner, step, begin)
             memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         self.keep(owner, step, memory.path, size)
         memory.close()
@@ -82,6 +82,7 @@ class Copies:
         self._peers = peers
         self._keepers: dict[str, Any] = {}  # by node
         self._records: dict[int, Any] = {}  # by step
+        self._owners: list[Owner] = []  # all ranks of which there must be a copy
         self._travelling: list[Any] = []
 
     def save(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float, record: Any) -> None:
@@ -97,6 +98,7 @@ class Copies:
             ray.wait(self._travelling, num_returns=len(self._travelling), timeout=timeout_s)
         self._travelling = []
         last = max(self._records, default=-1)
+        self._owners = [(name, rank) for name, group in groups.items() for rank in range(len(group.actors))]
         for name, group in groups.items():
             nodes = group.call("node", timeout_s=timeout_s)
             keepers = [self._keeper(node) for node in nodes]
@@ -111,7 +113,7 @@ class Copies:
         for keeper in self._living():
             for owner, steps in ray.get(keeper.steps.remote()).items():
                 held.setdefault(owner, set()).update(steps)
-        whole = set(self._records).intersection(*held.values()) if held else set()
+        whole = [step for step in self._records if all(step in held.get(owner, ()) for owner in self._owners)]
         self._records = {step: self._records[step] for step in whole}
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
@@ -145,7 +147,9 @@ class Copies:
         return [after[node].fetch.remote(self._keepers[node], (name, rank), step) for rank, node in enumerate(nodes)]
 
     def _living(self) -> list[Any]:
-        """The keepers that answer; the others are forgotten."""
+        """The keepers that answer; the others are forgotten, and those of lost nodes, where they live on for a while."""
+        there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self._keepers = {node: keeper for node, keeper in self._keepers.items() if node in there}
         asked = {node: keeper.steps.remote() for node, keeper in self._keepers.items()}
         for node, call in asked.items():
             try:

@@ -29,9 +29,9 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
 
 def test_overlapped_communication_gives_the_same_weights_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
     """No gradient is clipped: other buckets sum the norm in another order."""
-    job = Job(make_checkpoint(tmp_path / "model"), steps=3, optimizer={"clip_grad": 1e9})
-    for layout in (Layout(ranks=2), Layout(ranks=2, ep=2)):
-        (plain, weights), *_ = pool.run(train_and_export, layout, job)
-        (report, overlapped), *_ = pool.run(train_and_export, layout, replace(job, optimizer={**job.optimizer, "ddp": OVERLAPPED}))
-        assert (report.loss, report.logp) == (plain.loss, plain.logp) and report.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
-        assert [name for name, tensor in weights.items() if not torch.equal(tensor, overlapped[name])] == []
+    job = Job(make_checkpoint(tmp_path / "model"), steps=2, optimizer={"clip_grad": 1e9})
+    layout = Layout(ranks=2)
+    (plain, weights), *_ = pool.run(train_and_export, layout, job)
+    (report, overlapped), *_ = pool.run(train_and_export, layout, replace(job, optimizer={**job.optimizer, "ddp": OVERLAPPED}))
+    assert (report.loss, report.logp) == (plain.loss, plain.logp) and report.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+    assert [name for name, tensor in weights.items() if not torch.equal(tensor, overlapped[name])] == []

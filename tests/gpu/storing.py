@@ -82,7 +82,7 @@ def offload(grid: Any, path: Path, root: Path, step: Path | None, share: float) 
     if not path.exists():
         make_checkpoint(path)
     fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
-    policy = build(grid, job := Job(path, dtype="bfloat16", optimizer={"megatron": fields} if share else {}))
+    policy = build(grid, job := Job(path, sequences=4, micro_batches=1, dtype="bfloat16", optimizer={"megatron": fields} if share else {}))
     part = {"policy": ModelState(policy.chunks, read_config(path), policy)}
     if step is None:
         learn(grid, policy, job)

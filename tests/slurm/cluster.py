@@ -69,9 +69,10 @@ class Cluster:
 
     def processes(self, node: str) -> dict[int, str]:
         """Every process of a node but its first and slurmd, by its number in this process's space."""
-        space = os.readlink(f"/proc/{self.init(node)}/ns/pid")
-        found = {pid: " ".join(_words(pid)) for pid in _pids() if _space(pid) == space}
-        return {pid: words for pid, words in found.items() if pid != self.init(node) and "slurmd -D" not in words and words}
+        first = self.init(node)
+        space = os.readlink(f"/proc/{first}/ns/pid")
+        found = {pid: " ".join(_words(pid)) for pid in _pids() if pid != first and _space(pid) == space}
+        return {pid: words for pid, words in found.items() if words and "slurmd -D" not in words}
 
     def leftovers(self, node: str) -> list[str]:
         """What a job has left on a node: processes, listening ports but slurmd's, files in /tmp and /dev/shm."""
