@@ -129,7 +129,9 @@ def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
     for module in modules:
         places |= set(_files(module.partition(".")[0]))
     found = [place for place in places if os.path.exists(place)]  # which is false, too, for what may not be looked at
-    return sorted({*found, *(place.resolve() for place in found)})
+    shown = {*found, *(place.resolve() for place in found)}
+    # A link inside a place is seen with it, and leads to what is shown for itself; bubblewrap would mount on what it leads to.
+    return sorted(place for place in shown if not (place.is_symlink() and shown.intersection(place.parents)))
 
 
 def _files(module: str) -> Iterator[Path]:

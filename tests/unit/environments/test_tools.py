@@ -18,7 +18,7 @@ from megarl.environments.tools import ToolsHost
 from tests.unit.sandbox.test_hostile import SECRET, host, leftovers
 
 SETTINGS = EnvironmentSettings(
-    source=ToolsEnvironment(tools=["calculator", "python"], output_chars=100), step_s=2.0, workers=2, sandbox=SandboxSettings(memory_gb=1)
+    source=ToolsEnvironment(tools=["calculator", "python"], output_chars=100), step_s=1.0, workers=2, sandbox=SandboxSettings(memory_gb=1)
 )
 
 
@@ -115,7 +115,7 @@ def test_a_program_is_contained_in_time_and_the_next_one_meets_nothing_of_it(
     answers = [said(turn)[0] for turn in turns]
     assert answers[1::2] == ["42\n"] * len(ATTACKS)
     for (body, begin), answer in zip(ATTACKS.items(), answers[::2], strict=True):
-        assert answer.startswith((begin, "error: not done after 2 s")) and len(answer) < 150 and SECRET not in answer, (body, answer)
+        assert answer.startswith((begin, "error: not done after 1 s")) and len(answer) < 150 and SECRET not in answer, (body, answer)
     assert not (tmp_path / "touched").exists()
     deadline = time.monotonic() + 30
     while leftovers(mark) and time.monotonic() < deadline:

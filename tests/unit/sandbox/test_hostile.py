@@ -196,6 +196,16 @@ def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path:
         assert score.value == float(error is None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
 
 
+def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("elsewhere", "code"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "elsewhere" / "scores.py").write_text("def f(response):\n    return 0.5\n")
+    (tmp_path / "code" / "linked").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    with ProcessScorer(RewardSettings(source=FunctionReward(path="linked.scores:f"))) as scorer:
+        assert scorer.score([Request("", "x", "", {}, True)]) == [Score(0.5)]
+
+
 def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(network=True))
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
