@@ -102,12 +102,12 @@ class Lab:
             build_ranks([group], config)
             return group
 
-        def engines_of(config: EvalConfig | PairsConfig) -> Engines:
+        def engines_of(config: EvalConfig | PairsConfig, restarts: Restarts) -> Engines:
             assert shape(config.model.path) == shape(self._model), "the engine is of another model"
             again = self._config.model_copy(update={"model": config.model})
             with self.workers(again) as (models, engines):
                 models.sync(engines, 0)
-            return Engines(engines.group, config.rollout, playing=playing(config))
+            return Engines(engines.group, config.rollout, playing=playing(config), restarts=restarts)
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
