@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -145,20 +145,30 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     """What is generated is abandoned; an update is finished, since the models are another step's from its beginning on."""
     before = [signal.getsignal(number) for number in termination.SIGNALS]
     job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
-    wait = ActorGroup.wait
+    wait, settle = ActorGroup.wait, ActorGroup.settle
 
-    def signalled(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
+    @contextmanager
+    def signalled(doing: str, references: Sequence[Any]) -> Iterator[None]:
         if doing == phase and done(job) == 3 and termination.asked() is None:
             threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
         try:
-            return wait(group, references, doing, timeout_s, *helpers)
+            yield
         finally:
             ray.wait(references, num_returns=len(references))  # the lab's engine is to be idle when the next run comes
+
+    def waiting(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
+        with signalled(doing, references):
+            return wait(group, references, doing, timeout_s, *helpers)
+
+    def settling(group: ActorGroup, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Any) -> dict[int, Any]:
+        with signalled(doing, list(calls.values())):
+            return settle(group, calls, doing, timeout_s, failed)
 
     termination.install()
     try:
         with monkeypatch.context() as patch, pytest.raises(termination.Terminated) as stop:
-            patch.setattr(ActorGroup, "wait", signalled)
+            patch.setattr(ActorGroup, "wait", waiting)
+            patch.setattr(ActorGroup, "settle", settling)
             lab.run(job)
         told = "the run is saved after this step" in capsys.readouterr().err
     finally:
