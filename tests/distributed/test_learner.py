@@ -84,6 +84,11 @@ def one_rank(pool: Pool, model: Path) -> dict[str, list[dict[str, Metric]]]:
     return pool.run(learn, Layout(), model)[0]
 
 
+def counted(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers but those of the machine, which differ from pass to pass."""
+    return {name: value for name, value in scalars(metrics).items() if not name.startswith(("perf/tflops_per_gpu", "perf/memory_"))}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_metrics_and_gradient_are_independent_of_the_layout(
     pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]], name: str
@@ -93,7 +98,7 @@ def test_metrics_and_gradient_are_independent_of_the_layout(
         for index, one in enumerate(steps):
             many = merge(rank[objective][index] for rank in ranks)
             # Adam's first step makes signs of gradients, also of those that rounding alone decides.
-            assert scalars(many) == pytest.approx(scalars(one), rel=1e-5 if index < 2 else 1e-3, abs=1e-6 if index < 2 else 1e-4), (
+            assert counted(many) == pytest.approx(counted(one), rel=1e-5 if index < 2 else 1e-3, abs=1e-6 if index < 2 else 1e-4), (
                 objective,
                 index,
             )

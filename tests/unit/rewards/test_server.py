@@ -163,8 +163,8 @@ class Model:
         return [float(len(one)) for one in read]
 taken = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-signal.signal(signal.SIGUSR1, lambda *_: [os.close(taken.pop()) for _ in list(taken)])
 termination.install()
+signal.signal(signal.SIGUSR1, lambda *_: [os.close(taken.pop()) for _ in list(taken)])
 try:
     with Server(Model(), "127.0.0.1", 0, "/score", None) as server:
         print(server.port, flush=True)
