@@ -19,22 +19,16 @@ from typing import Any
 
 from megarl.environments.adapters import load
 from megarl.environments.protocol import ProtocolFault, Turn, read_reset, read_step
-from megarl.sandbox.bounded import Answer, Late, in_time, serve
+from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import Channel
-
-LONGEST_TEXT = 500
 
 
 def work(channel: Channel, answer: Answer) -> None:
     """Imports the environment, and plays what comes."""
     source, step_s = pickle.loads(channel.receive())
-    try:
-        make = load(source)
-    except Exception as error:  # an import may raise anything
-        text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
-        answer("refused", text[:LONGEST_TEXT])
+    make = imported(lambda: load(source), answer)
+    if make is None:
         return
-    answer("ready")
     episodes: dict[int, Any] = {}
     draws = _Draws()
     while True:

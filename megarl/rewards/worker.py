@@ -11,23 +11,19 @@ import time
 from typing import Any
 
 from megarl.rewards.verifiers import BadReturn, Verifier, load
-from megarl.sandbox.bounded import Answer, Late, in_time, serve
+from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import Channel
 
-MOST_PARTS, LONGEST_NAME, LONGEST_TEXT = 64, 100, 500
+MOST_PARTS, LONGEST_NAME = 64, 100
 Outcome = tuple[float, dict[str, float], str | None]
 
 
 def work(channel: Channel, answer: Answer) -> None:
     """Loads the verifier, and scores what comes."""
     source, timeout_s = pickle.loads(channel.receive())
-    try:
-        verifier = load(source)
-    except Exception as error:  # an import may raise anything
-        text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
-        answer("refused", text[:LONGEST_TEXT])
+    verifier = imported(lambda: load(source), answer)
+    if verifier is None:
         return
-    answer("ready")
     while True:
         for number, sample in pickle.loads(channel.receive()):
             answer(number, *_score(verifier, sample, timeout_s))

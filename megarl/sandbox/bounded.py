@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import enter
 
 Answer = Callable[..., None]
+Loaded = TypeVar("Loaded")
+LONGEST_TEXT = 500  # of a message that a fault becomes
 
 
 class Late(BaseException):
@@ -39,6 +41,18 @@ def serve(work: Callable[[Channel, Answer], None]) -> None:
         work(channel, answer)
     except (EOFError, ConnectionError):  # the run has closed its end
         return
+
+
+def imported(load: Callable[[], Loaded], answer: Answer) -> Loaded | None:
+    """What `load` returns, once the run has been told that the process is ready; None where it was told why it is refused."""
+    try:
+        loaded = load()
+    except Exception as error:  # an import may raise anything
+        text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
+        answer("refused", text[:LONGEST_TEXT])
+        return None
+    answer("ready")
+    return loaded
 
 
 @contextmanager

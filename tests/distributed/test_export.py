@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,25 @@ def test_model_that_lacks_a_parameter_of_its_family_is_refused_by_name(pool: Poo
     assert refused.endswith("not built ['decoder.layers.1.self_attention.q_layernorm.weight']")
 
 
+def announcer(grid: Grid, keys: Iterator[str]) -> Callable[[dict[str, Any]], Callable[[], object]]:
+    """Tells all ranks but the last through the grid's store, one key after the other; what it returns waits until they have done it."""
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        key = next(keys)
+        grid.store.set(key, json.dumps(message))
+        return lambda: grid.store.wait([f"{key}/{engine}" for engine in range(grid.world - 1)])
+
+    return announce
+
+
 def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, Tensor]]:
     """The last rank sends its exported stream twice; the others, far from any engine, receive with the wire's own functions.
 
     Control messages go through the grid's store. Returns what was sent, or the tensors of the second update.
     """
     engines = grid.world - 1
-    counter = iter(range(1000))
-
-    def announce(message: dict[str, Any]) -> Callable[[], object]:
-        key = f"message/{next(counter)}"
-        grid.store.set(key, json.dumps(message))
-        return lambda: grid.store.wait([f"{key}/{engine}" for engine in range(engines)])
+    keys = (f"message/{number}" for number in count())
+    announce = announcer(grid, keys)
 
     if grid.rank == engines:
         tensors = stored(path)
@@ -165,7 +173,7 @@ def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, 
     got: dict[str, Tensor] = {}
     group = None
     while True:
-        key = f"message/{next(counter)}"
+        key = next(keys)
         message = json.loads(grid.store.get(key))
         if "world" in message:
             meeting = wire.Rendezvous(**message)
@@ -200,12 +208,8 @@ def test_receivers_hold_what_was_sent(pool: Pool, path: Path, transport: str) ->
 def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
     """The last rank sends an update by shared memory that only the first of the others may open; what each of these has got."""
     engines = grid.world - 1
-    counter = iter(range(1000))
-
-    def announce(message: dict[str, Any]) -> Callable[[], object]:
-        key = f"relay/{next(counter)}"
-        grid.store.set(key, json.dumps(message))
-        return lambda: grid.store.wait([f"{key}/{engine}" for engine in range(engines)])
+    keys = (f"relay/{number}" for number in count())
+    announce = announcer(grid, keys)
 
     if grid.rank == engines:
         device = torch.device("cpu")
@@ -220,7 +224,7 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         if grid.rank:
             patch.setattr("megarl.sync.receive.map_shared", None)
-        while message := json.loads(grid.store.get(key := f"relay/{next(counter)}")):
+        while message := json.loads(grid.store.get(key := next(keys))):
             if "world" in message:
                 assert message["world"] == engines
                 receiver.connect(wire.Rendezvous(**message), grid.rank)
