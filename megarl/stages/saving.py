@@ -203,7 +203,7 @@ class Checkpoints:
             try:
                 self._models.copy(state.step, record)
             except OSError as error:
-                self._run.event("copy_failed", f"step {state.step} was not copied: {error.strerror or error}")
+                self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")
 
     def save(self, state: State) -> None:
         """Saves the models as they are now, with where the run stands.
