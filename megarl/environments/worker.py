@@ -7,8 +7,7 @@ reward, done, info], ["failed", text].
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import json
 import pickle
 import random
 import sys
@@ -18,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megarl.environments.adapters import load
-from megarl.environments.protocol import ProtocolFault, Turn, read_reset, read_step
+from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
 from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
-from megarl.sandbox.channel import Channel
+from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
 
 def work(channel: Channel, answer: Answer) -> None:
@@ -33,11 +32,11 @@ def work(channel: Channel, answer: Answer) -> None:
     draws = _Draws()
     while True:
         request = pickle.loads(channel.receive())
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             with in_time(step_s), draws.of(*request[:3]):
                 turn = _play(make, episodes, *request)
-            if time.monotonic() - begun >= step_s:  # a bare `except:` swallows our alarm
+            if time.monotonic() - started >= step_s:  # a bare `except:` swallows our alarm
                 raise Late
         except Late:
             answer("failed", "timeout")
@@ -46,7 +45,9 @@ def work(channel: Channel, answer: Answer) -> None:
         except BaseException as error:  # SystemExit and the like too: one episode must not end the process
             answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
         else:
-            answer("turn", turn.messages, turn.reward, turn.done, dict(turn.info))
+            said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
+            size = len(json.dumps(said))
+            answer(*said) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, and {ANSWER_BYTES} are the most")
 
 
 class _Draws:
@@ -79,27 +80,14 @@ class _Draws:
 
 def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:
     if what == "reset":
-        seed, task = given
         episodes[number] = environment = make()
-        takes_task = "task" in inspect.signature(environment.reset).parameters
-        return read_reset(_result(environment.reset(seed, **({"task": task} if takes_task else {}))))
+        return begin(environment, *given)
     if what == "step":
-        return read_step(_result(episodes[number].step(*given)))
+        return read_step(waited(episodes[number].step(*given)))
     environment = episodes.pop(number, None)
     with suppress(Exception):  # the episode is over: what its end goes wrong with is nobody's loss
-        _result(getattr(environment, "close", lambda: None)())
+        end(environment)
     return Turn(None)
-
-
-def _result(returned: Any) -> Any:
-    """What a method returned, after the wait that a coroutine asks for."""
-    if not inspect.isawaitable(returned):
-        return returned
-
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait())
 
 
 if __name__ == "__main__":
