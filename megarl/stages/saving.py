@@ -194,6 +194,12 @@ class Checkpoints:
             state.restore(resume.progress)
         self._saved = state.step if resume.copy is None else None
 
+    def after_step(self, state: State) -> None:
+        """Copies and saves the step that is done, as `save` asks for it."""
+        self.copy(state)
+        if every(self._settings.every, state.step):
+            self.save(state)
+
     def copy(self, state: State) -> None:
         """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
         if self._settings.rolling == "off":
