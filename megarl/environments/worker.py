@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+import numpy  # here, so that an episode that imports it first draws from a state of its own, too
 
 from megarl.environments.adapters import load
 from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
@@ -59,23 +60,20 @@ class _Draws:
     @contextmanager
     def of(self, what: str, number: int, seed: Any = None) -> Iterator[None]:
         """For one request."""
-        numpy = sys.modules.get("numpy")
         if what == "reset":
             random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % (1 << 32))
+            numpy.random.seed(seed % (1 << 32))
         elif number in self._states:
             python, others = self._states[number]
             random.setstate(python)
-            if others is not None:
-                sys.modules["numpy"].random.set_state(others)
+            numpy.random.set_state(others)
         try:
             yield
         finally:
             if what == "close":
                 self._states.pop(number, None)
             else:
-                self._states[number] = random.getstate(), None if numpy is None else numpy.random.get_state()
+                self._states[number] = random.getstate(), numpy.random.get_state()
 
 
 def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:
