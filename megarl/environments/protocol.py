@@ -108,14 +108,20 @@ def read_step(returned: Any) -> Turn:
 
 def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
     """A reward, and the numbers of an `info`; its other entries are left out. ProtocolFault where they are none."""
-    if not isinstance(reward, Real) or not abs(reward) <= LARGEST:  # as it is: an integer may be beyond every float
+    if not _is_number(reward, LARGEST):
         raise ProtocolFault(f"step returned reward={reward!r:.80} ({type(reward).__name__}), not a finite number")
     if not isinstance(info, Mapping):
         raise ProtocolFault(f"step returned info={info!r:.80} ({type(info).__name__}), not a dictionary")
-    numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if isinstance(value, Real) and abs(value) <= FINITE}
+    numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if _is_number(value, FINITE)}
     if len(numbers) > MOST_INFO:
         raise ProtocolFault(f"step returned info of {len(numbers)} numbers, and {MOST_INFO} are the most")
     return float(reward), numbers
+
+
+def _is_number(value: Any, largest: float) -> bool:
+    """Whether it is a real number no larger than this; compared as it is, since an integer may be beyond every float."""
+    size: Any = abs(value) if isinstance(value, Real) else None
+    return size is not None and bool(size <= largest)
 
 
 def read_messages(said: Any, method: str) -> list[Message]:
