@@ -174,7 +174,7 @@ def healed(slurm: Cluster) -> Iterator[None]:
 
 
 def run_out_of_time(submitted: Submitted) -> None:
-    """The time limit is a minute or two from now; Slurm warns a minute before it."""
+    """The time limit is one to two minutes from now; Slurm warns 110 s before it."""
     hours, minutes, _ = map(int, submitted.slurm.job(submitted.number, "RunTime").split(":"))
     submitted.limit(60 * hours + minutes + 2)
 
@@ -182,7 +182,7 @@ def run_out_of_time(submitted: Submitted) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interrupt", "options"),
-    [(requeue, ()), (preempt, ()), (cut_off, ()), (run_out_of_time, ("--time", 60, "--grace", 60))],
+    [(requeue, ()), (preempt, ()), (cut_off, ()), (run_out_of_time, ("--time", 60, "--grace", 110))],
 )
 def test_a_run_goes_on_after(
     interrupt: Callable[[Submitted], None],
