@@ -170,6 +170,11 @@ def healed(slurm: Cluster) -> Iterator[None]:
     finally:
         for node in range(1, 1 + slurm.nodes):
             slurm.say("ip", "link", "set", f"v{node}", "up")
+    wait_until_idle(slurm)
+
+
+def wait_until_idle(slurm: Cluster) -> None:
+    """All nodes are free."""
     slurm.wait_for("idle nodes", lambda: slurm.say("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == str(slurm.nodes), ASK_S)
 
 
@@ -221,6 +226,7 @@ def test_a_lost_node_is_replaced_by_the_spare_one(
     if not long:
         pytest.skip("a command of its own: --long")
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
+    wait_until_idle(slurm)  # else the job would not wait for the spare one
     submitted = Submitted(slurm, job, "--spare", 1)
     submitted.wait_for_step(3)
     with healed(slurm):
