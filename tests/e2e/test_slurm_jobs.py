@@ -155,6 +155,11 @@ def cut_off(submitted: Submitted) -> None:
     submitted.slurm.say("ip", "link", "set", f"v{submitted.further()[1:]}", "down")
 
 
+def cut_off_head(submitted: Submitted) -> None:
+    """So is the node of the driver."""
+    submitted.slurm.say("ip", "link", "set", "v1", "down")
+
+
 def die(submitted: Submitted) -> None:
     """All that the run has on such a node is killed."""
     for pid in submitted.slurm.processes(submitted.further()):
@@ -187,7 +192,7 @@ def run_out_of_time(submitted: Submitted) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interrupt", "options"),
-    [(requeue, ()), (preempt, ()), (cut_off, ()), (run_out_of_time, ("--time", 60, "--grace", 110))],
+    [(requeue, ()), (preempt, ()), (cut_off, ()), (cut_off_head, ()), (run_out_of_time, ("--time", 60, "--grace", 110))],
 )
 def test_a_run_goes_on_after(
     interrupt: Callable[[Submitted], None],
