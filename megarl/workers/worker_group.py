@@ -50,12 +50,12 @@ class WorkerGroup:
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
-        return self.group.start("forward", plan, score)
+        return self.group.start("forward", ray.put(plan), score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
         found: dict[int, float] = {}
-        for part in self.group.call("rewards", plan, timeout_s=self.timeout_s):
+        for part in self.group.call("rewards", ray.put(plan), timeout_s=self.timeout_s):
             found |= part
         return found
 
