@@ -64,6 +64,17 @@ class RolloutSettings(Section):
         return next((f"rollout.{name}={getattr(self, name):g}" for name, all_ in wide.items() if getattr(self, name) != all_), None)
 
 
+class TrainRolloutSettings(RolloutSettings):
+    """The engines of a run that trains: they can be ahead of the ranks."""
+
+    mode: Literal["sync", "ahead", "budget"] = "sync"
+    """sync: the engines respond, then the ranks learn. ahead: engines respond for the next step while the ranks learn, with the weights
+    that the ranks began with: every batch but the first is one update old. budget: the same, and what is not done after budget_tokens goes
+    on under the next weights. Beside sync algorithm.correction must say what to do about older weights, or train.old_logp=rollout."""
+    budget_tokens: PositiveInt | None = None
+    """budget: most tokens of a response in one round. No token is older than max_response_tokens / budget_tokens + 1 updates."""
+
+
 class SyncSettings(Section):
     """How new weights reach the engines."""
 

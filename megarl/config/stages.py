@@ -12,7 +12,7 @@ from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, c
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
-from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
 from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
@@ -71,7 +71,7 @@ class TrainConfig(TrainingSettings):
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: TrainRolloutSettings = TrainRolloutSettings()
     """Engines and sampling."""
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
@@ -93,6 +93,8 @@ class TrainConfig(TrainingSettings):
             self._check_shared,
             self._check_old_logp,
             self._check_cut,
+            self._check_mode,
+            self._check_budget,
             self._check_lengths,
             self._check_critic_tokens,
         )
@@ -218,6 +220,35 @@ class TrainConfig(TrainingSettings):
                 f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
                 "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
             )
+
+    def _check_mode(self) -> None:
+        """ValueError where engines are to be ahead of the ranks and cannot be, or nothing corrects for their older weights."""
+        rollout, mode = self.rollout, f"rollout.mode={self.rollout.mode}"
+        if (rollout.mode == "budget") != (rollout.budget_tokens is not None):
+            raise ValueError(f"rollout.budget_tokens={rollout.budget_tokens} with {mode}: budget needs it, and nothing else has it")
+        if rollout.mode == "sync":
+            return
+        if self.placement.engines == "shared":
+            raise ValueError(f"{mode}: engines respond while ranks learn, and placement.engines=shared lets one of them work at a time")
+        if self.algorithm.correction is None and self.train.old_logp != "rollout":
+            raise ValueError(
+                f"{mode}: responses then come from older weights than those that learn from them, and nothing corrects for it; "
+                "algorithm.correction (say {type: tis}) weighs each token by policy over engine, train.old_logp=rollout takes the engine's "
+                "log-probs as the old ones"
+            )
+
+    def _check_budget(self) -> None:
+        """ValueError where responses are to be cut that cannot be, or whose prompts are not known before."""
+        if self.rollout.mode != "budget":
+            return
+        cannot = {
+            "environment": self.environment is not None,
+            "train.dynamic_sampling_rounds": self.train.dynamic_sampling_rounds is not None,
+            "rollout.stop": bool(self.rollout.stop),
+            f"algorithm.type={self.algorithm.type}": self.algorithm.needs_greedy,
+        }
+        for key in (key for key, there in cannot.items() if there):
+            raise ValueError(f"{key}: does not go with rollout.mode=budget, which cuts responses and goes on with them later")
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:

@@ -33,6 +33,7 @@ class Request:
     min_p: float = 0.0
     stop_token_ids: Sequence[int] = ()  # end the response, beside the model's end token
     stop: Sequence[str] = ()  # texts that do; the response ends with the token that completes one
+    by_position: bool = False  # each token is drawn by the seed and its own position: with what was drawn as the prompt, the rest follows
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megarl.environments.hosts import open_host
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.episodes import Limits, Played, Start, joined, play
 from megarl.rollout.generate import Sampling, TokenPrompt
+from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.backwards_engine import STUCK, BackwardsEngine
 from tests.rollout.engine_host import Host
@@ -40,7 +41,7 @@ async def _episodes(tiny: Path) -> list[list[list[Played]]]:
             return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
 
         try:
-            runs.append(await play(engine, host, TurnTokens(tokenizer), text_of, starts, SAMPLING, LIMITS, TIMEOUT_S))
+            runs.append(await play(Responder(engine, TIMEOUT_S), host, TurnTokens(tokenizer), text_of, starts, SAMPLING, LIMITS, TIMEOUT_S))
             if len(runs) == 1:
                 await _sampling(engine, tiny)
         finally:
@@ -163,7 +164,7 @@ def test_limits_and_failures_end_an_episode_with_what_it_has(tiny_model: Path) -
         host, engine = open_host(EnvironmentSettings.model_validate(TREE)), BackwardsEngine("engine 0")
 
         async def body() -> list[list[Played]]:
-            return await play(engine, host, TurnTokens(tokenizer), lambda _: "x", starts, SAMPLING, limits, timeout_s)
+            return await play(Responder(engine, TIMEOUT_S), host, TurnTokens(tokenizer), lambda _: "x", starts, SAMPLING, limits, timeout_s)
 
         try:
             return [one for episodes in asyncio.run(body()) for one in episodes]

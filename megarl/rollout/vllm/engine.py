@@ -50,6 +50,7 @@ class VllmEngine(Engine):
         self._asleep: set[Part] = set()  # what has left the device
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._count = 0  # requests so far
+        self._by_position = False  # the workers can draw so
         self._open: dict[RequestId, tuple[Any, asyncio.Task[None]]] = {}  # not yet received: vLLM's queue, who waits at it
         self._finished: list[Finished] = []  # to be received
         self._failure: Exception | None = None  # of the engine, as a request has met it
@@ -149,6 +150,9 @@ class VllmEngine(Engine):
                 if request.id in taken:
                     raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
                 taken.add(request.id)
+            if not self._by_position and any(request.by_position for request in requests):
+                await self._call("megarl_draw_by_position", timeout_s=timeout_s)
+                self._by_position = True
             await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
 
     async def _add(self, requests: Sequence[Request]) -> None:

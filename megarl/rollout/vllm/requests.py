@@ -9,6 +9,8 @@ import numpy as np
 from megarl.batch import Sample, VersionSpan
 from megarl.rollout.engine import Request, RolloutError
 
+BY_POSITION = "megarl_by_position"  # of SamplingParams.extra_args
+
 
 def check_request(request: Request, limit: int) -> None:
     """ValueError where prompt and response could be longer than `limit` tokens."""
@@ -31,6 +33,7 @@ def sampling_parameters(request: Request) -> Any:
         stop=list(request.stop),
         max_tokens=request.max_tokens,
         seed=request.seed if request.temperature else None,
+        extra_args={BY_POSITION: True} if request.by_position else None,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         detokenize=bool(request.stop),
