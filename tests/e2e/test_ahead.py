@@ -5,35 +5,40 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 
-AHEAD = (
-    "rollout.mode=ahead",
-    "algorithm.correction={type: tis}",
-    "routing.replay=r3",
-    "train.steps=4",
-    "train.dynamic_sampling_rounds=2",
-    "train.eval_every=2",
-    "save.every=1",
-    "save.keep_last=4",
-)
+EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
+MODES = {
+    "ahead": ("rollout.mode=ahead", "train.dynamic_sampling_rounds=2"),
+    "budget": ("rollout.mode=budget", "rollout.budget_tokens=5"),
+}
 
 
-def test_a_batch_ahead_is_one_update_old_and_goes_with_the_checkpoint(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    straight = lab.run(Job(tmp_path / "straight", tiny_model, AHEAD))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str, lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    straight = lab.run(Job(tmp_path / "straight", tiny_model, (*EACH, *MODES[mode])))
     rows = straight.steps()
-    assert [(row["rollout/lag_mean"], row["rollout/lag_max"], row["rollout/lag_mixed"]) for row in rows] == [(0, 0, 0)] + [(1, 1, 0)] * 3
+    lags = [(row["rollout/lag_mean"], row["rollout/lag_max"], row["rollout/lag_mixed"]) for row in rows]
+    if mode == "ahead":
+        assert lags == [(0, 0, 0)] + [(1, 1, 0)] * 3
+    else:
+        assert lags[0] == (0, 0, 0) and all(1 <= mean <= most <= 12 / 5 + 1 for mean, most, _ in lags[1:])
+        assert max(mixed for _, _, mixed in lags) > 0.5
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
     assert rows[0]["training/logprob_gap_mean"] <= 1e-5 < rows[1]["training/logprob_gap_mean"], "old weights have sampled the second"
-    assert all(0 <= row["perf/idle_ranks"] <= 1 and 0 <= row["perf/idle_engines"] <= 1 for row in straight.rows() if "actor/lr" in row)
+    idle = [(row["perf/idle_ranks"], row["perf/idle_engines"]) for row in straight.rows() if "actor/lr" in row]
+    assert all(0 <= share <= 1 for both in idle for share in both)
 
     cut = tmp_path / "cut"
     shutil.copytree(straight.runs, cut)
+    saves = cut / "job" / "checkpoints"
     for step in (3, 4):
-        shutil.rmtree(cut / "job" / "checkpoints" / f"step_{step:06d}")
-    assert (cut / "job" / "checkpoints" / "step_000002" / "ahead.npz").is_file()
-    (cut / "job" / "checkpoints" / "latest").unlink()
-    # The second half on other ranks would round otherwise; on as many engines' slots as there are it may not.
-    assert_same(lab.run(Job(cut, tiny_model, (*AHEAD, "rollout.max_num_seqs=2"))), straight, "model")
+        shutil.rmtree(saves / f"step_{step:06d}")
+    (saves / "latest").unlink()
+    assert (saves / "step_000002" / "ahead.npz").is_file() and (saves / "step_000002" / "ahead.rest.npz").is_file() == (mode == "budget")
+    # Engines that are given one prompt after the other say the same.
+    assert_same(lab.run(Job(cut, tiny_model, (*EACH, *MODES[mode], "rollout.max_num_seqs=2"))), straight, "model")
