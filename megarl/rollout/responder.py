@@ -73,6 +73,8 @@ class Responder:
         self._taken |= {request.id: self._futures[request.id] for request in new}
         self._new.clear()
         self._futures.clear()
+        if not new:
+            return
         try:
             await self._engine.submit(new, self._timeout_s)
         except Exception as error:
