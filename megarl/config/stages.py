@@ -94,7 +94,7 @@ class TrainConfig(TrainingSettings):
             self._check_old_logp,
             self._check_cut,
             self._check_mode,
-            self._check_budget,
+            self._check_under_way,
             self._check_lengths,
             self._check_critic_tokens,
         )
@@ -224,8 +224,10 @@ class TrainConfig(TrainingSettings):
     def _check_mode(self) -> None:
         """ValueError where engines are to be ahead of the ranks and cannot be, or nothing corrects for their older weights."""
         rollout, mode = self.rollout, f"rollout.mode={self.rollout.mode}"
-        if (rollout.mode == "budget") != (rollout.budget_tokens is not None):
-            raise ValueError(f"rollout.budget_tokens={rollout.budget_tokens} with {mode}: budget needs it, and nothing else has it")
+        for key, needs in (("budget_tokens", "budget"), ("max_lag", "free")):
+            value = getattr(rollout, key)
+            if (rollout.mode == needs) != (value is not None):
+                raise ValueError(f"rollout.{key}={value} with {mode}: {needs} needs it, and nothing else has it")
         if rollout.mode == "sync":
             return
         if self.placement.engines == "shared":
@@ -237,18 +239,18 @@ class TrainConfig(TrainingSettings):
                 "log-probs as the old ones"
             )
 
-    def _check_budget(self) -> None:
-        """ValueError where responses are to be cut that cannot be, or whose prompts are not known before."""
-        if self.rollout.mode != "budget":
-            return
+    def _check_under_way(self) -> None:
+        """ValueError where responses are to be under way over several steps, and something of the step cannot be."""
+        mode, algorithm = self.rollout.mode, self.algorithm
+        cut = mode == "budget"
         cannot = {
-            "environment": self.environment is not None,
+            "environment": cut and self.environment is not None,
+            "rollout.stop": cut and bool(self.rollout.stop),
             "train.dynamic_sampling_rounds": self.train.dynamic_sampling_rounds is not None,
-            "rollout.stop": bool(self.rollout.stop),
-            f"algorithm.type={self.algorithm.type}": self.algorithm.needs_greedy,
+            f"algorithm.type={algorithm.type}": algorithm.needs_greedy,
         }
-        for key in (key for key, there in cannot.items() if there):
-            raise ValueError(f"{key}: does not go with rollout.mode=budget, which cuts responses and goes on with them later")
+        for key in (key for key, there in cannot.items() if there and mode in ("budget", "free")):
+            raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses are under way over several steps")
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:

@@ -12,12 +12,11 @@ from megarl.cluster.actor_group import WorkerDied
 from megarl.observe.metrics import Last, Metric
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.context import RunContext
+from megarl.stages.flow import STOP_S, Flow
 from megarl.stages.rollout import Collected, Collection, Group, InProgress, finish
 from megarl.stages.rounds import Rounds
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import NoEngine
-
-STOP_S = 60.0  # longest wait for what is being scored where a run ends
 
 
 class RolloutSource:
@@ -25,7 +24,7 @@ class RolloutSource:
 
     `sync`: the engines respond while the ranks wait, and the other way round. `ahead`: while the ranks learn from a batch, the engines
     respond for the next one, with the weights that the ranks began with; before they get new ones, they are done. `budget`: the same, but
-    that each response gets only so many tokens (`Rounds`).
+    that each response gets only so many tokens (`Rounds`). `free`: the engines never wait (`Flow`).
 
     Args:
         ctx: of the run.
@@ -35,6 +34,7 @@ class RolloutSource:
     def __init__(self, ctx: RunContext, state: TrainState) -> None:
         self._ctx, self._state = ctx, state
         self._ahead = ctx.config.rollout.mode != "sync"
+        self._flow = Flow(ctx, state) if ctx.config.rollout.mode == "free" else None
         self._background: _Background | None = None
         self._sampler = state.sampler.state()  # before the draws of the batch ahead
         self._pool: list[Group] = []  # beside the batch that is learned from
@@ -44,6 +44,11 @@ class RolloutSource:
     def next_batch(self) -> Collected:
         """The groups that the next step learns from. RewardUnavailable where they could not be scored."""
         begun, state = time.monotonic(), self._state
+        if self._flow is not None:
+            with self._ctx.run.phase("rollout"):
+                taken = self._flow.take()
+            self._waited_s += time.monotonic() - begun
+            return taken
         if self._failure is not None:
             raise self._failure
         collected, self._pool = state.ahead, state.pool
@@ -57,7 +62,10 @@ class RolloutSource:
         return collected
 
     def settle(self) -> None:
-        """The step has learned from its batch: the one that is ahead is finished, and the engines have nothing to do."""
+        """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights."""
+        if self._flow is not None:
+            self._flow.settle()
+            return
         begun, background, self._background = time.monotonic(), self._background, None
         self._state.ahead, self._state.pool = None, self._pool
         if background is not None:
@@ -104,9 +112,9 @@ class RolloutSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._background is not None:
-            self._background.stop()
-            self._background = None
+        for under_way in (self._background, self._flow):
+            if under_way is not None:
+                under_way.stop()
 
 
 def _rest(progress: InProgress) -> list[Group]:

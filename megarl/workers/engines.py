@@ -155,7 +155,7 @@ class Engines:
         """
         try:
             yield
-            self._replace(work, refill)
+            self.replace(work, refill=refill)
         except BaseException:
             work.cancel()
             raise
@@ -167,10 +167,11 @@ class Engines:
         try:
             return work.finished()
         except NoEngine:
-            self._replace(work, refill=True)
+            self.replace(work)
             return {}
 
-    def _replace(self, work: Dispatcher, refill: bool) -> None:
+    def replace(self, work: Dispatcher, *, refill: bool = True) -> None:
+        """Replaces the engines that were lost in the work; `refill`: with the weights of the last sync."""
         with self._replacements(refill) as lost:
             for engine, fault in work.lost.items():
                 lost(engine, fault)

@@ -108,6 +108,10 @@ class WorkerExtension:
         pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
         return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
 
+    def megarl_counts(self) -> dict[str, int]:
+        """The tokens of each request that has begun and not ended, prompt and response; exact while the scheduler is paused."""
+        return {name: int(state.num_tokens) for name, state in self.model_runner.requests.items()}
+
     def megarl_draw_by_position(self) -> None:
         """From now on a request that asks for it draws each token by its seed and the token's position.
 

@@ -134,11 +134,17 @@ TABLE = [
                 ("rollout.mode=budget", "train.old_logp=rollout"),
                 "budget needs it",
             ),
+            ("rollout[.]max_lag=None with rollout[.]mode=free", ("rollout.mode=free", "train.old_logp=rollout"), "free needs it"),
+            (
+                "algorithm[.]type=remax",
+                ("rollout.mode=free", "rollout.max_lag=2", "algorithm={type: remax, correction: {type: tis}}"),
+                "does not go with rollout[.]mode=free, whose responses",
+            ),
             ("rollout[.]budget_tokens=8 with rollout[.]mode=sync", ("rollout.budget_tokens=8",), "nothing else has it$"),
             (
                 "train[.]dynamic_sampling_rounds",
                 ("rollout.mode=budget", "rollout.budget_tokens=8", "train.old_logp=rollout", "train.dynamic_sampling_rounds=2"),
-                "does not go with rollout[.]mode=budget, which cuts responses",
+                "does not go with rollout[.]mode=budget, whose responses",
             ),
             (
                 "rollout[.]stop",

@@ -178,6 +178,24 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
     assert bool(straight.saved[1][1]) == (mode != "sync")
 
 
+def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
+    """Of a run that is cut off what was done is kept, and what was not begins again."""
+    free = ("rollout.mode=free", "rollout.max_lag=2")
+    loop = make(*free).run(3)
+    progress, files = loop.saved[-1]
+    again = make(*free)
+    again.state.restore(progress)
+    again.state.take(files)
+    again.engines.version = 2
+    again.run()
+    for one in (loop, again):
+        assert all(lag["rollout/lag_max"] <= 2 for lag in one.lags)
+    learned = [group.place for done in (*loop.learned[:2], *again.learned) for group in done.groups]
+    left = [group.place for group in again.state.pool]
+    assert len(learned) == STEPS * 4 and len(left) == 8
+    assert sorted(learned + left) == sorted(make(*free).state.sampler.take(STEPS * 4 + 8))
+
+
 def test_each_mode_has_its_lag(make: Any) -> None:
     sync, ahead, budget = (make(*MODES[mode]).run() for mode in ("sync", "ahead", "budget"))
     assert {lag["rollout/lag_max"] for lag in sync.lags} == {0.0}
