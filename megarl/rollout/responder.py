@@ -45,15 +45,17 @@ class Responder:
         return await future
 
     async def all(self, requests: Sequence[Request], timeout_s: float) -> list[Sample]:
-        """The responses to all of them. Where that fails nothing is left behind; RolloutTimeout says how many are late."""
+        """The responses to all of them, at least one. Where that fails nothing is left behind; RolloutTimeout says how many are late."""
         tasks = [asyncio.create_task(self(request)) for request in requests]
         try:
-            return await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
-        except (TimeoutError, RolloutTimeout):
-            late = sum(not task.done() or task.cancelled() or task.exception() is not None for task in tasks)
-            raise RolloutTimeout(f"{self.label}: {late} of {len(tasks)} responses not done after {timeout_s:g} s") from None
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            late = [task for task in tasks if not task.done() or isinstance(task.exception(), RolloutTimeout)]
+            said = [task.result() for task in tasks if task not in late]
         finally:
             await self.withdraw(tasks)
+        if late:
+            raise RolloutTimeout(f"{self.label}: {len(late)} of {len(tasks)} responses not done after {timeout_s:g} s")
+        return said
 
     async def withdraw(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Cancels what is not done of these tasks; returns when the engine has let go of what they waited for."""

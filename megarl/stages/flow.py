@@ -85,6 +85,7 @@ class Flow:
         self._work: Dispatcher = ctx.engines.work()
         self._pool: dict[Asked, Group] = {}
         self._arrived: deque[tuple[Asked, list[Response], list[Score] | None]] = deque()
+        self._scores: list[Score] = []  # since the last step
         self._error: BaseException | None = None
         for group in state.pool:
             frozen = state.step - state.learned
@@ -101,6 +102,8 @@ class Flow:
             self._gather(ranks=True)
             chosen = self._schedule.take(state.learned)
             if chosen is not None:
+                self._ctx.run.failures(self._scores)
+                self._scores = []
                 return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
             if self._error is not None:
                 self._mend(self._error)
@@ -145,7 +148,7 @@ class Flow:
         self._pool[asked] = replace(self._pool[asked], responses=responses, scores=scores or [])
         if scores is not None:
             self._schedule.end(asked)
-            self._ctx.run.failures(scores)
+            self._scores += scores
 
     def _mend(self, error: BaseException) -> None:
         """Goes on where all engines were lost; raises any other error."""
