@@ -76,7 +76,7 @@ class Dispatcher:
         playing: how responses become episodes, if they do.
 
     Attributes:
-        lost: engines that are, and how.
+        lost: engines that are, and how; one that is replaced takes part again.
         busy_s: seconds in which engines had something to do, added up.
     """
 
@@ -84,6 +84,7 @@ class Dispatcher:
         self._group, self._settings, self._playing = group, settings, playing
         self._queue: deque[Wanted] = deque()
         self._calls: dict[Any, _Call] = {}  # by the reference that is ready when the responses are
+        self._dead: dict[int, Any] = {}  # the actors that they were
         self.lost: dict[int, Exception] = {}
         self.busy_s, self._since = 0.0, time.monotonic()
 
@@ -126,10 +127,6 @@ class Dispatcher:
         watch.check(DOING, {})
         return found
 
-    def renew(self) -> None:
-        """The engines that were lost have been replaced."""
-        self.lost.clear()
-
     def cancel(self) -> None:
         """Nothing of it is wanted any more."""
         self._queue.clear()
@@ -137,7 +134,9 @@ class Dispatcher:
         self._calls.clear()
 
     def _hand_out(self) -> None:
-        living = [engine for engine in range(len(self._group.actors)) if engine not in self.lost]
+        actors = self._group.actors
+        self.lost = {engine: fault for engine, fault in self.lost.items() if actors[engine] is self._dead[engine]}  # others are replaced
+        living = [engine for engine in range(len(actors)) if engine not in self.lost]
         if self._queue and not living:
             raise NoEngine
         while self._queue:
@@ -148,7 +147,7 @@ class Dispatcher:
             if load[engine] >= AHEAD * self._settings.max_num_seqs:
                 return
             wanted = self._queue.popleft()
-            references = wanted.ask(self._group.actors[engine], self._playing)
+            references = wanted.ask(actors[engine], self._playing)
             self._calls[references[0]] = _Call(wanted, engine, references, time.monotonic() + self._settings.timeout_s)
 
     def _lose(self, engine: int, fault: Exception) -> None:
@@ -156,7 +155,7 @@ class Dispatcher:
             raise fault
         if engine in self.lost:
             return
-        self.lost[engine] = fault
+        self.lost[engine], self._dead[engine] = fault, self._group.actors[engine]
         back = {reference: call for reference, call in self._calls.items() if call.engine == engine}
         for reference in back:
             del self._calls[reference]

@@ -177,7 +177,6 @@ class Engines:
                 lost(engine, fault)
         if work.lost and self.turns is not None:
             self.turns.to_engines()
-        work.renew()
 
     def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
         """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.

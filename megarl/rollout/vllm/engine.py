@@ -272,7 +272,7 @@ class VllmEngine(Engine):
         async with self._lock:
             await self._weights("megarl_finish_update", timeout_s=timeout_s)
             for one in self._open.values():
-                if not one.waiting.done():  # what has ended by now, ended before
+                if not one.waiting.done() and version != self._version:  # what has ended by now, ended before
                     begun = max(0, self._counts.get(one.queue.request_id, 0) - one.prompt_length)
                     one.versions = [span for span in one.versions if span.start < begun] + [VersionSpan(begun, version)]
             await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
