@@ -171,7 +171,6 @@ class Flow:
                     continue
                 found = self._work.finished()
                 for asked, responses in found.items():
-                    assert isinstance(asked, tuple)
                     scores = None
                     if self._reward.scorer is not None:
                         [scores] = scored(self._ctx.config, self._reward, [self._pool[asked].prompt], [responses])

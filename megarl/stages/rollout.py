@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
@@ -132,7 +132,7 @@ class Collection:
         self._greedy: dict[int, list[Response]] = {}
         self._answers: dict[int, list[Response]] = {}  # finished, and not scored
 
-    def proceed(self, finished: Callable[[Dispatcher], dict[object, list[Response]]], *, ranks: bool) -> bool:
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
         """Goes on by a second at most. Verifiers score what is finished while the engines respond to other prompts.
 
         Args:
@@ -145,7 +145,7 @@ class Collection:
         self._ask()
         if self.work.open:
             for key, responses in finished(self.work).items():
-                number, greedy = key  # type: ignore[misc]
+                number, greedy = key
                 (self._greedy if greedy else self._answers)[number] = responses
         ready = [n for n in sorted(self._answers) if n in self._greedy or not self._ctx.config.algorithm.needs_greedy]
         together = self._reward.scorer is None
@@ -199,7 +199,7 @@ class InProgress(Protocol):
     work: Dispatcher
     scores: list[Score]
 
-    def proceed(self, finished: Callable[[Dispatcher], dict[object, list[Response]]], *, ranks: bool) -> bool: ...
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool: ...
 
     def collected(self) -> Collected: ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
@@ -48,11 +49,10 @@ class Rounds:
         self._rounds = 0
         self._begin()
 
-    def proceed(self, finished: Callable[[Dispatcher], dict[object, list[Response]]], *, ranks: bool) -> bool:
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
         """As `Collection.proceed`."""
         if self.work.open:
             for index, responses in finished(self.work).items():
-                assert isinstance(index, int)
                 more = {response.index: response for response in responses}
                 before = {response.index: response for response in self._pool[index].responses}
                 self._pool[index] = replace(self._pool[index], responses=[*(before | more).values()])

@@ -97,7 +97,7 @@ class Dispatcher:
         """How many prompts are not finished."""
         return len(self._queue) + len(self._calls)
 
-    def finished(self) -> dict[Hashable, list[Response]]:
+    def finished(self) -> dict[Any, list[Response]]:
         """The responses to prompts that are finished; waits for the first, a second at most.
 
         What an engine raises that no other would do without is raised. NoEngine where none is left.
