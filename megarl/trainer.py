@@ -63,9 +63,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
             with checkpoints.checkpoint_on_failure(state):
                 metrics = train_step(ctx, state, source)
             run.log(state.step, metrics)
-            checkpoints.copy(state)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
+            checkpoints.after_step(state)
         checkpoints.finish()
 
         with run.phase("save"):

@@ -55,9 +55,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
             if every(config.train.eval_every, state.step) or not state.pretraining.active:
                 metrics |= measure(ctx, held_out, state.kl_coef)
             run.log(state.step, metrics)
-            checkpoints.copy(state)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
+            checkpoints.after_step(state)
         checkpoints.finish()
         with run.phase("save"):
             ctx.models.save("critic", run.directory / "critic")

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.turns import TurnTokens
-from megarl.environments.hosts import Episode, Host
+from megarl.environments.hosts import Episode, Host, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.generate import Sampling, request_for, request_seed
@@ -151,7 +151,7 @@ class _Player:
 
     async def _begin(self, episode: Episode) -> list[int]:
         opening = await episode.reset(self._start.seed, None if self._start.task is None else dict(self._start.task))
-        context = self._start.tokens if opening.messages is None else self._tokens.opening(opening.messages)
+        context = self._start.tokens if opening.messages is None else in_tokens(self._tokens.opening, opening.messages)
         if not context:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
@@ -175,7 +175,7 @@ class _Player:
             if len(self._turns) == self._limits.turns:
                 return False
             assert answer.messages is not None
-            read = self._tokens.after(answer.messages, spoken)
+            read = in_tokens(self._tokens.after, answer.messages, spoken)
             context = [*context, *spoken, *read]
             if len(context) >= longest:  # the policy could say nothing more
                 return False

@@ -203,6 +203,12 @@ class Checkpoints:
             state.take(resume.files)
         self._saved = state.step if resume.copy is None else None
 
+    def after_step(self, state: State) -> None:
+        """Copies and saves the step that is done, as `save` asks for it."""
+        self.copy(state)
+        if every(self._settings.every, state.step):
+            self.save(state)
+
     def copy(self, state: State) -> None:
         """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
         if self._settings.rolling == "off":
@@ -212,7 +218,7 @@ class Checkpoints:
             try:
                 self._models.copy(state.step, record)
             except OSError as error:
-                self._run.event("copy_failed", f"step {state.step} was not copied: {error.strerror or error}")
+                self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")
 
     def save(self, state: State) -> None:
         """Saves the models as they are now, with where the run stands.

@@ -199,6 +199,8 @@ class Engines:
         end(self.group.actors)
         self.starter.places = places
         self.group.actors[:] = [self.starter.create(index) for index in range(len(places))]
+        if self.turns is not None:
+            self.turns.begin_again()
         return self.open()
 
     def _replaced_any(self, doing: str, refill: bool) -> bool:

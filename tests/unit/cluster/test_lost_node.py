@@ -53,7 +53,7 @@ PROGRAM = """
         for step in (1, 2, 3):
             alone.save(step, {"a": group}, 60, f"alone {step}")
             twice.save(step, {"b": group}, 60, f"twice {step}")
-        ray.wait(twice._travelling, num_returns=2, timeout=60)
+        ray.get(twice._travelling, timeout=60)
         print(json.dumps([len(set(nodes)), lost_nodes(places), alone.newest(), twice.newest()]), file=told)
 
         running = {one.pid: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
