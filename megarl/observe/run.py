@@ -299,7 +299,9 @@ class Run:
         return f"another start goes on from {latest.read_text().strip()}" if there else "another start begins anew (save.every)"
 
     def _new_alarms(self) -> Alarms:
-        return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
+        if not isinstance(self._config, TrainConfig):
+            return Alarms()
+        return Alarms(self._config.routing, ahead=self._config.rollout.mode != "sync")
 
     def _open_writers(self, purge: int | None) -> Writers:
         config = self._config

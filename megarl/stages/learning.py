@@ -67,6 +67,13 @@ class SupervisedState:
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
         self.best.restore(state.get("best", NOTHING))
 
+    def files(self) -> dict[str, bytes]:
+        """None: items are drawn when they are learned from."""
+        return {}
+
+    def take(self, files: Mapping[str, bytes]) -> None:
+        pass
+
 
 def learn(
     config: SftConfig | RmConfig | DpoConfig,

@@ -61,6 +61,11 @@ class ModelGroups:
     def policy(self) -> WorkerGroup:
         return self.groups[0]
 
+    @property
+    def stages(self) -> Sequence[Sequence[int]]:
+        """The MoE layers of each pipeline stage, as far as the ranks want to know of their experts."""
+        return () if self.experts is None else self.experts.stages
+
     def rewards(self, responses: Sequence[Response]) -> list[float]:
         """The reward model's scores."""
         group = self.of("reward")
@@ -82,8 +87,7 @@ class ModelGroups:
         """
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        stages = () if self.experts is None else self.experts.stages
-        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), stages) for group in readers]
+        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), self.stages) for group in readers]
         running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
