@@ -93,11 +93,11 @@ def test_rlhf(short: Short) -> None:
         pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
     files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
     with short.lab.stage():
-        rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=90", "rm.eval_every=30", "rm.batch_size=48", "layout.ranks=1"))
+        rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=120", "rm.eval_every=40", "rm.batch_size=48", "layout.ranks=1"))
     assert short.summary("rlhf/rm")["results"]["held-out after"]["rm/accuracy"] > 0.85
     model = short.runs / "rlhf" / "rm" / "model"
     places = (short.warm, f"critic.path={model}", f"reward.source.path={model}")
-    sizes = (*HALF, "train.prompts_per_step=32", "rollout.samples_per_prompt=8", "train.steps=8", "critic.pretrain_steps=2")
+    sizes = (*HALF, "train.prompts_per_step=32", "rollout.samples_per_prompt=8", "train.steps=11", "critic.pretrain_steps=2")
     held_out = ("reward.normalise.prompts=128", "data.eval.items=256", "data.train.exclude.items=256")
     short.lab.train(short.config(TrainConfig, "rlhf/ppo", *WORDS, *places, *sizes, *held_out))
     assert short.rose("rlhf/ppo") > 0.05, "right answers, which training never sees"
