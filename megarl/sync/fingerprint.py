@@ -15,15 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from megarl.lazy_torch import Tensor, torch
 
 # dtype -> (integer view, exponent bits). An element whose exponent bits are all 0 is a zero or subnormal.
-_BITS = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-}
+_BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80), "float16": ("int16", 0x7C00)}
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 _ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
@@ -93,13 +88,14 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     Raises:
         TypeError: another dtype.
     """
-    if stack_BRC.dtype not in _BITS:
+    dtype = str(stack_BRC.dtype).removeprefix("torch.")
+    if dtype not in _BITS:
         raise TypeError(f"no fingerprint for dtype {stack_BRC.dtype}")
-    integer, exponent = _BITS[stack_BRC.dtype]
+    integer, exponent = _BITS[dtype]
     count, rows, columns = stack_BRC.shape
     device = stack_BRC.device
     key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
-    stack = stack_BRC.detach().contiguous().view(integer)
+    stack = stack_BRC.detach().contiguous().view(getattr(torch, integer))
     total_B = torch.zeros(count, dtype=torch.int64, device=device)
     chunk = _CHUNK[device.type]
     together = max(1, chunk // max(1, rows * columns))

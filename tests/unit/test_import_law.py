@@ -23,7 +23,7 @@ ALLOWED = {
     "vllm": ("megarl/rollout/vllm/",),
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
-ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.algorithms")
+ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.lazy_torch", "megarl.algorithms")
 
 
 @cache
