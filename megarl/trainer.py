@@ -10,9 +10,10 @@ from megarl import termination
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric
-from megarl.stages.checks import Data, check_gap, check_train
+from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
+from megarl.stages.gap import check_gap
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
 from megarl.stages.rollout_metrics import rollout_metrics, scale_metrics
