@@ -105,6 +105,7 @@ class Tool:
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
     "init": Tool("a commented configuration for a model and a file of your own (init --help)", "megarl.init:main"),
+    "generate": Tool("what a model says to a prompt, a file of them, or in a chat (generate --help)", "megarl.stages.generate:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "slurm": Tool("submits a run as a Slurm job that saves, queues again and goes on; status (slurm --help)", "megarl.slurm.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),

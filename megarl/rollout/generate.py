@@ -7,10 +7,15 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
+from megarl.data.tokenizer import decode
 from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call that failed
 
@@ -122,6 +127,13 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
         sampling.stop_token_ids,
         sampling.stop,
     )
+
+
+def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
+    tokens = said.tokens[said.prompt_length :].tolist()
+    ends = (tokenizer.eos_token_id, *sampling.stop_token_ids)
+    return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
 
 
 async def withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:

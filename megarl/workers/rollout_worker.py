@@ -19,7 +19,7 @@ from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, play
-from megarl.rollout.generate import Sampling, TokenPrompt, generate
+from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
 from megarl.sync.fingerprint import Print
 
 
@@ -177,7 +177,7 @@ class RolloutWorker:
     async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
-            (int(generated.prompt_id), index, sample, self._text(sample, sampling), None)
+            (int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer), None)
             for generated in await generate(self._engine, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
@@ -188,22 +188,16 @@ class RolloutWorker:
                 self._host[1].close()
             self._host = playing.environment, open_host(playing.environment)
 
-        def text_of(turn: Sample) -> str:
-            return self._text(turn, sampling)
+        def said(turn: Sample) -> str:
+            return text_of(turn, sampling, self._tokenizer)
 
         turns = TurnTokens(self._tokenizer, playing.system)
-        played = await play(self._engine, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
+        played = await play(self._engine, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)
         return [
             (int(start.id), index, one.sample, one.text, self._episode(one))
             for start, episodes in zip(share, played, strict=True)
             for index, one in enumerate(episodes)
         ]
-
-    def _text(self, said: Sample, sampling: Sampling) -> str:
-        """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
-        tokens = said.tokens[said.prompt_length :].tolist()
-        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
-        return decode(self._tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
 
     def _episode(self, played: Played) -> Episode:
         sample, opening, rest = played.sample, "", ""

@@ -32,12 +32,20 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         )
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
-    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
-    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
-    longest = settings.max_prompt_tokens + settings.max_response_tokens
-    needed = token_bytes * _BLOCK * (-(-longest // _BLOCK) + 1)  # one block stays empty
-    if needed > settings.kv_cache_mb << 20:
+    needed = cache_mb(hf, dtype, settings, sequences=1)
+    if needed > settings.kv_cache_mb:
+        longest = settings.max_prompt_tokens + settings.max_response_tokens
         raise ConfigError(
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
-            f"needs {-(-needed // 2**20)}"
+            f"needs {needed}"
         )
+
+
+def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
+    """What a CPU engine needs for so many of the longest sequences."""
+    heads = int(hf["num_attention_heads"])
+    kv_heads, head_dim = int(hf.get("num_key_value_heads") or heads), int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
+    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    blocks = sequences * -(-longest // _BLOCK) + 1  # one stays empty
+    return -(-token_bytes * _BLOCK * blocks >> 20)
