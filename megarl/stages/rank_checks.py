@@ -10,7 +10,7 @@ from megarl.config import (
     ConversationSource,
     DpoConfig,
     LearnConfig,
-    PreferenceSource,
+    PairSource,
     RmConfig,
     ServeConfig,
     SftConfig,
@@ -90,7 +90,7 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     """All checks of a stage that learns from pairs; its pairs."""
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
 
-    def pairs(source: PreferenceSource, key: str) -> list[Preference]:
+    def pairs(source: PairSource, key: str) -> list[Preference]:
         return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
 
     held_out = pairs(data.eval, "data.eval")
