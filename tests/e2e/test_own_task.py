@@ -76,4 +76,4 @@ def test_the_hour_itself(tmp_path: Path, long: bool) -> None:
     search = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLE.parents[1])}
     subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path / "own"], env={**os.environ, **search}, check=True, timeout=3600)
     ends = json.loads((tmp_path / "own/runs/rl/summary.json").read_text())
-    assert ends["pass_rate_end"]["sampled"] > ends["pass_rate_start"]["sampled"]
+    assert ends["score_end"]["sampled"] > ends["score_start"]["sampled"]
