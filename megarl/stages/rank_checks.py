@@ -67,7 +67,7 @@ def check_sft(config: SftConfig) -> Conversations:
 
     held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
     if data.eval is not None:
-        check_held_out(config, len(held_out))
+        check_held_out(len(held_out), config.layout.dp)
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
     train = conversations(data.train, "data.train") if config.sft.steps else []
@@ -94,7 +94,7 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
         return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
 
     held_out = pairs(data.eval, "data.eval")
-    check_held_out(config, len(held_out))
+    check_held_out(len(held_out), config.layout.dp)
     train = pairs(data.train, "data.train") if config.learn.steps else []
     if train:
         check_resume(config, config.section, len(train))
@@ -132,10 +132,10 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
     return tokenizer
 
 
-def check_held_out(config: LearnConfig, count: int) -> None:
-    """ConfigError where the held-out source has too little for the ranks."""
-    if count < config.layout.dp:
-        raise ConfigError(f"data.eval: holds {count}, less than one for each of {config.layout.dp} data-parallel ranks")
+def check_held_out(count: int, ranks: int) -> None:
+    """ConfigError where the held-out source has too little for the data-parallel ranks."""
+    if count < ranks:
+        raise ConfigError(f"data.eval: holds {count}, less than one for each of {ranks} data-parallel ranks")
 
 
 def check_serve(config: ServeConfig) -> None:
