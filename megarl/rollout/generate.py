@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode
-from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
+from megarl.rollout.engine import Request, RequestId
+from megarl.rollout.responder import Responder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call that failed
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,14 @@ def request_seed(seed: int, prompt_id: int | str, sample: int, turn: int = 0) ->
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
-    """Responses to each prompt, from an engine that has nothing else to do.
+async def generate(responder: Responder, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
+    """Responses to each prompt. Several calls may be under way at once.
 
-    The same call gives the same tokens and log-probs. The end-of-sequence token is part of a response that ends by itself. Whatever makes
-    the call fail, its requests are withdrawn.
+    The same call gives the same tokens and log-probs where what an engine computes does not depend on what it computes beside it. The
+    end-of-sequence token is part of a response that ends by itself. Whatever makes the call fail, its requests are withdrawn.
 
     Args:
-        engine: idle.
+        responder: of the engine.
         prompts: each with an id of its own.
         sampling: `n` responses to each, and how.
         timeout_s: for all of them together.
@@ -95,22 +92,8 @@ async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sam
         for prompt in prompts
         for number in range(sampling.n)
     ]
-    deadline = time.monotonic() + timeout_s
-    await engine.submit(requests, timeout_s)
-    samples: dict[RequestId, Sample] = {}
-    try:
-        while len(samples) < len(requests):
-            left_s = deadline - time.monotonic()
-            finished = await engine.receive(left_s) if left_s > 0 else []
-            if not finished:
-                late = len(requests) - len(samples)
-                raise RolloutTimeout(f"{engine.label}: {late} of {len(requests)} responses not done after {timeout_s:g} s")
-            samples.update((one.id, one.sample) for one in finished)
-    except BaseException:
-        with suppress(RolloutError):  # of an engine that has failed: the first error counts
-            await withdraw(engine, [request.id for request in requests if request.id not in samples])
-        raise
-    return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
+    samples = iter(await responder.all(requests, timeout_s))
+    return [Generated(prompt.id, [next(samples) for _ in range(sampling.n)]) for prompt in prompts]
 
 
 def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sampling, seed: int) -> Request:
@@ -134,11 +117,3 @@ def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase
     tokens = said.tokens[said.prompt_length :].tolist()
     ends = (tokenizer.eos_token_id, *sampling.stop_token_ids)
     return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
-
-
-async def withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:
-    """Aborts requests and drops what they have."""
-    left = set(ids)
-    await engine.abort(left, _WITHDRAW_S)
-    while left and (finished := await engine.receive(_WITHDRAW_S)):
-        left -= {one.id for one in finished}

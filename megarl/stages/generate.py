@@ -27,6 +27,7 @@ from megarl.models.families import check_checkpoint
 from megarl.rollout.engine import Engine, RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
 from megarl.rollout.registry import ENGINES, check_engine
+from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.checks import cache_mb
 from megarl.stdout import say
 from megarl.text import escaped
@@ -194,6 +195,7 @@ class Speaker:
         self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
         make: Any = find(ENGINES[job.settings.engine.type])
         self._engine: Engine = make("the engine")
+        self._responder = Responder(self._engine, job.settings.timeout_s)
 
     def __enter__(self) -> Speaker:
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # it has the cores to itself
@@ -222,7 +224,7 @@ class Speaker:
         """To each prompt `sampling.n`: text, finish_reason and length in tokens."""
         job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
-        said = self._runner.run(generate(self._engine, asked, sampling, job.settings.timeout_s))
+        said = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s))
         return [
             [
                 {

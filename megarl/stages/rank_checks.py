@@ -22,9 +22,9 @@ from megarl.data.mixture import mixed
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import check_template, load_tokenizer
+from megarl.http_client import token_of
 from megarl.models.weight_map import HeadKind
 from megarl.plan.fits import check_fits
-from megarl.rewards.http import token_of
 from megarl.stages.checks import check_model, check_trained_head
 from megarl.stages.saving import check_resume
 
