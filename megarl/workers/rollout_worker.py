@@ -197,9 +197,6 @@ class RolloutWorker:
         whole = [joined([before, more], more.finish_reason) for before, more in zip(begun, said, strict=True)] if begun else said
         texts = [text_of(sample, sampling, self._tokenizer) for sample in whole]
         told = [(int(start.id), index, sample, text, None) for index, sample, text in zip(indices, whole, texts, strict=True)]
-            (int(start.id), index, sample, text_of(sample, sampling, self._tokenizer), None)
-            for index, sample in zip(indices, whole, strict=True)
-        ]
         return self._told(told, sampling, experts)
 
     def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
