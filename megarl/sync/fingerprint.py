@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     from megarl.sync.wire import Name
 
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}  # dtype -> integer view
+_BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16"}  # dtype -> integer view
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU.
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 _ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
@@ -134,11 +133,12 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
 
 def _bits(elements: Tensor) -> Tensor:
     """The raw patterns as int64, zeros and subnormal numbers as 0. Raises TypeError for another dtype than `_BITS` has."""
-    if elements.dtype not in _BITS:
+    dtype = str(elements.dtype).removeprefix("torch.")
+    if dtype not in _BITS:
         raise TypeError(f"no fingerprint for dtype {elements.dtype}")
     info = torch.finfo(elements.dtype)
     flushed = torch.nn.functional.hardshrink(elements.detach(), info.smallest_normal * (1 - info.eps))  # the largest subnormal number
-    return flushed.contiguous().view(_BITS[elements.dtype]).to(torch.int64)
+    return flushed.contiguous().view(getattr(torch, _BITS[dtype])).to(torch.int64)
 
 
 def _weighted(numbers: Tensor, key_C: Tensor) -> Tensor:
