@@ -161,8 +161,9 @@ def cut_off_head(submitted: Submitted) -> None:
 
 
 def die(submitted: Submitted) -> None:
-    """All that the run has on such a node is killed."""
-    for pid in submitted.slurm.processes(submitted.further()):
+    """All that the run has on such a node is killed; Slurm's own lives on."""
+    run = {pid: words for pid, words in submitted.slurm.processes(submitted.further()).items() if "slurmstepd" not in words}
+    for pid in run:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
