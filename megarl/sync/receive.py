@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack
+from megarl.sync.wire import Header, Name, Rendezvous, broadcast, each, join, map_shared, open_cuda, place_of, unpack
 
 
 class WeightError(ValueError):
@@ -69,8 +69,12 @@ class BucketReceiver:
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
 
-    def receive(self, header: Header) -> list[tuple[Name, Tensor]]:
+    def receive(self, header: Header) -> list[tuple[str, Tensor]]:
         """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
+        return [one for name, tensor in self.receive_stacks(header) for one in each(name, tensor)]
+
+    def receive_stacks(self, header: Header) -> list[tuple[Name, Tensor]]:
+        """As `receive`, with the stacks as they were sent."""
         return unpack(self._bytes(header), header)
 
     def _bytes(self, header: Header) -> Tensor:

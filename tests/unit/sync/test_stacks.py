@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megarl.sync import fingerprint
 from megarl.sync.fingerprint import Fingerprinter, fingerprints, keys, rearranged_fingerprints
+from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
-from megarl.sync.wire import Bucket, Header, Name, each, map_shared, unpack
+from megarl.sync.wire import Bucket, Header, Name
 
 
 def _experts(count: int, names: str = "e", shape: tuple[int, int] = (37, 53), seed: int = 0) -> tuple[list[str], Tensor]:
@@ -22,15 +23,13 @@ def _experts(count: int, names: str = "e", shape: tuple[int, int] = (37, 53), se
 
 
 def _received(stream: list[tuple[Name, Tensor]], capacity_mb: int) -> tuple[list[Header], dict[str, Tensor], int]:
-    headers, found = list[Header](), dict[str, Tensor]()
+    headers, found, receiver = list[Header](), dict[str, Tensor](), BucketReceiver(torch.device("cpu"))
 
     def announce(plain: dict[str, Any]) -> Callable[[], object]:
         header = Header.parse(plain)
         headers.append(header)
-        assert header.path is not None
-        found.update(
-            {one: t.clone() for name, tensor in unpack(map_shared(header.path, header.nbytes), header) for one, t in each(name, tensor)}
-        )
+        assert [name for name, _ in receiver.receive_stacks(header)] == header.names
+        found.update(receiver.receive(header))
         return lambda: None
 
     sender = Sender("shm", workers=1, host="", bucket_mb=capacity_mb, timeout_s=10.0, device=torch.device("cpu"))
