@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WINDOW_S = 86_400.0
+RESTART = "events/restart"
 
 Kind = Literal["engine", "rank", "node"]
 
@@ -31,6 +32,11 @@ class Restart:
     detection_s: float = 0.0
     recovery_s: float = 0.0
     lost_steps: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """As numbers of a step's row."""
+        numbers = {self.kind: 1.0, "detection_s": self.detection_s, "recovery_s": self.recovery_s, "lost_steps": float(self.lost_steps)}
+        return {RESTART: 1.0, **{f"{RESTART}/{name}": value for name, value in numbers.items()}}
 
 
 class Restarts:

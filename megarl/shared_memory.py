@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ class SharedMemory:
     """
 
     def __init__(self, capacity: int, what: str) -> None:
-        self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._descriptor = descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._close = weakref.finalize(self, os.close, descriptor)
         self._reserved, self._what = 0, what
-        os.ftruncate(self._descriptor, capacity)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.bytes_B: Tensor = torch.frombuffer(mmap.mmap(self._descriptor, capacity), dtype=torch.uint8)
+        os.ftruncate(descriptor, capacity)
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.bytes_B: Tensor = torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
         """Makes sure that the first `nbytes` can be written. OSError where there is no room; else the process would die of SIGBUS."""
@@ -38,8 +40,8 @@ class SharedMemory:
             self._reserved = nbytes
 
     def close(self) -> None:
-        """Lets go of it; views of `bytes_B` stay valid."""
-        os.close(self._descriptor)
+        """Lets go of it; views of `bytes_B` stay valid. Can be called twice."""
+        self._close()
 
 
 def mapped(path: str, size: int) -> Tensor:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megarl import termination
 from megarl.config import TrainConfig
-from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_gap, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
 from megarl.stages.recovery import newest, recovering
-from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
-from megarl.stages.rollout_metrics import rollout_metrics, scale_metrics
+from megarl.stages.rollout import reference_scale
+from megarl.stages.rollout_metrics import lag_metrics, rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 
 
@@ -37,7 +37,7 @@ def train(config: TrainConfig) -> None:
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
     """All steps of a run, from the beginning or from a checkpoint; saves the final models."""
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
-    state, checkpoints = TrainState(config, len(data.train)), Checkpoints(config, "train", run, models)
+    state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
     if resume is not None:
         checkpoints.load(resume, state)
     elif config.model.base is not None:
@@ -50,7 +50,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
         if config.train.eval_at_start:
             evaluate("start", data.sets, engines, ctx.eval_reward, run, config.seed)
 
-    with termination.deferred():  # until the run can be saved
+    with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
         while True:
             if evaluation_due(config, state):
                 with checkpoints.checkpoint_on_failure(state):
@@ -61,11 +61,9 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
                 break
             checkpoints.stop_where_asked(state, config.train.on_alarm)
             with checkpoints.checkpoint_on_failure(state):
-                metrics = train_step(ctx, state, data.train)
+                metrics = train_step(ctx, state, source)
             run.log(state.step, metrics)
-            checkpoints.copy(state)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
+            checkpoints.after_step(state)
         checkpoints.finish()
 
         with run.phase("save"):
@@ -92,18 +90,16 @@ def evaluation_due(config: TrainConfig, state: TrainState) -> bool:
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
 
-def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) -> dict[str, Metric]:
+def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dict[str, Metric]:
     """One step of critic and policy, or of the critic alone during value pretraining. Returns its metrics."""
     config, run, models = ctx.config, ctx.run, ctx.models
     critic_only = state.pretraining.active
 
-    buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
-    while not buffer.full:
-        generated = generate(ctx, state.draw(prompts, buffer.wanted), state.step + 1, buffer.round)
-        buffer.add(score(ctx, generated, state.scale))
-    batch = buffer.batch()
-    run.keep(state.step + 1, buffer.samples(config.log.samples))
+    collected = source.next_batch()
+    batch = collected.batch()
+    run.keep(state.step + 1, collected.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
+    metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens
         plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
@@ -116,6 +112,8 @@ def train_step(ctx: RunContext, state: TrainState, prompts: Sequence[Prompt]) ->
     state.step += 1
     with run.phase("update"):
         metrics |= models.update(plan, policy=not critic_only)
+    source.settle()
+    metrics |= source.metrics()
     if critic_only:
         state.pretraining.observe(metrics)
         return metrics

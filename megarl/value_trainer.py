@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from megarl import termination
 from megarl.config import ConfigError, TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.recovery import newest, recovering
-from megarl.stages.rollout import RolloutBuffer, generate, reference_scale, score
+from megarl.stages.rollout import Collection, finish, reference_scale
 from megarl.stages.rollout_metrics import scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 from megarl.trainer import train_step
 from megarl.workers.plan import RolloutBatch
@@ -33,29 +36,26 @@ def pretrain_value(config: TrainConfig) -> None:
 def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
     """All steps of a run, from the beginning or from a checkpoint; saves the critic."""
     config, run = ctx.config, ctx.run
-    state, checkpoints = TrainState(config, len(data.train)), Checkpoints(config, "value", run, ctx.models)
+    state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "value", run, ctx.models)
     if resume is not None:
         checkpoints.load(resume, state)
     with run.phase("sync"):
         synced = ctx.models.sync(ctx.engines, state.step)
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
-    buffer = RolloutBuffer(config.train.prompts_per_step)
-    buffer.add(score(ctx, generate(ctx, data.eval[: buffer.wanted], step=0), state.scale))
-    held_out = buffer.batch()
+    questions = iter(enumerate(data.eval))
+    held_out = finish(ctx, Collection(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
     if resume is None:
         run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
-    with termination.deferred():  # until the run can be saved
+    with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
         while state.pretraining.active:
             checkpoints.stop_where_asked(state, config.train.on_alarm)
             with checkpoints.checkpoint_on_failure(state):
-                metrics = train_step(ctx, state, data.train)
+                metrics = train_step(ctx, state, source)
             if every(config.train.eval_every, state.step) or not state.pretraining.active:
                 metrics |= measure(ctx, held_out, state.kl_coef)
             run.log(state.step, metrics)
-            checkpoints.copy(state)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
+            checkpoints.after_step(state)
         checkpoints.finish()
         with run.phase("save"):
             ctx.models.save("critic", run.directory / "critic")

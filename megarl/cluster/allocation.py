@@ -3,7 +3,7 @@
 nodes.json   what the job script knows: the nodes, the head first; how many the run needs; the GPUs of each
 head.json    the driver's, readable by its owner alone: where its Ray session is, and the token that it asks for
 stop         the job script's, once Slurm has signalled it: the run is to be saved and to end
-lost         the driver's at its end: the nodes that died under it
+lost         the driver's at its end: what died under it, so that the run is to start again: nodes, or Ray's own servers
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ class Allocation:
         for node, why in nodes.items():
             self.exclude(node, why)
         if nodes:
-            (self.directory / LOST).write_text("".join(f"{node}: {why}\n" for node, why in nodes.items()))
+            self.fail("".join(f"{node}: {why}\n" for node, why in nodes.items()))
+
+    def fail(self, why: str) -> None:
+        """Tells the job script that the run has failed by no fault of its own."""
+        (self.directory / LOST).write_text(why)
 
     @contextmanager
     def stopped_from_outside(self) -> Iterator[None]:

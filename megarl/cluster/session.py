@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
@@ -27,8 +28,10 @@ from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.scratch import SHORT, Scratch, sweep
 from megarl.cluster.watch import watched
-from megarl.config import ClusterSettings
 from megarl.errors import ConfigError, Stopped
+
+if TYPE_CHECKING:  # a node that joins needs neither it nor torch
+    from megarl.config import ClusterSettings
 
 
 class ClusterError(Stopped):
@@ -236,7 +239,7 @@ def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Sc
 
 @contextlib.contextmanager
 def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]:
-    """A session over the nodes of a job, this one at its head. Where it fails, the nodes that died are left to the job script."""
+    """A session over the nodes of a job, this one at its head. Where it fails, the job script is told what died."""
     name, cpus, gpus = allocation.here, cpus_here(), gpus_here() if settings.gpus else 0
     forget_launcher()
     token = secrets.token_hex(32)
@@ -261,7 +264,9 @@ def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]
         except ConfigError:
             raise
         except Exception:
-            allocation.lose(died(before))
+            # Without its server Ray's client answers nothing for a minute, and then ends this process.
+            ended = [kind for kind, _ in ray_worker._global_node.dead_processes()]
+            allocation.fail(f"Ray's {', '.join(ended)} ended\n") if ended else allocation.lose(died(before))
             raise
         finally:
             allocation.withdraw()

@@ -42,7 +42,7 @@ from megarl.config.rewards import (
     SumReward,
     alone,
 )
-from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.rollout import RolloutSettings, SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
@@ -102,6 +102,7 @@ __all__ = [
     "TextArenaEnvironment",
     "ToolsEnvironment",
     "TrainConfig",
+    "TrainRolloutSettings",
     "TrainingSettings",
     "alone",
     "dump",

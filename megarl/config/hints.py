@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-# Names of other systems, and what they are here, of what the verb has; a text with a blank is shown as it is.
+# Names of other systems, and what they are here, of what the verb has.
 ALIASES: dict[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr", "critic.optimizer.lr"),
@@ -135,9 +135,9 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
         everywhere: all dotted keys of the verb.
     """
     name = key[-1]
-    there = [found for found in ALIASES.get(name, ()) if found in everywhere or " " in found]
+    there = [found for found in ALIASES.get(name, ()) if found in everywhere]
     if there:
-        return f" ({there[0]})" if " " in there[0] else f" (here it is {' or '.join(there[:2])})"
+        return f" (here it is {' or '.join(there[:2])})"
     near = difflib.get_close_matches(name, sorted(section), n=1)
     if near:
         return f" (did you mean {near[0]!r}?)"

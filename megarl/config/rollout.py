@@ -64,6 +64,20 @@ class RolloutSettings(Section):
         return next((f"rollout.{name}={getattr(self, name):g}" for name, all_ in wide.items() if getattr(self, name) != all_), None)
 
 
+class TrainRolloutSettings(RolloutSettings):
+    """The engines of a run that trains: they can be ahead of the ranks."""
+
+    mode: Literal["sync", "ahead", "budget", "free"] = "sync"
+    """sync: the engines respond, then the ranks learn. ahead: engines respond for the next step while the ranks learn, with the weights
+    that the ranks began with: every batch but the first is one update old. budget: the same, and what is not done after budget_tokens goes
+    on under the next weights. free: the engines never wait, and what is not done goes on under new weights as they come; two runs differ.
+    Beside sync algorithm.correction must say what to do about older weights, or train.old_logp=rollout."""
+    budget_tokens: PositiveInt | None = None
+    """budget: most tokens of a response in one round. No token is older than max_response_tokens / budget_tokens + 1 updates."""
+    max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """free: most updates by which a token may be older than the weights that learn from it."""
+
+
 class SyncSettings(Section):
     """How new weights reach the engines."""
 

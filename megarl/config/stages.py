@@ -12,7 +12,7 @@ from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, c
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import ModelReward, RewardSettings
-from megarl.config.rollout import RolloutSettings, SyncSettings
+from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
 from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
@@ -71,7 +71,7 @@ class TrainConfig(TrainingSettings):
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
     """How responses are scored."""
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: TrainRolloutSettings = TrainRolloutSettings()
     """Engines and sampling."""
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
@@ -93,6 +93,8 @@ class TrainConfig(TrainingSettings):
             self._check_shared,
             self._check_old_logp,
             self._check_cut,
+            self._check_mode,
+            self._check_under_way,
             self._check_lengths,
             self._check_critic_tokens,
         )
@@ -218,6 +220,37 @@ class TrainConfig(TrainingSettings):
                 f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
                 "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
             )
+
+    def _check_mode(self) -> None:
+        """ValueError where engines are to be ahead of the ranks and cannot be, or nothing corrects for their older weights."""
+        rollout, mode = self.rollout, f"rollout.mode={self.rollout.mode}"
+        for key, needs in (("budget_tokens", "budget"), ("max_lag", "free")):
+            value = getattr(rollout, key)
+            if (rollout.mode == needs) != (value is not None):
+                raise ValueError(f"rollout.{key}={value} with {mode}: {needs} needs it, and nothing else has it")
+        if rollout.mode == "sync":
+            return
+        if self.placement.engines == "shared":
+            raise ValueError(f"{mode}: engines respond while ranks learn, and placement.engines=shared lets one of them work at a time")
+        if self.algorithm.correction is None and self.train.old_logp != "rollout":
+            raise ValueError(
+                f"{mode}: responses then come from older weights than those that learn from them, and nothing corrects for it; "
+                "algorithm.correction (say {type: tis}) weighs each token by policy over engine, train.old_logp=rollout takes the engine's "
+                "log-probs as the old ones"
+            )
+
+    def _check_under_way(self) -> None:
+        """ValueError where responses are to be under way over several steps, and something of the step cannot be."""
+        mode, algorithm = self.rollout.mode, self.algorithm
+        cut = mode == "budget"
+        cannot = {
+            "environment": cut and self.environment is not None,
+            "rollout.stop": cut and bool(self.rollout.stop),
+            "train.dynamic_sampling_rounds": self.train.dynamic_sampling_rounds is not None,
+            f"algorithm.type={algorithm.type}": algorithm.needs_greedy,
+        }
+        for key in (key for key, there in cannot.items() if there and mode in ("budget", "free")):
+            raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses are under way over several steps")
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from megarl.strict_json import parse_json, read_json
 BATCH = 4096  # Parquet rows in memory at a time
 MOST_BYTES = 64 << 20  # of a line
 MOST_ROWS = 1_000_000  # Parquet rows of less than a byte each
-ROOM_MB, SWELLING = 384, 32  # for Parquet rows: memory of a batch, beside so many times the file's size
+ROOM_MB, SWELLING = 384, 32  # for a batch of Parquet's or Arrow's: memory, beside so many times the file's size
 
 
 def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
@@ -90,8 +90,8 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if table.metadata.num_rows > max(MOST_ROWS, size):
                 raise ConfigError(f"{key}: {path} says that it has {table.metadata.num_rows:,} rows in {size:,} bytes")
             batches = table.iter_batches(batch_size=BATCH, use_threads=False)
-            while rows := _next_rows(batches, size):
-                for row in rows:
+            while (batch := _bounded(size, partial(next, batches, None))) is not None:
+                for row in _bounded(size, batch.to_pylist):
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
@@ -120,21 +120,22 @@ def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     for name in names:
         try:
-            with pyarrow.memory_map(str(path / name)) as file, ipc.open_stream(file) as batches:
-                for batch in batches:
+            size = (path / name).stat().st_size
+            with pyarrow.memory_map(str(path / name)) as file, ipc.open_stream(file) as stream:
+                batches = iter(stream)
+                while (batch := _bounded(size, partial(next, batches, None))) is not None:
                     for first in range(0, batch.num_rows, BATCH):
-                        for row in batch.slice(first, BATCH).to_pylist():
+                        for row in _bounded(size, batch.slice(first, BATCH).to_pylist):
                             number += 1
                             yield number, row
         except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise ConfigError(f"{key}: {path / name} is not readable as Arrow after row {number}: {first_line(error)}") from None
 
 
-def _next_rows(batches: Iterator[Any], size: int) -> list[dict[str, Any]]:
-    """The rows of the next batch; none at the end. MemoryError where they swell far beyond the `size` of their file."""
+def _bounded(size: int, read: Callable[[], Any]) -> Any:
+    """What `read` makes of a batch. MemoryError where it swells far beyond the `size` of its file."""
     with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
-        batch = next(batches, None)
-        return [] if batch is None else batch.to_pylist()
+        return read()
 
 
 def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:

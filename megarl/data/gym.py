@@ -61,6 +61,8 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
     except Exception as error:  # reasoning-gym looks at few of its parameters before it draws
         raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
     kept = [entry for entry in entries if entry["question"] not in excluded]
+    if not kept and not all_drawn():  # of those that were not drawn some may be left
+        kept = entries
     return kept, len(entries) - len(kept)
 
 

@@ -67,9 +67,12 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
 
     if source["dataset"] in EVALUATING:
         raise ValueError(f"dataset: {source['dataset']}: reasoning-gym's scorer evaluates the response as Python")
+    name, params, threshold = source["dataset"], source["params"], source["threshold"]
+    for key in ("seed", "size"):
+        if key in params:
+            raise ValueError(f"params.{key}: each episode has its own seed, and is one question")
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    name, params, threshold = source["dataset"], source["params"], source["threshold"]
     if name not in DATASETS:
         raise ValueError(f"dataset: reasoning-gym has no dataset {name!r}")
 
@@ -78,7 +81,7 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
 
         def reset(self, seed: int) -> str:
             """Draws it."""
-            self._data = create_dataset(name, **{**params, "seed": seed, "size": 1})
+            self._data = create_dataset(name, seed=seed, size=1, **params)
             self._entry = self._data[0]
             return self._entry["question"]
 

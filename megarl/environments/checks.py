@@ -19,7 +19,7 @@ from megarl.config import (
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_tokenizer, render_chats
 from megarl.data.turns import TurnTokens, check_turns
-from megarl.environments.hosts import open_host
+from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.sandbox import process
 
@@ -91,12 +91,12 @@ def check_episodes(config: TrainConfig | EvalConfig | PairsConfig, prompts: Sequ
             opening = await episode.reset(first.seed, first.task)
             if opening.messages is None and alone:
                 raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
-            if opening.messages is not None and (length := len(turns.opening(opening.messages))) > most:
+            if opening.messages is not None and (length := len(in_tokens(turns.opening, opening.messages))) > most:
                 raise ConfigError(f"{KEY}: {called}: an opening of {length} tokens is longer than rollout.max_prompt_tokens={most}")
             called = f"reset(seed={first.seed}), then step of an empty text"
             answer = await episode.step("", [], True)
             if answer.messages is not None:
-                turns.after(answer.messages, [])
+                in_tokens(turns.after, answer.messages, [])
             await episode.close()
         except EnvironmentFailed as failure:
             raise ConfigError(f"{KEY}: {called}: {failure}") from None

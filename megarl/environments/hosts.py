@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megarl.config import EnvironmentSettings, HttpEnvironment, ToolsEnvironment
+from megarl.data.tokenizer import first_line
 from megarl.environments.processes import ProcessHost
-from megarl.environments.protocol import Turn
+from megarl.environments.protocol import EnvironmentFailed, Turn
 
 
 class Episode(Protocol):
@@ -47,3 +48,11 @@ def open_host(settings: EnvironmentSettings) -> Host:
 
         return ToolsHost(settings.source, settings)
     return ProcessHost(settings)
+
+
+def in_tokens(render: Callable[..., list[int]], *said: Any) -> list[int]:
+    """An environment's messages in tokens, by `render`. EnvironmentFailed where the model's template has no way to write them."""
+    try:
+        return render(*said)
+    except Exception as error:  # a template may raise anything, of a role that it does not know for one
+        raise EnvironmentFailed(f"bad return: the model's chat template refuses it: {first_line(error)}") from None

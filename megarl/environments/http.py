@@ -13,20 +13,22 @@ Whatever is no such answer, or comes late, ends that episode; nothing is asked t
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
-from megarl.config import ConfigError, HttpEnvironment
+from megarl.config import HttpEnvironment
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
+from megarl.http_client import connected, target, token_of
 from megarl.text import printable
 
 MOST_BYTES = 1 << 20  # of an answer
+SHOWN = 200  # bytes of what a server says beside a status
+TOKEN_KEY = "environment.source.token_env"
 
 
 class HttpHost:
@@ -34,7 +36,7 @@ class HttpHost:
 
     def __init__(self, source: HttpEnvironment, step_s: float) -> None:
         self._source, self._step_s = source, step_s
-        token = None if source.token_env is None else os.environ.get(source.token_env)
+        token = token_of(source.token_env, TOKEN_KEY)
         self._headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
         self._threads = ThreadPoolExecutor(source.connections, thread_name_prefix="environments")
 
@@ -47,21 +49,18 @@ class HttpHost:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, what, json.dumps(body).encode())
 
     def _ask(self, what: str, body: bytes) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self._source.url.rstrip('/')}/{what}", body, self._headers, method="POST")
+        place = urlsplit(f"{self._source.url.rstrip('/')}/{what}")
         try:
-            with _OPENER.open(request, timeout=self._step_s) as answer:
+            with connected(place, self._step_s) as connection:
+                connection.request("POST", target(place), body, self._headers)
+                answer = connection.getresponse()
                 read = answer.read(MOST_BYTES + 1)
         except TimeoutError:
             raise EnvironmentFailed("timeout") from None
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(200).decode(errors="replace")
-            raise EnvironmentFailed(printable(f"status {error.code}: {said}")) from None
-        except OSError as error:  # URLError is one
-            late = isinstance(getattr(error, "reason", None), TimeoutError)
-            raise EnvironmentFailed("timeout" if late else printable(f"no answer: {error}")) from None
-        except Exception as error:  # http.client raises its own
+        except (OSError, http.client.HTTPException) as error:
             raise EnvironmentFailed(printable(f"no answer: {type(error).__name__}: {error}")) from None
+        if not 200 <= answer.status < 300:
+            raise EnvironmentFailed(printable(f"status {answer.status}: {read[:SHOWN].decode(errors='replace')}"))
         if len(read) > MOST_BYTES:
             raise EnvironmentFailed(f"bad return: /{what} answered more than {MOST_BYTES} bytes")
         try:
@@ -112,15 +111,6 @@ def _read(reading: Any) -> Turn:
         raise EnvironmentFailed(printable(f"bad return: {fault}")) from None
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)  # to the address that was given, and nowhere else
-
-
 def check(source: HttpEnvironment) -> None:
     """ConfigError where the token is not there."""
-    if source.token_env is not None and source.token_env not in os.environ:
-        raise ConfigError(f"environment.source.token_env: {source.token_env} is not set")
+    token_of(source.token_env, TOKEN_KEY)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import pickle
 import select
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from megarl.config import ConfigError, EnvironmentSettings, FunctionEnvironment, GymnasiumEnvironment
-from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_messages, read_numbers
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
@@ -57,6 +57,8 @@ class ProcessHost:
 
     def _ask(self, place: int, episode: ProcessEpisode, request: Request) -> Turn:
         process = self._processes[place]
+        if request[0] == "close" and (process is None or episode.home is not process):
+            return Turn(None)  # it ended with its process
         try:
             if process is None:
                 process = self._processes[place] = _Process(self._settings)
@@ -138,9 +140,12 @@ class _Process:
         """The answer. EnvironmentFailed where the environment has none, _Gone where the process is done with."""
         self._send(request)
         match self._receive(self._step_s + GRACE_S):
-            case ["turn", list() | None as messages, int() | float() as reward, bool(done), dict(info)]:
-                if math.isfinite(reward) and all(isinstance(value, int | float) for value in info.values()):
-                    return Turn(messages, float(reward), done, {printable(name): float(value) for name, value in info.items()})
+            case ["turn", messages, reward, bool(done), info]:
+                with suppress(ProtocolFault):  # which the worker has looked at, unless the environment has written itself
+                    said = None if messages is None else read_messages(messages, request[0])
+                    earned, numbers = read_numbers(reward, info)
+                    if said is not None or done or request[0] != "step":
+                        return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:
                 raise EnvironmentFailed(printable(text))
         raise _Gone("worker died: it wrote what is no answer")

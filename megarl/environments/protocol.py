@@ -5,7 +5,9 @@ Imported in the sandbox: it imports neither torch nor the configuration.
 
 from __future__ import annotations
 
-import math
+import asyncio
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 
 Message = dict[str, str]  # of a chat: role and content
 MOST_INFO, LONGEST_NAME, LARGEST = 64, 100, 1e9
+FINITE = sys.float_info.max
 
 
 class Environment(Protocol):
@@ -62,6 +65,28 @@ class Turn:
     info: Mapping[str, float] = field(default_factory=dict)
 
 
+def begin(environment: Any, seed: int, task: Any) -> Turn:
+    """Calls `reset`, with the task where it takes one. ProtocolFault where it returns no opening; whatever it raises."""
+    takes_task = "task" in inspect.signature(environment.reset).parameters
+    return read_reset(waited(environment.reset(seed, **({"task": task} if takes_task else {}))))
+
+
+def end(environment: Any) -> None:
+    """Calls `close`, where there is one. Raises whatever it raises."""
+    waited(getattr(environment, "close", lambda: None)())
+
+
+def waited(returned: Any) -> Any:
+    """What a method returned, after the wait that a coroutine asks for."""
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())
+
+
 def read_reset(returned: Any) -> Turn:
     """What `reset` returned. ProtocolFault where it is no opening."""
     messages = None if returned is None else read_messages(returned, "reset")
@@ -76,15 +101,27 @@ def read_step(returned: Any) -> Turn:
     said, reward, done, info = (*returned, {})[:4]
     if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):  # numpy's
         raise ProtocolFault(f"step returned done={done!r:.80} ({type(done).__name__}), not a boolean")
-    if not isinstance(reward, Real) or not abs(float(reward)) <= LARGEST:
+    reward, numbers = read_numbers(reward, info)
+    messages = None if done and (said is None or said == "") else read_messages(said, "step")
+    return Turn(messages, reward, bool(done), numbers)
+
+
+def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
+    """A reward, and the numbers of an `info`; its other entries are left out. ProtocolFault where they are none."""
+    if not _is_number(reward, LARGEST):
         raise ProtocolFault(f"step returned reward={reward!r:.80} ({type(reward).__name__}), not a finite number")
     if not isinstance(info, Mapping):
         raise ProtocolFault(f"step returned info={info!r:.80} ({type(info).__name__}), not a dictionary")
-    numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if isinstance(value, Real) and math.isfinite(value)}
+    numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if _is_number(value, FINITE)}
     if len(numbers) > MOST_INFO:
         raise ProtocolFault(f"step returned info of {len(numbers)} numbers, and {MOST_INFO} are the most")
-    messages = None if done and (said is None or said == "") else read_messages(said, "step")
-    return Turn(messages, float(reward), bool(done), numbers)
+    return float(reward), numbers
+
+
+def _is_number(value: Any, largest: float) -> bool:
+    """Whether it is a real number no larger than this; compared as it is, since an integer may be beyond every float."""
+    size: Any = abs(value) if isinstance(value, Real) else None
+    return size is not None and bool(size <= largest)
 
 
 def read_messages(said: Any, method: str) -> list[Message]:

@@ -9,8 +9,6 @@ clients, and runs the class in its own process: put it where that is right.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import inspect
 import json
 import os
 import sys
@@ -19,7 +17,7 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megarl.environments.protocol import read_reset, read_step
+from megarl.environments.protocol import begin, end, read_step, waited
 from megarl.imports import find
 
 MOST_BYTES = 16 << 20
@@ -39,18 +37,18 @@ class Server(ThreadingHTTPServer):
         """The answer to a request. Whatever it raises becomes the text of status 500."""
         if what == "reset":
             environment, name = self._make(), uuid.uuid4().hex
-            takes_task = "task" in inspect.signature(environment.reset).parameters
-            turn = read_reset(_result(environment.reset(body["seed"], **({"task": body.get("task")} if takes_task else {}))))
+            turn = begin(environment, body["seed"], body.get("task"))
             self._episodes[name] = environment, threading.Lock()
             return {"episode": name, "observation": turn.messages}
         if what == "step":
             environment, lock = self._episodes[body["episode"]]
             with lock:
-                turn = read_step(_result(environment.step(body["text"], body["tokens"], body["finished"])))
+                turn = read_step(waited(environment.step(body["text"], body["tokens"], body["finished"])))
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
         if what == "close":
-            environment, _ = self._episodes.pop(body["episode"], (None, None))
-            _result(getattr(environment, "close", lambda: None)())
+            environment, lock = self._episodes.pop(body["episode"], (None, threading.Lock()))
+            with lock:  # a step that was late may still be under way
+                end(environment)
             return {}
         raise KeyError(f"/{what}: there are /reset, /step and /close")
 
@@ -78,13 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Says nothing of each request."""
-
-
-def _result(returned: Any) -> Any:
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
 
 
 def main() -> None:

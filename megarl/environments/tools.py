@@ -128,13 +128,13 @@ def run_python(code: str, seconds: float, most: int, sandbox: SandboxSettings) -
         channel.send(pickle.dumps((code, seconds, most)), seconds)
         while True:
             for message in channel.arrived(1):
-                [said] = json.loads(message)
-                if not ready:
-                    ready, deadline = True, time.monotonic() + seconds + GRACE_S
-                    continue
-                if not isinstance(said, str):
-                    raise BadMessage("no text")
-                return (said if len(said) <= most else said[:most] + "... (cut off)"), True
+                match json.loads(message):
+                    case [str()] if not ready:
+                        ready, deadline = True, time.monotonic() + seconds + GRACE_S
+                    case [str(said)]:
+                        return (said if len(said) <= most else said[:most] + "... (cut off)"), True
+                    case _:
+                        raise BadMessage("no text")
             if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 return f"error: not done after {seconds:g} s", False
     except (EOFError, ConnectionError, TimeoutError):

@@ -7,20 +7,20 @@ reward, done, info], ["failed", text].
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import json
 import pickle
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy  # here, so that an episode that imports it first draws from a state of its own, too
+
 from megarl.environments.adapters import load
-from megarl.environments.protocol import ProtocolFault, Turn, read_reset, read_step
+from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
 from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
-from megarl.sandbox.channel import Channel
+from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
 
 def work(channel: Channel, answer: Answer) -> None:
@@ -33,11 +33,11 @@ def work(channel: Channel, answer: Answer) -> None:
     draws = _Draws()
     while True:
         request = pickle.loads(channel.receive())
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             with in_time(step_s), draws.of(*request[:3]):
                 turn = _play(make, episodes, *request)
-            if time.monotonic() - begun >= step_s:  # a bare `except:` swallows our alarm
+            if time.monotonic() - started >= step_s:  # a bare `except:` swallows our alarm
                 raise Late
         except Late:
             answer("failed", "timeout")
@@ -46,7 +46,9 @@ def work(channel: Channel, answer: Answer) -> None:
         except BaseException as error:  # SystemExit and the like too: one episode must not end the process
             answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
         else:
-            answer("turn", turn.messages, turn.reward, turn.done, dict(turn.info))
+            said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
+            size = len(json.dumps(said))
+            answer(*said) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, and {ANSWER_BYTES} are the most")
 
 
 class _Draws:
@@ -58,48 +60,32 @@ class _Draws:
     @contextmanager
     def of(self, what: str, number: int, seed: Any = None) -> Iterator[None]:
         """For one request."""
-        numpy = sys.modules.get("numpy")
         if what == "reset":
             random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % (1 << 32))
+            numpy.random.seed(seed % (1 << 32))
         elif number in self._states:
             python, others = self._states[number]
             random.setstate(python)
-            if others is not None:
-                sys.modules["numpy"].random.set_state(others)
+            numpy.random.set_state(others)
         try:
             yield
         finally:
             if what == "close":
                 self._states.pop(number, None)
             else:
-                self._states[number] = random.getstate(), None if numpy is None else numpy.random.get_state()
+                self._states[number] = random.getstate(), numpy.random.get_state()
 
 
 def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:
     if what == "reset":
-        seed, task = given
         episodes[number] = environment = make()
-        takes_task = "task" in inspect.signature(environment.reset).parameters
-        return read_reset(_result(environment.reset(seed, **({"task": task} if takes_task else {}))))
+        return begin(environment, *given)
     if what == "step":
-        return read_step(_result(episodes[number].step(*given)))
+        return read_step(waited(episodes[number].step(*given)))
     environment = episodes.pop(number, None)
     with suppress(Exception):  # the episode is over: what its end goes wrong with is nobody's loss
-        _result(getattr(environment, "close", lambda: None)())
+        end(environment)
     return Turn(None)
-
-
-def _result(returned: Any) -> Any:
-    """What a method returned, after the wait that a coroutine asks for."""
-    if not inspect.isawaitable(returned):
-        return returned
-
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its targe
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
 FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
 SMOOTHED = 3  # steps whose mean reward counts
+STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this in a run whose engines are ahead, so many steps on end
 REROUTED_STEPS = 3  # a share of experts above routing.alarm, so many steps on end
 
 
@@ -30,10 +31,11 @@ class Alarms:
 
     Args:
         routing: of a run that may have a mixture of experts.
+        ahead: engines and ranks work at the same time.
     """
 
-    def __init__(self, routing: RoutingSettings | None = None) -> None:
-        self._routing = routing
+    def __init__(self, routing: RoutingSettings | None = None, *, ahead: bool = False) -> None:
+        self._routing, self._ahead = routing, ahead
         self._first: dict[str, float] = {}
         self._first_step: dict[str, float] = {}  # each metric of a step, as it was at first
         self._steps = self._still = self._equal = 0  # of the policy: all, those without a gradient, those of equal rewards
@@ -47,7 +49,7 @@ class Alarms:
         """What is new and wrong in this step: the event's name and a message with the numbers."""
         found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
         found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values) | self._rerouted(values)
-        found |= self._dead(values)
+        found |= self._dead(values) | self._starved(values)
         new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
         self._given |= new.keys()
         return new
@@ -109,6 +111,21 @@ class Alarms:
                 found["critic_worse_than_mean"] = (
                     f"critic worse than mean: it trains the policy, and for {steps} steps its explained variance has been below "
                     f"{WORSE:g}, now {explained:.3g}: one constant value would do better"
+                )
+        return found
+
+    def _starved(self, values: Mapping[str, float]) -> dict[str, str]:
+        """A side that waits for the other although both may work at the same time."""
+        found = {}
+        for side, advice in (("ranks", "give the engines more devices"), ("engines", "give the ranks more devices, or the engines fewer")):
+            share = values.get(f"perf/idle_{side}")
+            if share is None or not self._ahead:
+                continue
+            steps = self._lasts(f"{side} starved", share > STARVED)
+            if steps >= STARVED_STEPS:
+                found[f"{side}_starved"] = (
+                    f"{side} starved: for {steps} steps they have had nothing to do in more than {STARVED:.0%} of the time, "
+                    f"now {share:.0%}, although the engines are ahead of the ranks; {advice}"
                 )
         return found
 

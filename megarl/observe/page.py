@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observe import samples
+from megarl.observe.summary import weights
 from megarl.text import escaped
 
 MOST_FILES, MOST_SAMPLES, LONGEST = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
@@ -77,7 +78,7 @@ def _evaluations(evaluations: Mapping[str, Any], results: Mapping[str, Mapping[s
                 one["set"],
                 one["prompts"],
                 f"{'pass rate' if one['rate'] else 'score'} {name}",
-                _when(when, evaluation["step"]),
+                weights(when, evaluation["step"]),
                 _interval(found),
             )
             for when, evaluation in evaluations.items()
@@ -88,10 +89,6 @@ def _evaluations(evaluations: Mapping[str, Any], results: Mapping[str, Mapping[s
     if results:
         yield "<h2>Held-out</h2>"
         yield from _table(("", "", ""), ((name, metric, f"{x:.4g}") for name, values in results.items() for metric, x in values.items()))
-
-
-def _when(when: str, step: int) -> str:
-    return {"base": "model.base", "eval": "model.path"}.get(when, f"step {step}")
 
 
 def _interval(found: Mapping[str, float]) -> str:

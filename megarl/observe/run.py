@@ -24,11 +24,11 @@ from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.writers import Writers, open_writers, read_json_lines
-from megarl.restarts import Restart
+from megarl.restarts import RESTART, Restart
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.text import one_line
 
-BEST = "best"  # folder of a stage with `patience`: the best model so far
+BEST = "best"  # folder of the best model so far
 # What a run writes.
 KEPT = (
     "config.yaml",
@@ -50,7 +50,7 @@ RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of
 UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
 WORTH_SAVING = 50  # steps
-METRICS, RESTART = "metrics.jsonl", "events/restart"
+METRICS = "metrics.jsonl"
 LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
@@ -235,7 +235,7 @@ class Run:
     def restarted(self, restart: Restart) -> None:
         """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
         self._restarts.append({"step": self._step, **asdict(restart)})
-        self._add_events(restart_events(restart))
+        self._add_events(restart.metrics())
         lost = f"; {restart.lost_steps} steps are done again" if restart.lost_steps else ""
         self._console.note(f"goes on after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
 
@@ -295,12 +295,13 @@ class Run:
     def _saved(self) -> str:
         """What another start of the run would go on from."""
         latest = self.directory / CHECKPOINTS / "latest"
-        if not latest.is_file():
-            return "no checkpoint is there, and another start begins anew (save.every)"
-        return f"another start goes on from {latest.read_text().strip()}"
+        there = latest.is_file()
+        return f"another start goes on from {latest.read_text().strip()}" if there else "another start begins anew (save.every)"
 
     def _new_alarms(self) -> Alarms:
-        return Alarms(self._config.routing if isinstance(self._config, TrainConfig) else None)
+        if not isinstance(self._config, TrainConfig):
+            return Alarms()
+        return Alarms(self._config.routing, ahead=self._config.rollout.mode != "sync")
 
     def _open_writers(self, purge: int | None) -> Writers:
         config = self._config
@@ -339,7 +340,7 @@ class Run:
             restarts=self._restarts,
         )
         if self._step:
-            report.draw(self.directory / "metrics.jsonl", self.directory / "report.png")
+            report.draw(self.directory / METRICS, self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
         summary.show(result, Screen())
@@ -348,12 +349,6 @@ class Run:
             self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
-
-
-def restart_events(restart: Restart) -> dict[str, float]:
-    """A restart as metrics."""
-    seconds = {"detection_s": restart.detection_s, "recovery_s": restart.recovery_s, "lost_steps": float(restart.lost_steps)}
-    return {RESTART: 1.0, f"{RESTART}/{restart.kind}": 1.0, **{f"{RESTART}/{name}": value for name, value in seconds.items()}}
 
 
 def _steps(config: RunSettings) -> int:

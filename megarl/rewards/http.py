@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, HttpReward
+from megarl.http_client import connected, shut, target, token_of
 from megarl.rewards.score import Request, RewardUnavailable, Score
 from megarl.rewards.verifiers import BadReturn, read_return
 from megarl.text import one_line
@@ -132,18 +131,7 @@ class _Call:
     def end(self) -> None:
         self.ended.set()
         for open_socket in list(self.sockets):
-            _shut(open_socket)
-
-
-def token_of(variable: str | None, key: str) -> str | None:
-    """The bearer token in an environment variable, which `key` names. ConfigError where it is not there or no header can hold it."""
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "")
-    if not token or not all("!" <= letter <= "~" for letter in token):
-        fault = "holds no token: letters that a header cannot carry" if token else "is not set"
-        raise ConfigError(f"{key}: the environment variable {variable} {fault}")
-    return token
+            shut(open_socket)
 
 
 def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request], within_s: float, call: _Call) -> list[Score]:
@@ -156,8 +144,8 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
     headers = {"Content-Type": "application/json", **({} if token is None else {"Authorization": f"Bearer {token}"})}
     place, limit = urlsplit(source.url), LARGEST_SCORE * (len(samples) + 1)
     try:
-        with _connected(place, within_s, call) as connection:
-            connection.request("POST", place._replace(scheme="", netloc="", fragment="", path=place.path or "/").geturl(), body, headers)
+        with connected(place, within_s, call.sockets) as connection:
+            connection.request("POST", target(place), body, headers)
             answer = connection.getresponse()
             text = answer.read(limit)
             more = answer.read(1)
@@ -174,46 +162,6 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
     if answer.length:  # so many bytes of what its header has promised did not come
         raise _Passing(f"the answer broke off, {answer.length} bytes before its end")
     return _read(text, len(samples))
-
-
-@contextmanager
-def _connected(place: SplitResult, within_s: float, call: _Call) -> Iterator[http.client.HTTPConnection]:
-    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it.
-
-    The time limits of HTTP clients (http.client's, httpx's) are for one operation each, which a byte now and then satisfies: any of them
-    would need this alarm, and with it the simplest is enough.
-    """
-    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    assert place.hostname is not None, "as the configuration has checked"
-    begun, late = time.monotonic(), threading.Event()
-    connection = kind(place.hostname, place.port, timeout=within_s)
-    connection.connect()
-    open_socket: socket.socket = connection.sock
-
-    def ring() -> None:
-        late.set()
-        _shut(open_socket)
-
-    alarm = threading.Timer(max(begun + within_s - time.monotonic(), 0.0), ring)
-    alarm.daemon = True
-    alarm.start()
-    call.sockets.add(open_socket)
-    try:
-        yield connection
-    except (OSError, http.client.HTTPException):
-        if not late.is_set():
-            raise
-    finally:
-        alarm.cancel()
-        call.sockets.discard(open_socket)
-        connection.close()
-    if late.is_set():
-        raise TimeoutError
-
-
-def _shut(open_socket: socket.socket) -> None:
-    with suppress(OSError):  # it may be closed already
-        open_socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
 
 
 def _read(text: bytes, samples: int) -> list[Score]:

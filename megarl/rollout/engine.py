@@ -33,6 +33,7 @@ class Request:
     min_p: float = 0.0
     stop_token_ids: Sequence[int] = ()  # end the response, beside the model's end token
     stop: Sequence[str] = ()  # texts that do; the response ends with the token that completes one
+    by_position: bool = False  # each token is drawn by the seed and its own position: with what was drawn as the prompt, the rest follows
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Engine(Protocol):
     """One replica. `start` comes first. Every later call may raise EngineDead, and RolloutTimeout where it takes longer than `timeout_s`.
 
     Every request that `submit` has taken comes out of `receive` exactly once, whatever ended it. New weights come between requests:
-    `start_update`, `load_bucket` as often as there are buckets, `finish_update`.
+    `start_update`, `load_bucket` as often as there are buckets, `finish_update`. With `rollout.mode=free` they come while requests are
+    unfinished: these wait, go on from the new weights alone, and their samples say which token was the first of which version.
     """
 
     label: str  # begins the messages of its errors
@@ -151,7 +153,7 @@ class Engine(Protocol):
         """
 
     async def start_update(self, timeout_s: float) -> None:
-        """Gets ready for buckets that bring every tensor of the checkpoint once. Raises RolloutError where requests are unfinished."""
+        """Gets ready for buckets, which bring every tensor once. RolloutError where requests are unfinished and may not be."""
 
     async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
         """Takes one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""

@@ -6,7 +6,7 @@ One request to the engine a turn, whose prompt is all tokens so far. Nothing is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +15,11 @@ import numpy as np
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.turns import TurnTokens
-from megarl.environments.hosts import Episode, Host
+from megarl.environments.hosts import Episode, Host, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
-from megarl.rollout.engine import Engine, RolloutTimeout
+from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.generate import Sampling, request_for, request_seed
-from megarl.rollout.responder import Responder, serving
+from megarl.rollout.responder import Responder
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Played:
 
 
 async def play(
-    engine: Engine,
+    responder: Responder,
     host: Host,
     tokens: TurnTokens,
     text_of: Callable[[Sample], str],
@@ -64,13 +64,13 @@ async def play(
     limits: Limits,
     timeout_s: float,
 ) -> list[list[Played]]:
-    """`sampling.n` episodes of each start, at once, with an engine that has nothing else to do.
+    """`sampling.n` episodes of each start, at once. Several calls may be under way.
 
     The same call plays the same episodes, where the environment repeats itself and the engine's bits do not depend on what is computed
     together.
 
     Args:
-        engine: idle.
+        responder: of the engine.
         host: holds the environments.
         tokens: of the messages that they write.
         text_of: the text of a turn.
@@ -86,44 +86,39 @@ async def play(
         RolloutTimeout: with the number of episodes that are late, and whom they wait for.
         RolloutError: what else the engine raises.
     """
-    async with serving(engine, timeout_s) as (responder, service):
 
-        async def one(start: Start, number: int) -> Played:
-            player = _Player(responder, tokens, text_of, start, number, sampling, limits)
-            episode = host.open()
-            try:
-                return await player.play(episode)
-            finally:
-                with suppress(EnvironmentFailed):  # what it has earned, it has
-                    await episode.close()
+    asking = 0
 
-        tasks = [asyncio.create_task(one(start, number)) for start in starts for number in range(sampling.n)]
-        whole = asyncio.gather(*tasks)
+    async def ask(request: Request) -> Sample:
+        nonlocal asking
+        asking += 1
         try:
-            ends: list[asyncio.Future[Any]] = [whole, service]
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if service.done():
-                raise _first(service.exception())
-            if not whole.done():
-                late, waiting = sum(not task.done() for task in tasks), responder.waiting
-                raise RolloutTimeout(
-                    f"{engine.label}: {late} of {len(tasks)} episodes not done after {timeout_s:g} s: {waiting} wait for the engine, "
-                    f"{late - waiting} for environments"
-                )
-            played = whole.result()
+            return await responder(request)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            asking -= 1
+
+    async def one(start: Start, number: int) -> Played:
+        player = _Player(ask, tokens, text_of, start, number, sampling, limits)
+        episode = host.open()
+        try:
+            return await player.play(episode)
+        finally:
+            with suppress(EnvironmentFailed):  # what it has earned, it has
+                await episode.close()
+
+    tasks = [asyncio.create_task(one(start, number)) for start in starts for number in range(sampling.n)]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        late = [task for task in tasks if not task.done()]
+        played = [task.result() for task in tasks if task.done()]
+        if late:
+            raise RolloutTimeout(
+                f"{responder.label}: {len(late)} of {len(tasks)} episodes not done after {timeout_s:g} s: {asking} wait for the engine, "
+                f"{len(late) - asking} for environments"
+            )
+    finally:
+        await responder.withdraw(tasks)
     return [played[first : first + sampling.n] for first in range(0, len(played), sampling.n)]
-
-
-def _first(error: BaseException | None) -> BaseException:
-    """What a group of tasks failed with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert error is not None
-    return error
 
 
 class _Player:
@@ -131,7 +126,7 @@ class _Player:
 
     def __init__(
         self,
-        responder: Responder,
+        ask: Callable[[Request], Awaitable[Sample]],
         tokens: TurnTokens,
         text_of: Callable[[Sample], str],
         start: Start,
@@ -139,7 +134,7 @@ class _Player:
         sampling: Sampling,
         limits: Limits,
     ) -> None:
-        self._responder, self._tokens, self._text_of = responder, tokens, text_of
+        self._ask, self._tokens, self._text_of = ask, tokens, text_of
         self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
         self._turns: list[Sample] = []
         self._rewards: list[tuple[int, float]] = []
@@ -156,7 +151,7 @@ class _Player:
 
     async def _begin(self, episode: Episode) -> list[int]:
         opening = await episode.reset(self._start.seed, None if self._start.task is None else dict(self._start.task))
-        context = self._start.tokens if opening.messages is None else self._tokens.opening(opening.messages)
+        context = self._start.tokens if opening.messages is None else in_tokens(self._tokens.opening, opening.messages)
         if not context:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
@@ -169,7 +164,7 @@ class _Player:
         while True:
             number, most = len(self._turns), min(self._limits.turn_tokens or longest, longest - len(context))
             seed = request_seed(self._sampling.seed, self._start.id, self._number, number)
-            said = await self._responder(request_for((self._start.id, self._number, number), context, most, self._sampling, seed))
+            said = await self._ask(request_for((self._start.id, self._number, number), context, most, self._sampling, seed))
             finished, spoken = said.finish_reason == "stop", said.tokens[said.prompt_length :].tolist()
             self._turns.append(said)
             self._text = self._text_of(said)
@@ -180,7 +175,7 @@ class _Player:
             if len(self._turns) == self._limits.turns:
                 return False
             assert answer.messages is not None
-            read = self._tokens.after(answer.messages, spoken)
+            read = in_tokens(self._tokens.after, answer.messages, spoken)
             context = [*context, *spoken, *read]
             if len(context) >= longest:  # the policy could say nothing more
                 return False

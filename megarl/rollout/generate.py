@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
-from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
-
-_WITHDRAW_S = 10.0  # longest wait for an engine to end the requests of a call that failed
+from megarl.rollout.engine import Request, RequestId
+from megarl.rollout.responder import Responder
 
 
 @dataclass(frozen=True)
@@ -63,14 +60,14 @@ def request_seed(seed: int, prompt_id: int | str, sample: int, turn: int = 0) ->
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
-    """Responses to each prompt, from an engine that has nothing else to do.
+async def generate(responder: Responder, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
+    """Responses to each prompt. Several calls may be under way at once.
 
-    The same call gives the same tokens and log-probs. The end-of-sequence token is part of a response that ends by itself. Whatever makes
-    the call fail, its requests are withdrawn.
+    The same call gives the same tokens and log-probs where what an engine computes does not depend on what it computes beside it. The
+    end-of-sequence token is part of a response that ends by itself. Whatever makes the call fail, its requests are withdrawn.
 
     Args:
-        engine: idle.
+        responder: of the engine.
         prompts: each with an id of its own.
         sampling: `n` responses to each, and how.
         timeout_s: for all of them together.
@@ -90,22 +87,8 @@ async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sam
         for prompt in prompts
         for number in range(sampling.n)
     ]
-    deadline = time.monotonic() + timeout_s
-    await engine.submit(requests, timeout_s)
-    samples: dict[RequestId, Sample] = {}
-    try:
-        while len(samples) < len(requests):
-            left_s = deadline - time.monotonic()
-            finished = await engine.receive(left_s) if left_s > 0 else []
-            if not finished:
-                late = len(requests) - len(samples)
-                raise RolloutTimeout(f"{engine.label}: {late} of {len(requests)} responses not done after {timeout_s:g} s")
-            samples.update((one.id, one.sample) for one in finished)
-    except BaseException:
-        with suppress(RolloutError):  # of an engine that has failed: the first error counts
-            await withdraw(engine, [request.id for request in requests if request.id not in samples])
-        raise
-    return [Generated(prompt.id, [samples[prompt.id, number] for number in range(sampling.n)]) for prompt in prompts]
+    samples = iter(await responder.all(requests, timeout_s))
+    return [Generated(prompt.id, [next(samples) for _ in range(sampling.n)]) for prompt in prompts]
 
 
 def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sampling, seed: int) -> Request:
@@ -122,11 +105,3 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
         sampling.stop_token_ids,
         sampling.stop,
     )
-
-
-async def withdraw(engine: Engine, ids: Iterable[RequestId]) -> None:
-    """Aborts requests and drops what they have."""
-    left = set(ids)
-    await engine.abort(left, _WITHDRAW_S)
-    while left and (finished := await engine.receive(_WITHDRAW_S)):
-        left -= {one.id for one in finished}

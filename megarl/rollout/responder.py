@@ -1,78 +1,130 @@
-"""One engine, asked by many coroutines, each for one response at a time."""
+"""One engine, asked by many at once, each for the responses that it wants."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 from megarl.batch import Sample
-from megarl.rollout.engine import Engine, Request, RequestId, RolloutError
-from megarl.rollout.generate import withdraw
+from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
+
+_WITHDRAW_S = 10.0  # longest wait for an engine to end requests that nobody wants any more
+_POLL_S = 0.01
 
 
 class Responder:
-    """`await responder(request)` is the response. What is asked at the same moment goes to the engine together."""
+    """`await responder(request)` is the response. What is asked at the same moment goes to the engine together.
+
+    What the engine raises, everybody gets who waits for it. Requests of several callers may have the same id.
+
+    Args:
+        engine: that nobody else asks for responses.
+        timeout_s: longest time in which it finishes none of them.
+    """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self.label = engine.label
         self._engine, self._timeout_s = engine, timeout_s
-        self._waiting: dict[RequestId, asyncio.Future[Sample]] = {}
+        self._numbers = count()
         self._new: list[Request] = []
-        self._asked, self._taken = asyncio.Event(), asyncio.Event()
-
-    @property
-    def waiting(self) -> int:
-        """How many responses are awaited."""
-        return len(self._waiting)
+        self._taken: dict[RequestId, asyncio.Future[Sample]] = {}  # by numbers of our own
+        self._futures: dict[RequestId, asyncio.Future[Sample]] = {}  # of the new ones
+        self._tasks = set[asyncio.Task[None]]()
+        self._receiving = False
 
     async def __call__(self, request: Request) -> Sample:
-        assert request.id not in self._waiting
-        self._waiting[request.id] = asyncio.get_running_loop().create_future()
-        self._new.append(request)
-        self._asked.set()
-        return await self._waiting[request.id]
+        own = replace(request, id=next(self._numbers))
+        future = self._futures[own.id] = asyncio.get_running_loop().create_future()
+        self._new.append(own)
+        if len(self._new) == 1:
+            self._start(self._submit())
+        return await future
 
-    async def work(self) -> None:
-        """Serves all who ask until it is cancelled. Raises what the engine raises."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._submit())
-            group.create_task(self._receive())
+    async def all(self, requests: Sequence[Request], timeout_s: float) -> list[Sample]:
+        """The responses to all of them, at least one. Where that fails nothing is left behind; RolloutTimeout says how many are late."""
+        tasks = [asyncio.create_task(self(request)) for request in requests]
+        try:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            late = [task for task in tasks if not task.done() or isinstance(task.exception(), RolloutTimeout)]
+            said = [task.result() for task in tasks if task not in late]
+        finally:
+            await self.withdraw(tasks)
+        if late:
+            raise RolloutTimeout(f"{self.label}: {len(late)} of {len(tasks)} responses not done after {timeout_s:g} s")
+        return said
+
+    async def withdraw(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Cancels what is not done of these tasks; returns when the engine has let go of what they waited for."""
+        tasks = list(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(RolloutError, TimeoutError):  # of an engine that has failed: the first error counts
+            async with asyncio.timeout(_WITHDRAW_S):
+                while unwanted := [number for number, future in self._taken.items() if future.done()]:
+                    await self._engine.abort(unwanted, _WITHDRAW_S)
+                    await asyncio.sleep(_POLL_S)
 
     async def _submit(self) -> None:
-        while True:
-            await self._asked.wait()
-            await asyncio.sleep(0)  # others of this moment join
-            self._asked.clear()
-            new, self._new = self._new, []
+        await asyncio.sleep(0)  # others of this moment join
+        new = [request for request in self._new if not self._futures[request.id].done()]
+        self._taken |= {request.id: self._futures[request.id] for request in new}
+        self._new.clear()
+        self._futures.clear()
+        if not new:
+            return
+        try:
             await self._engine.submit(new, self._timeout_s)
-            self._taken.set()
+        except Exception as error:
+            for request in new:
+                self._settle(request.id, error)
+        if self._taken and not self._receiving:
+            self._receiving = True
+            self._start(self._receive())
 
     async def _receive(self) -> None:
-        while True:
-            await self._taken.wait()
-            for finished in await self._engine.receive(self._timeout_s):
-                if not (waiting := self._waiting.pop(finished.id)).done():  # who asked has been cancelled
-                    waiting.set_result(finished.sample)
-            if not self._waiting:
-                self._taken.clear()
-            await asyncio.sleep(0)
+        """Gives each response to who waits for it, until nobody does."""
+        try:
+            while self._taken:
+                finished = await self._engine.receive(self._timeout_s)
+                if not finished:
+                    await self._give_up()
+                for one in finished:
+                    self._settle(one.id, one.sample)
+                await asyncio.sleep(0)
+        except Exception as error:
+            for number in list(self._taken):
+                self._settle(number, error)
+        finally:
+            self._receiving = False
 
-    async def close(self) -> None:
-        """Withdraws what is still awaited."""
-        left = self._waiting.keys() - {request.id for request in self._new}
-        if left:
-            with suppress(RolloutError):  # of an engine that has failed: the first error counts
-                await withdraw(self._engine, left)
+    async def _give_up(self) -> None:
+        """Ends what the engine does not finish."""
+        late = RolloutTimeout(f"{self.label}: {len(self._taken)} responses not done after {self._timeout_s:g} s")
+        for future in self._taken.values():
+            if not future.done():
+                future.set_exception(late)
+        await self._engine.abort(list(self._taken), _WITHDRAW_S)
+        while self._taken and (finished := await self._engine.receive(_WITHDRAW_S)):
+            for one in finished:
+                self._settle(one.id, one.sample)
+        if self._taken:
+            raise late
 
+    def _settle(self, number: RequestId, result: Sample | Exception) -> None:
+        future = self._taken.pop(number)
+        if future.done():  # who asked has been cancelled
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
-@asynccontextmanager
-async def serving(engine: Engine, timeout_s: float) -> AsyncIterator[tuple[Responder, asyncio.Task[None]]]:
-    """A responder at work; the task ends only with the failure of the engine."""
-    responder = Responder(engine, timeout_s)
-    task = asyncio.create_task(responder.work())
-    try:
-        yield responder, task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        await responder.close()
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

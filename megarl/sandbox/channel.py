@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 LENGTH = struct.Struct("!I")
+ANSWER_BYTES = 1 << 16  # most of one message from inside the sandbox
 
 
 class BadMessage(Exception):

@@ -20,12 +20,11 @@ import psutil
 
 from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
-from megarl.sandbox.channel import Channel
+from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, open_to_all, readable, shut_in
 from megarl.text import printable
 
-ANSWER_BYTES = 1 << 16  # most of one message from inside
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
 FIRST_USER = 1 << 30  # of the numbers that no account has
 END_S, PRINTS_S = 10.0, 1.0
@@ -116,6 +115,13 @@ class SandboxedProcess:
             return None
         number = -code if code < 0 else code - 128  # bubblewrap ends as a shell does
         return signal.Signals(number).name if number in list(signal.Signals) else f"exit status {code}"
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped one of its processes."""
+        with suppress(psutil.Error):  # it has ended
+            outer = psutil.Process(self._child.pid)
+            return any(process.status() == psutil.STATUS_STOPPED for process in (outer, *outer.children(recursive=True)))
+        return False
 
     def death(self) -> str:
         """What is said of a process whose channel has closed."""

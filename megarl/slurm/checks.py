@@ -31,7 +31,7 @@ class Partition:
     name: str
     nodes: int
     # Of each node that is switched on:
-    cpus: tuple[int, ...]  # of each node
+    cpus: tuple[int, ...]
     gpus: tuple[int, ...]
 
 

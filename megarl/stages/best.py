@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -29,8 +30,11 @@ class Best:
         return self._folder / f"{self.step:06d}"
 
     def improves(self, step: int, *score: float) -> bool:
-        """Takes an evaluation: is it better than all before? Of two with the same first number, the second decides, and so on."""
-        if self._record is not None and score <= self._record:
+        """Takes an evaluation: is it better than all before? Of two with the same first number, the second decides, and so on.
+
+        One with a number that is none (nan) is better than none, and worse than any other.
+        """
+        if self._record is not None and not any(map(math.isnan, self._record)) and not score > self._record:
             self.waited += 1
             return False
         self._record, self.step, self.waited = score, step, 0

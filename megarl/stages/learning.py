@@ -67,6 +67,13 @@ class SupervisedState:
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
         self.best.restore(state.get("best", NOTHING))
 
+    def files(self) -> dict[str, bytes]:
+        """None: items are drawn when they are learned from."""
+        return {}
+
+    def take(self, files: Mapping[str, bytes]) -> None:
+        pass
+
 
 def learn(
     config: SftConfig | RmConfig | DpoConfig,
@@ -158,9 +165,7 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
                 if better and settings.patience:
                     with run.phase("save"):
                         state.best.keep(learners.save)
-            checkpoints.copy(state)
-            if every(config.save.every, state.step):
-                checkpoints.save(state)
+            checkpoints.after_step(state)
         checkpoints.finish()
         if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)

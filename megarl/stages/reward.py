@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from megarl.rewards.sources import open_scorer
 from megarl.sandbox.level import level
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.rollout_worker import Response
+
+_SCORING = threading.Lock()  # an evaluation may be under way while responses are scored beside the ranks' work
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Reward:
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         if self.scorer is not None:
-            return self.scorer.score(requests(prompts, responses))
+            with _SCORING:
+                return self.scorer.score(requests(prompts, responses))
         assert self.models is not None and isinstance(self.settings.source, ModelReward)
         values, cut = self.models.rewards(responses) if responses else [], self.settings.source.unfinished
         scores = []

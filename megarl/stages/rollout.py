@@ -1,10 +1,12 @@
-"""The first half of a step: prompts to scored responses, with more prompts where groups without a signal are dropped."""
+"""The groups of one step: asked for, scored as they are finished, and more in the place of those without a signal."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
@@ -15,28 +17,26 @@ from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
+from megarl.stages.reward import Reward
+from megarl.workers.dispatch import Dispatcher
 from megarl.workers.engines import call_seed
 from megarl.workers.plan import RolloutBatch
 from megarl.workers.rollout_worker import Response
 
-
-@dataclass(frozen=True)
-class Generated:
-    """Responses to some prompts; `response.prompt` counts the prompts."""
-
-    prompts: Sequence[Prompt]
-    responses: Sequence[Response]
-    greedy: Sequence[Response]  # ReMax: the greedy response to each prompt; else empty
+Draw = Callable[[int], Sequence[tuple[int, Prompt]]]
+"""The next so many prompts, each with its place in data.train."""
 
 
 @dataclass(frozen=True)
 class Group:
     """The scored responses to one prompt."""
 
+    place: int  # of the prompt in data.train
     prompt: Prompt
     responses: list[Response]
     scores: list[Score]
     greedy: float | None  # the reward of the greedy response
+    asked: tuple[int, int] = (0, 0)  # the step for which it was asked for, and its number in that
 
     @property
     def informative(self) -> bool:
@@ -44,101 +44,173 @@ class Group:
         return len({score.task for score in self.scores}) > 1
 
 
-def generate(ctx: RunContext, prompts: Sequence[Prompt], step: int, round_: int = 0) -> Generated:
-    """Samples `rollout.samples_per_prompt` responses to each prompt from the engines.
+@dataclass(frozen=True)
+class Collected:
+    """What a step learns from: its groups in the order in which they were asked for, and how dynamic sampling went."""
 
-    Args:
-        prompts: what is asked.
-        step: the step that they are for; with `round_`, the sampling round in it, it decides the random draws.
-    """
-    rollout = ctx.config.rollout
-    seed = call_seed(ctx.config.seed, step, round_)
-    sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
-    with ctx.run.phase("rollout"):
-        responses = ctx.engines.generate(prompts, sampling, ctx.models.experts)
-        needs_greedy = ctx.config.algorithm.needs_greedy
-        greedy = ctx.engines.generate(prompts, replace(sampling, n=1, temperature=0.0)) if needs_greedy else []
-    return Generated(prompts, responses, greedy)
+    groups: list[Group]
+    counts: dict[str, float] = field(default_factory=dict)  # metrics
 
+    def samples(self, most: int) -> list[Record]:
+        """At most so many of the step's responses, to read."""
+        pairs = [(group.prompt, *pair) for group in self.groups for pair in zip(group.responses, group.scores, strict=True)]
+        return [record(*pairs[index]) for index in spread(len(pairs), most)]
 
-def score(ctx: RunContext, generated: Generated, scale: RewardScale | None) -> list[Group]:
-    """The reward of every response, prompt by prompt.
-
-    Args:
-        ctx: has the run's reward.
-        generated: the responses.
-        scale: the run's reward scale; None: rewards are taken as they are.
-
-    Returns:
-        A group for each prompt, in their order.
-    """
-    reward, prompts = ctx.train_reward.on(scale), generated.prompts
-
-    def scores(responses: Sequence[Response]) -> list[Score]:
-        return [shaped(ctx.config, *pair) for pair in zip(responses, reward.scores(prompts, responses), strict=True)]
-
-    with ctx.run.phase("reward"):
-        found = scores(generated.responses)
-        ctx.run.failures(found)
-        greedy = scores(generated.greedy)
-    groups = [Group(prompt, [], [], greedy[index].value if greedy else None) for index, prompt in enumerate(prompts)]
-    for response, score_ in zip(generated.responses, found, strict=True):
-        groups[response.prompt].responses.append(response)
-        groups[response.prompt].scores.append(score_)
-    return groups
+    def batch(self) -> RolloutBatch:
+        """The step's responses, prompts counted anew."""
+        metrics: dict[str, Metric] = {name: Sum(count) for name, count in self.counts.items()}
+        return RolloutBatch(
+            responses=[replace(response, prompt=index) for index, group in enumerate(self.groups) for response in group.responses],
+            scores=[score for group in self.groups for score in group.scores],
+            greedy=[group.greedy for group in self.groups if group.greedy is not None] or None,
+            metrics=metrics,
+        )
 
 
 @dataclass
 class RolloutBuffer:
     """Collects `wanted` groups of responses for a step.
 
-    rounds: with dynamic sampling (DAPO), the most rounds of sampling. Groups whose rewards are all equal are then set aside, and more
-    prompts are asked until the step is full; what is missing after the last round is filled with the first groups that were set aside,
-    whose advantage is 0. None: one round, and every group counts.
+    rounds: with dynamic sampling (DAPO), how many times as many prompts may be asked for. Groups whose rewards are all equal are then set
+    aside, and for each another prompt is asked at once. What comes of it does not depend on which group is finished first: asked for are
+    the fewest of the prompts to come that hold `wanted` informative groups. What is still missing when no more may be asked for is filled
+    with the first groups that were set aside, whose advantage is 0. None: every group counts.
     """
 
     wanted: int
     rounds: int | None = None
-    round: int = 0  # rounds so far
-    _kept: list[Group] = field(default_factory=list)
-    _uninformative: list[Group] = field(default_factory=list)
+    asked: int = 0  # prompts so far
+    _kept: dict[int, Group] = field(default_factory=dict)  # by number
+    _aside: dict[int, Group] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> int:
+        """How many more prompts are to be asked for now."""
+        return min(self.wanted + len(self._aside), self.wanted * (self.rounds or 1)) - self.asked
 
     @property
     def full(self) -> bool:
-        """Whether no further round is needed, or allowed."""
-        return len(self._kept) >= self.wanted or self.round >= (self.rounds or 1)
+        """Whether all that were asked for are there, and no further is needed, or allowed."""
+        return self.missing == 0 and len(self._kept) + len(self._aside) == self.asked
 
-    def add(self, groups: Sequence[Group]) -> None:
-        """Takes a round's groups."""
-        self.round += 1
-        for group in groups:
-            (self._kept if self.rounds is None or group.informative else self._uninformative).append(group)
+    def add(self, number: int, group: Group) -> None:
+        """Takes the group that was the `number`-th to be asked for."""
+        (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
-    @property
-    def chosen(self) -> list[Group]:
+    def collected(self) -> Collected:
         """The step's groups."""
-        return (self._kept + self._uninformative)[: self.wanted]
+        ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
+        if self.rounds is None:
+            return Collected(ordered)
+        counts = {"rollout/rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
+        if len(self._kept) < self.wanted:
+            counts["events/dynamic_sampling_exhausted"] = 1.0
+        return Collected(ordered, counts)
 
-    def samples(self, most: int) -> list[Record]:
-        """At most so many of the step's responses, to read."""
-        pairs = [(group.prompt, *pair) for group in self.chosen for pair in zip(group.responses, group.scores, strict=True)]
-        return [record(*pairs[index]) for index in spread(len(pairs), most)]
 
-    def batch(self) -> RolloutBatch:
-        """The step's responses, prompts counted anew, and how dynamic sampling went."""
-        chosen = self.chosen
-        metrics: dict[str, Metric] = {}
-        if self.rounds is not None:
-            metrics["rollout/rounds"] = Sum(float(self.round))
-            metrics["rollout/groups_dropped"] = Sum(float(len(self._kept) + len(self._uninformative) - len(chosen)))
-            if len(self._kept) < self.wanted:
-                metrics["events/dynamic_sampling_exhausted"] = Sum(1.0)
-        return RolloutBatch(
-            responses=[replace(response, prompt=index) for index, group in enumerate(chosen) for response in group.responses],
-            scores=[score_ for group in chosen for score_ in group.scores],
-            greedy=[group.greedy for group in chosen if group.greedy is not None] or None,
-            metrics=metrics,
-        )
+class Collection:
+    """The work of filling one step's buffer.
+
+    Args:
+        ctx: of the run.
+        draw: gives the prompts.
+        step: that they are for; with the number of a prompt in it, it decides the random draws.
+        scale: of the rewards, if they have one.
+
+    Attributes:
+        scores: of all responses so far, those of groups that are set aside too.
+    """
+
+    def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None) -> None:
+        config = ctx.config
+        self._ctx, self._draw, self._step = ctx, draw, step
+        self._reward = ctx.train_reward.on(scale)
+        self.buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
+        self.work: Dispatcher = ctx.engines.work()
+        self.scores: list[Score] = []
+        self._asked: dict[int, tuple[int, Prompt]] = {}  # by number
+        self._greedy: dict[int, list[Response]] = {}
+        self._answers: dict[int, list[Response]] = {}  # finished, and not scored
+
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
+        """Goes on by a second at most. Verifiers score what is finished while the engines respond to other prompts.
+
+        Args:
+            finished: waits for responses.
+            ranks: they have nothing to do: a reward model can read the responses. It does so when all that were asked for are there.
+
+        Returns:
+            Whether there is more to do.
+        """
+        self._ask()
+        if self.work.open:
+            for key, responses in finished(self.work).items():
+                number, greedy = key
+                (self._greedy if greedy else self._answers)[number] = responses
+        ready = [n for n in sorted(self._answers) if n in self._greedy or not self._ctx.config.algorithm.needs_greedy]
+        together = self._reward.scorer is None
+        if ready and (not together or (ranks and not self.work.open)):
+            phase: Callable[[str], AbstractContextManager[None]] = self._ctx.run.phase if ranks else lambda _: nullcontext()
+            with phase("reward"):
+                self._score(ready)
+        return not self.buffer.full and (ranks or bool(self.work.open) or self.buffer.missing > 0)
+
+    def collected(self) -> Collected:
+        """The step's groups."""
+        return self.buffer.collected()
+
+    def _ask(self) -> None:
+        """What is missing. The draws of a prompt depend on the step and on its number among those that are asked for in it."""
+        ctx, wanted = self._ctx, self.buffer.wanted
+        rollout, engines = ctx.config.rollout, ctx.engines
+        for place, prompt in self._draw(self.buffer.missing):
+            number = self.buffer.asked
+            seed = call_seed(ctx.config.seed, self._step, number // wanted)
+            sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
+            self._asked[number] = place, prompt
+            self.work.ask(engines.wanted((number, False), prompt, number % wanted, sampling, ctx.models.experts))
+            if ctx.config.algorithm.needs_greedy:
+                greedy = replace(sampling, n=1, temperature=0.0)
+                self.work.ask(engines.wanted((number, True), prompt, number % wanted, greedy))
+            self.buffer.asked += 1
+
+    def _score(self, ready: Sequence[int]) -> None:
+        places, prompts = zip(*(self._asked[number] for number in ready), strict=True)
+        answers = [self._answers.pop(number) for number in ready]
+        scores = scored(self._ctx.config, self._reward, prompts, answers)
+        self.scores += [score for group in scores for score in group]
+        greedy = [self._greedy.pop(number) for number in ready] if self._ctx.config.algorithm.needs_greedy else []
+        baselines = scored(self._ctx.config, self._reward, prompts, greedy)
+        for index, number in enumerate(ready):
+            baseline = baselines[index][0].value if greedy else None
+            self.buffer.add(number, Group(places[index], prompts[index], answers[index], scores[index], baseline, (self._step, number)))
+
+
+def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]]) -> list[list[Score]]:
+    """The reward of the responses to each prompt."""
+    responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
+    found = iter([shaped(config, *pair) for pair in zip(responses, reward.scores(prompts, responses), strict=True)])
+    return [[next(found) for _ in group] for group in answers]
+
+
+class InProgress(Protocol):
+    """What a step's groups come of: `Collection`, `Rounds`."""
+
+    work: Dispatcher
+    scores: list[Score]
+
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool: ...
+
+    def collected(self) -> Collected: ...
+
+
+def finish(ctx: RunContext, progress: InProgress) -> Collected:
+    """The groups, now: the ranks wait for them, with the weights that the engines have."""
+    with ctx.run.phase("rollout"), ctx.engines.finishing(progress.work):
+        while progress.proceed(ctx.engines.finished, ranks=True):
+            pass
+    ctx.run.failures(progress.scores)
+    return progress.collected()
 
 
 def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale | None:

@@ -38,6 +38,32 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
     return metrics | environment_metrics(responses) | reward_failures(scores)
 
 
+def lag_metrics(responses: Sequence[Response], learned: int, frozen: int) -> dict[str, Metric]:
+    """How many updates of the policy lie between the weights that the responses were sampled from and those that learn from them.
+
+    Args:
+        responses: of the step.
+        learned: updates of the policy before this step.
+        frozen: steps before these that left it as it was; the weights' version counts them, too.
+    """
+    lags_N: list[list[tuple[int, int]]] = []  # of each response (tokens, lag)
+    for response in responses:
+        starts = [span.start for span in response.weight_versions] + [response.length]
+        lags_N.append(
+            [
+                (end - span.start, learned - max(0, span.version - frozen))
+                for span, end in zip(response.weight_versions, starts[1:], strict=True)
+            ]
+        )
+    flat = [pair for lags in lags_N for pair in lags]
+    tokens = float(sum(count for count, _ in flat))
+    return {
+        "rollout/lag_mean": Mean(float(sum(count * lag for count, lag in flat)), tokens),
+        "rollout/lag_max": Max(float(max((lag for _, lag in flat), default=0))),
+        "rollout/lag_mixed": Mean(float(sum(len(lags) > 1 for lags in lags_N)), float(len(lags_N))),
+    }
+
+
 def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
     """How episodes of several turns went: turns, what the environment wrote and reports, those that failed or ran into a limit."""
     episodes = [(response, response.episode) for response in responses if response.episode is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 
 TRAINER = "trainer.json"
+AHEAD = "ahead."  # begins the names of `State.files`
 # Keys of `data` that older supervised runs were saved with; at these values they did nothing.
 RETIRED = {"demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}
 
@@ -63,6 +64,12 @@ class State(Protocol):
 
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
+    def files(self) -> Mapping[str, bytes]:
+        """What else of it a checkpoint holds, by the names of its files."""
+
+    def take(self, files: Mapping[str, bytes], /) -> None:
+        """Gets back what `files` gave; none of a name where the checkpoint has none."""
+
 
 class Trained(Protocol):
     """The ranks that train a run's models."""
@@ -90,6 +97,7 @@ class ResumePoint:
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
     copy: int | None = None  # the step
+    files: Mapping[str, bytes] = field(default_factory=dict)  # of `State.files`
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
@@ -115,9 +123,9 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
         if any(found is None for found in steps.values()):
             continue
         _refuse_another(saved, step.path, config, verb, items)
-        return ResumePoint(
-            {role: found for role, found in steps.items() if found is not None}, saved.progress.model_dump(), saved.run.model_dump()
-        )
+        whole = {role: found for role, found in steps.items() if found is not None}
+        files = {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
+        return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     return None
 
 
@@ -192,27 +200,34 @@ class Checkpoints:
             else:
                 self._models.restore(resume.copy)
             state.restore(resume.progress)
+            state.take(resume.files)
         self._saved = state.step if resume.copy is None else None
+
+    def after_step(self, state: State) -> None:
+        """Copies and saves the step that is done, as `save` asks for it."""
+        self.copy(state)
+        if every(self._settings.every, state.step):
+            self.save(state)
 
     def copy(self, state: State) -> None:
         """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
         if self._settings.rolling == "off":
             return
-        record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
+        record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()})) | {"files": state.files()}
         with self._run.phase("rolling"):
             try:
                 self._models.copy(state.step, record)
             except OSError as error:
-                self._run.event("copy_failed", f"step {state.step} was not copied: {error.strerror or error}")
+                self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")
 
     def save(self, state: State) -> None:
         """Saves the models as they are now, with where the run stands.
 
         SaveError where this save or the one before failed and `save.on_failure` is stop; else the run is told, and goes on.
         """
-        self._save(state.state())
+        self._save(state.state(), state)
 
-    def _save(self, progress: Mapping[str, Any]) -> None:
+    def _save(self, progress: Mapping[str, Any], state: State) -> None:
         step = int(progress["step"])
         if step == self._saved:
             return
@@ -222,7 +237,8 @@ class Checkpoints:
             with self._failures():
                 self._models.wait_for_save()  # whatever became of the one before, this one is another
             with self._failures():
-                self._models.checkpoint(self._config.directory, step, self._settings, {TRAINER: json.dumps(trainer).encode()})
+                files = {TRAINER: json.dumps(trainer).encode(), **state.files()}
+                self._models.checkpoint(self._config.directory, step, self._settings, files)
                 self._saved = step
 
     @contextmanager
@@ -236,29 +252,29 @@ class Checkpoints:
             with termination.interruptible(lambda: state.step == before["step"]):
                 yield
         except RewardUnavailable:
-            self._save_now(before)
+            self._save_now(before, state)
             raise
         except termination.Terminated as stop:
-            self._end(stop.number, before)
+            self._end(stop.number, before, state)
 
     def stop_where_asked(self, state: State, on_alarm: str = "continue") -> None:
         """Saves and ends the run after SIGTERM or SIGHUP, and where `on_alarm` is stop and there was an alarm."""
         number = termination.asked()
         if number is not None:
-            self._end(number, state.state())
+            self._end(number, state.state(), state)
         if on_alarm != "stop" or self._run.alarm is None:
             return
         self._run.ended_by = self._run.alarm
-        self._save_now(state.state())
+        self._save_now(state.state(), state)
         raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
 
-    def _end(self, number: int, progress: Mapping[str, Any]) -> NoReturn:
-        self._save_now(progress)
+    def _end(self, number: int, progress: Mapping[str, Any], state: State) -> NoReturn:
+        self._save_now(progress, state)
         raise termination.Terminated(number, f": saved at step {progress['step']}; started again, the run goes on") from None
 
-    def _save_now(self, progress: Mapping[str, Any]) -> None:
+    def _save_now(self, progress: Mapping[str, Any], state: State) -> None:
         """Saves, and waits until it is written."""
-        self._save(progress)
+        self._save(progress, state)
         with self._failures():
             self._models.wait_for_save()
 

@@ -17,7 +17,7 @@ from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
 from megarl.data.tokenizer import check_size, check_template, encode, load_tokenizer
-from megarl.rewards.http import token_of
+from megarl.http_client import token_of
 from megarl.rewards.server import Server
 from megarl.stages.checks import check_model, check_trained_head
 from megarl.workers.demand import demand, processes

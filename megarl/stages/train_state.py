@@ -13,13 +13,23 @@ from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Last, Mean, Metric
 from megarl.observe.run import BEST
 from megarl.rewards.scale import RewardScale
+from megarl.stages import in_flight
 from megarl.stages.best import NOTHING, Best
 from megarl.stages.pretraining import ValuePretraining
+from megarl.stages.rollout import Collected, Group
+from megarl.stages.saving import AHEAD
 from megarl.workers.plan import StepPlan
+
+BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
 
 
 class TrainState:
     """Counters, sampler, KL coefficient, reward scale and value pretraining of a run.
+
+    Args:
+        config: of the run.
+        prompts: of data.train.
+        stages: as which experts are kept (`ExpertsWanted.stages`).
 
     Attributes:
         step: steps so far, of the policy or of the critic alone.
@@ -27,21 +37,25 @@ class TrainState:
         evaluated: the step after which the policy was last evaluated.
         kl_coef: weight of the KL to the reference, which `algorithm.kl_target` steers.
         scale: of the rewards, where `reward.normalise` asks for one.
+        ahead: the batch of the next step, where it is there already.
+        pool: further groups that have begun, and wait.
         best: the best evaluation, where `train.best` says which that is.
     """
 
-    def __init__(self, config: TrainConfig, prompts: int) -> None:
+    def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], stages: in_flight.Stages = ()) -> None:
         self.step = self.learned = self.evaluated = 0
         self.kl_coef = config.algorithm.kl_coef
         self.scale: RewardScale | None = None
         self.best = Best(config.directory / BEST)
-        self.sampler = Sampler(prompts, config.seed, config.data.shuffle)
+        self.ahead: Collected | None = None
+        self.pool: list[Group] = []
+        self.sampler = Sampler(len(prompts), config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
-        self._algorithm = config.algorithm
+        self._algorithm, self._prompts, self._stages = config.algorithm, prompts, stages
 
-    def draw(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-        return [prompts[index] for index in self.sampler.take(count)]
+    def draw(self, count: int) -> list[tuple[int, Prompt]]:
+        """The next `count` prompts, each with its place among all."""
+        return [(place, self._prompts[place]) for place in self.sampler.take(count)]
 
     def policy_learned(self, plan: StepPlan, kl_N: np.ndarray) -> dict[str, Metric]:
         """Counts a step of the policy and adapts the KL coefficient; the metrics of both.
@@ -79,3 +93,14 @@ class TrainState:
         self.best.restore(state.get("best", NOTHING))
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
+
+    def files(self) -> dict[str, bytes]:
+        """The batch that is ahead, and what has begun beside it."""
+        there = {BATCH: self.ahead, REST: Collected(self.pool) if self.pool else None}
+        return {name: in_flight.dump(collected, self._stages) for name, collected in there.items() if collected is not None}
+
+    def take(self, files: Mapping[str, bytes]) -> None:
+        """Gets them back."""
+        there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
+        self.ahead = there.get(BATCH)
+        self.pool = there[REST].groups if REST in there else []

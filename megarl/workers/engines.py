@@ -11,23 +11,21 @@ from typing import Any, TypeVar
 import ray
 
 from megarl.cluster import watch
-from megarl.cluster.actor_group import ActorGroup, WorkerDied, WorkerLate, end
+from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.reserve import lost_nodes
-from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.restarts import Restarts
-from megarl.rollout.engine import EngineDead, RolloutTimeout
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.demand import engine_kind
-from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, RolloutWorker, answered, ask
+from megarl.workers.dispatch import LOST, Dispatcher, NoEngine, Wanted
+from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 
 PING_S = 60.0  # longest time in which an engine that has nothing to do says that it is there
-LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # what another engine would do without
 
 Result = TypeVar("Result")
 
@@ -96,6 +94,7 @@ class Engines:
     ) -> None:
         self.playing = playing
         self.group, self.settings, self.turns, self.starter, self._restarts = group, settings, turns, starter, restarts
+        self.busy_s = 0.0  # seconds in which engines had prompts to respond to, added up
         self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all of them
         if turns is not None:
             turns.guard = self.keeping
@@ -121,28 +120,63 @@ class Engines:
         return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
-        """The responses to every prompt, in the order of the prompts, which are dealt to the replicas in turn.
+        """The responses to every prompt, in the order of the prompts."""
+        work, answers = self.work(), dict[Any, list[Response]]()
+        with self.finishing(work):
+            for number, prompt in enumerate(prompts):
+                work.ask(self.wanted(number, prompt, number, sampling, experts))
+            while work.open:
+                answers |= self.finished(work)
+        return [response for number in range(len(prompts)) for response in answers[number]]
 
-        Of an engine that is lost the whole share is generated again: the same requests go through the same batches to the same bits.
+    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: ExpertsWanted | None = None) -> Wanted:
+        """What a dispatcher is asked for.
+
+        Args:
+            key: of its answer.
+            prompt: that is responded to.
+            number: with `sampling.seed` it decides the random draws; of the responses it is `prompt`.
+            sampling: of the responses; which tokens may be drawn and what ends a response, the settings say.
+            experts: that are wanted.
         """
+        return Wanted(key, Start(number, prompt.tokens, prompt.seed, prompt.task), sampling.within(self.settings), experts)
+
+    def work(self) -> Dispatcher:
+        """Takes prompts for the engines, whose turn it is now."""
         if self.turns is not None:
             self.turns.to_engines()
-        sampling = sampling.within(self.settings)
-        numbered = [Start(number, prompt.tokens, prompt.seed, prompt.task) for number, prompt in enumerate(prompts)]
-        replicas = len(self.group.actors)
-        shares = {index: numbered[index::replicas] for index in range(min(replicas, len(numbered)))}
-        answers = dict[int, list[Response]]()
-        while missing := sorted(shares.keys() - answers.keys()):
-            with self._replacements() as lost:
-                asked = {index: ask(self.group.actors[index], shares[index], sampling, experts, self.playing) for index in missing}
-                calls = {index: references[0] for index, references in asked.items()}
-                found = self.group.settle(calls, "generate", self.settings.timeout_s, lost)
-                answers |= {index: answered(responses, asked[index][1:], experts) for index, responses in found.items()}
-            if self.turns is not None:
-                self.turns.to_engines()
-        return sorted(
-            (response for answer in answers.values() for response in answer), key=lambda response: (response.prompt, response.index)
-        )
+        return Dispatcher(self.group, self.settings, self.playing)
+
+    @contextmanager
+    def finishing(self, work: Dispatcher, *, refill: bool = True) -> Iterator[None]:
+        """At the end of the block engines that were lost in the work are replaced; what it fails with, ends the work.
+
+        refill: they need the weights of the last sync.
+        """
+        try:
+            yield
+            self.replace(work, refill=refill)
+        except BaseException:
+            work.cancel()
+            raise
+        finally:
+            self.busy_s += work.busy_s
+
+    def finished(self, work: Dispatcher) -> dict[Any, list[Response]]:
+        """`Dispatcher.finished`; where no engine is left, they are replaced. The ranks must have the weights of the last sync."""
+        try:
+            return work.finished()
+        except NoEngine:
+            self.replace(work)
+            return {}
+
+    def replace(self, work: Dispatcher, *, refill: bool = True) -> None:
+        """Replaces the engines that were lost in the work; `refill`: with the weights of the last sync."""
+        with self._replacements(refill) as lost:
+            for engine, fault in work.lost.items():
+                lost(engine, fault)
+        if work.lost and self.turns is not None:
+            self.turns.to_engines()
 
     def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
         """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.
@@ -165,6 +199,8 @@ class Engines:
         end(self.group.actors)
         self.starter.places = places
         self.group.actors[:] = [self.starter.create(index) for index in range(len(places))]
+        if self.turns is not None:
+            self.turns.begin_again()
         return self.open()
 
     def _replaced_any(self, doing: str, refill: bool) -> bool:
@@ -192,7 +228,10 @@ class Engines:
         with ExitStack() as recovery:
 
             def lost(index: int, fault: Exception) -> None:
-                if self.starter is None or self._restarts is None or not isinstance(fault, LOST) or lost_nodes(self.starter.places):
+                if self.starter is None or self._restarts is None or not isinstance(fault, LOST):
+                    raise fault
+                watch.renew()
+                if lost_nodes(self.starter.places):
                     raise fault
                 if not opening:
                     if not self._restarts.allow(fault):
@@ -217,7 +256,6 @@ class Engines:
         """Ends an engine and starts another one in its place, which is opening."""
         assert self.starter is not None
         end([self.group.actors[index]])
-        watch.renew()
         self.group.actors[index] = self.starter.create(index)
         if self.turns is not None:
             self.turns.make_room()

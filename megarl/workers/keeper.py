@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actor_group import ActorGroup
 from megarl.shared_memory import SharedMemory
+from megarl.text import one_line
 
 PIECE = 16 << 20  # bytes that travel between machines at a time
 KEPT = 2  # steps
 ANSWER_S = 10.0  # longest wait for a machine to say what it has
+LONGEST = 200  # characters of what a copy failed with
 
 Owner = tuple[str, int]
 """A rank: its group, its number."""
@@ -29,9 +32,9 @@ class Keeper:
         self._held: dict[Owner, dict[int, tuple[int, int]]] = {}  # the descriptor and the size of each step's memory
 
     def keep(self, owner: Owner, step: int, path: str, size: int) -> None:
-        """Takes a complete copy; older ones than the one before are let go of."""
+        """Takes a complete copy; older ones than the one before are let go of, and later ones, from before the run went back."""
         steps = self._held.setdefault(owner, {})
-        self._drop(steps, [step])
+        self._drop(steps, [other for other in steps if other >= step])
         steps[step] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), size
         self._drop(steps, sorted(steps)[:-KEPT])
 
@@ -58,12 +61,14 @@ class Keeper:
         """Takes over a copy from another machine, which may be taking one over from here. Raises OSError where there is no room."""
         _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
-        memory.reserve(size)
-        for begin in range(0, size, PIECE):
-            piece = await source.piece.remote(owner, step, begin)
-            memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-        self.keep(owner, step, memory.path, size)
-        memory.close()
+        try:
+            memory.reserve(size)
+            for begin in range(0, size, PIECE):
+                piece = await source.piece.remote(owner, step, begin)
+                memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            self.keep(owner, step, memory.path, size)
+        finally:
+            memory.close()
 
     def _drop(self, steps: dict[int, tuple[int, int]], old: Sequence[int]) -> None:
         for step in old:
@@ -83,20 +88,23 @@ class Copies:
         self._keepers: dict[str, Any] = {}  # by node
         self._records: dict[int, Any] = {}  # by step
         self._owners: list[Owner] = []  # all ranks of which there must be a copy
-        self._travelling: list[Any] = []
+        self._travelling: list[Any] = []  # of the last step, to the next machine
 
     def save(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float, record: Any) -> None:
-        """Copies a step of all groups. Raises what a rank raises: OSError where there is no room; the copies before stay.
+        """Copies a step of all groups.
 
         Args:
             step: its number.
             groups: of the ranks that train, by name.
             timeout_s: of each group.
             record: what `newest` gives back with the step.
+
+        Raises:
+            OSError: there is no room for the step, the copies before stay; or, once it is copied, the one before has not come to the next
+                machine.
+            Exception: what a rank raises.
         """
-        if self._travelling:
-            ray.wait(self._travelling, num_returns=len(self._travelling), timeout=timeout_s)
-        self._travelling = []
+        lost, self._travelling = _failed(self._travelling, timeout_s), []
         last = max(self._records, default=-1)
         self._owners = [(name, rank) for name, group in groups.items() for rank in range(len(group.actors))]
         for name, group in groups.items():
@@ -106,14 +114,16 @@ class Copies:
             group.wait(calls, "copy", timeout_s)
             self._travelling += self._mirror(name, step, nodes)
         self._records = {old: kept for old, kept in self._records.items() if old == last} | {step: record}
+        if lost is not None:
+            raise OSError(f"step {last} is not on the next machine: {lost}")
 
     def newest(self) -> tuple[int, Any] | None:
         """The newest step of which a copy of every rank is there, and its record."""
         if not self._records:
             return None
         held: dict[Owner, set[int]] = {}
-        for keeper in self._living():
-            for owner, steps in ray.get(keeper.steps.remote()).items():
+        for here in self._held().values():
+            for owner, steps in here.items():
                 held.setdefault(owner, set()).update(steps)
         whole = [step for step in self._records if all(step in held.get(owner, ()) for owner in self._owners)]
         self._records = {step: self._records[step] for step in whole}
@@ -121,16 +131,18 @@ class Copies:
 
     def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
         """Gives every rank its part of a step; on another machine than before it travels there first."""
-        where = {id(keeper): (keeper, ray.get(keeper.steps.remote())) for keeper in self._living()}
+        held = self._held()
         for name, group in groups.items():
-            calls = []
-            for rank, (actor, node) in enumerate(zip(group.actors, group.call("node", timeout_s=timeout_s), strict=True)):
-                keeper, owner = self._keeper(node), (name, rank)
-                _, here = where.get(id(keeper), (None, {}))
+            places = [(self._keeper(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
+            keepers, fetched = [], []
+            for rank, (keeper, here) in enumerate(places):
+                owner = name, rank
                 if step not in here.get(owner, []):
-                    source = next(other for other, steps in where.values() if step in steps.get(owner, []))
-                    ray.get(keeper.fetch.remote(source, owner, step), timeout=timeout_s)
-                calls.append(actor.restore.remote(keeper, name, step))
+                    source = next(self._keepers[node] for node, there in held.items() if step in there.get(owner, []))
+                    keepers.append(keeper)
+                    fetched.append(keeper.fetch.remote(source, owner, step))
+            ActorGroup("keeper", keepers).wait(fetched, "fetch a copy", timeout_s)
+            calls = [actor.restore.remote(keeper, name, step) for actor, (keeper, _) in zip(group.actors, places, strict=True)]
             group.wait(calls, "restore", timeout_s)
         self._records = {step: self._records[step]}
 
@@ -148,14 +160,26 @@ class Copies:
         after = {node: self._keepers[others[(index + 1) % len(others)]] for index, node in enumerate(others)}
         return [after[node].fetch.remote(self._keepers[node], (name, rank), step) for rank, node in enumerate(nodes)]
 
-    def _living(self) -> list[Any]:
-        """The keepers that answer; the others are forgotten, and those of lost nodes, where they live on for a while."""
+    def _held(self) -> dict[str, dict[Owner, list[int]]]:
+        """What each keeper has, by node. Those that do not answer, and those of lost nodes, are forgotten."""
         there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         self._keepers = {node: keeper for node, keeper in self._keepers.items() if node in there}
         asked = {node: keeper.steps.remote() for node, keeper in self._keepers.items()}
+        held = dict[str, dict[Owner, list[int]]]()
         for node, call in asked.items():
             try:
-                ray.get(call, timeout=ANSWER_S)
+                held[node] = ray.get(call, timeout=ANSWER_S)
             except RayError:
                 del self._keepers[node]
-        return list(self._keepers.values())
+        return held
+
+
+def _failed(calls: Sequence[Any], timeout_s: float) -> str | None:
+    """Waits for calls that nobody has waited for. What the first that failed says, or is late with; None where all are done."""
+    deadline = time.monotonic() + timeout_s
+    for call in calls:
+        try:
+            ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+        except RayError as error:
+            return one_line(str(error.cause if isinstance(error, RayTaskError) else error), LONGEST)
+    return None

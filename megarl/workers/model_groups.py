@@ -61,6 +61,11 @@ class ModelGroups:
     def policy(self) -> WorkerGroup:
         return self.groups[0]
 
+    @property
+    def stages(self) -> Sequence[Sequence[int]]:
+        """The MoE layers of each pipeline stage, as far as the ranks want to know of their experts."""
+        return () if self.experts is None else self.experts.stages
+
     def rewards(self, responses: Sequence[Response]) -> list[float]:
         """The reward model's scores."""
         group = self.of("reward")
@@ -82,8 +87,7 @@ class ModelGroups:
         """
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        stages = () if self.experts is None else self.experts.stages
-        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), stages) for group in readers]
+        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), self.stages) for group in readers]
         running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
@@ -161,12 +165,18 @@ class ModelGroups:
         if moved:
             give_back(places)
             self.places, engine_places = places_of(self.config)
-        if moved or with_engines:
-            opening = engines.start_again(engine_places)
-        if self.turns is not None:
-            engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
-            self.turns.to_ranks(keep_weights=False)
-        self.build(create_groups(self.config, self.places))
+        created = create_groups(self.config, self.places)
+        try:
+            if moved or with_engines:
+                share_devices(self.config, created, engines)
+                opening = engines.start_again(engine_places)
+            if self.turns is not None:
+                engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+                self.turns.to_ranks(keep_weights=False)
+            self.build(created)
+        except BaseException:
+            end(actor for group in created for actor in group.actors)
+            raise
         engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
         return moved
 
@@ -259,9 +269,7 @@ def start(
         starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
         engines = Engines.create(starter, restarts)
         created = create_groups(config, rank_places)
-        if engines.turns is not None and config.cluster.gpus:
-            devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
-            starter.devices = [gpu for own in devices for gpu in own]
+        share_devices(config, created, engines)
         opening = engines.open()
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
@@ -271,6 +279,13 @@ def start(
     with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
     return models, engines
+
+
+def share_devices(config: TrainConfig, created: Sequence[ActorGroup], engines: Engines) -> None:
+    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them."""
+    if engines.turns is not None and engines.starter is not None and config.cluster.gpus:
+        devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
+        engines.starter.devices = [gpu for own in devices for gpu in own]
 
 
 def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[ActorGroup]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from megarl.batch import Sample
+from megarl.batch import Sample, VersionSpan
 from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
@@ -18,8 +18,9 @@ from megarl.environments.hosts import Host, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
-from megarl.rollout.episodes import Limits, Played, Start, play
-from megarl.rollout.generate import Sampling, TokenPrompt, generate
+from megarl.rollout.episodes import Limits, Played, Start, joined, play
+from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed
+from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Print
 
 
@@ -49,6 +50,7 @@ class Response:
     index: int  # which of the responses to the prompt
     experts: Sequence[Any] | None = None  # references to the experts of its tokens, one for each of `ExpertsWanted.stages`
     episode: Episode | None = None  # where an environment answered
+    weight_versions: Sequence[VersionSpan] = ()  # as its sample has them
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,16 @@ def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | 
     """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
     each = 1 + (0 if experts is None else len(experts.stages))
     return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
+
+
+def ask_more(
+    worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Any]
+) -> list[Any]:
+    """The same of `RolloutWorker.go_on`. `open_`: the payload of each response, None of those that begin."""
+    each = 1 + (0 if experts is None else len(experts.stages))
+    begun = [payload for payload in open_.values() if payload is not None]
+    call = worker.go_on.options(num_returns=1 + len(open_) * each)
+    return list(call.remote(start, sampling, experts, tokens, list(open_), *begun))
 
 
 def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
@@ -141,20 +153,57 @@ class RolloutWorker:
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
+        self._responder = Responder(self._engine, settings.timeout_s)
 
     async def respond(
         self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
     ) -> list[Any]:
-        """The responses to each prompt, or the episodes that it begins. RolloutError where experts that are wanted were not reported.
+        """The responses to each prompt, or the episodes that it begins. Several calls may be under way at once.
+
+        RolloutError where experts that are wanted were not reported.
 
         Returns:
             As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
             the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
         """
         said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
+        return self._told(said, sampling, experts)
+
+    async def go_on(
+        self, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, indices: Sequence[int], *begun: Sample
+    ) -> list[Any]:
+        """So many more `tokens` of some responses to a prompt, at most. Of one that is not done its experts stay in its payload.
+
+        A token's draw depends on the response's seed and on its position, so that where a response was cut does not matter.
+
+        Args:
+            start: has the prompt.
+            sampling: of whole responses.
+            experts: that are wanted of those that are done.
+            tokens: more of each.
+            indices: which of the responses to the prompt.
+            *begun: what there is of them; none: they begin.
+
+        Returns:
+            As `respond` does.
+        """
+        requests = []
+        for place, index in enumerate(indices):
+            there = begun[place].tokens.tolist() if begun else start.tokens
+            most = min(tokens, len(start.tokens) + sampling.max_tokens - len(there))
+            request = request_for((start.id, index), there, most, sampling, request_seed(sampling.seed, start.id, index))
+            requests.append(replace(request, by_position=True))
+        said = await self._responder.all(requests, self._timeout_s)
+        whole = [joined([before, more], more.finish_reason) for before, more in zip(begun, said, strict=True)] if begun else said
+        told = [(int(start.id), index, sample, self._text(sample, sampling), None) for index, sample in zip(indices, whole, strict=True)]
+        return self._told(told, sampling, experts)
+
+    def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
+        """What `respond` returns."""
         responses, payloads = list[Response](), list[Any]()
         for prompt, index, sample, text, episode in said:
-            wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0
+            done = sample.finish_reason != "length" or episode is not None or sample.response_length == sampling.max_tokens
+            wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0 and done
             responses.append(
                 Response(
                     prompt=prompt,
@@ -167,9 +216,10 @@ class RolloutWorker:
                     index=index,
                     experts=[] if wanted else None,
                     episode=episode,
+                    weight_versions=sample.weight_versions,
                 )
             )
-            payloads.append(replace(sample, routed_experts=None))
+            payloads.append(replace(sample, routed_experts=None) if done else sample)
             if experts is not None:
                 payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
         return [responses, *payloads]
@@ -178,7 +228,7 @@ class RolloutWorker:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
             (int(generated.prompt_id), index, sample, self._text(sample, sampling), None)
-            for generated in await generate(self._engine, prompts, sampling, self._timeout_s)
+            for generated in await generate(self._responder, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
 
@@ -192,7 +242,7 @@ class RolloutWorker:
             return self._text(turn, sampling)
 
         turns = TurnTokens(self._tokenizer, playing.system)
-        played = await play(self._engine, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
+        played = await play(self._responder, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
         return [
             (int(start.id), index, one.sample, one.text, self._episode(one))
             for start, episodes in zip(share, played, strict=True)

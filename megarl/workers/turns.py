@@ -30,6 +30,10 @@ class Turns:
         """The ranks are there, and have their turn; None: they are gone."""
         self._ranks = ranks
 
+    def begin_again(self) -> None:
+        """All engines have started anew, awake."""
+        self._asleep = []
+
     def to_ranks(self, *, keep_weights: bool = True) -> None:
         """The engines leave the devices. Where they do not keep their weights, `sync` must follow before they can answer again."""
         if not self._asleep:

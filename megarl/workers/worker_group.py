@@ -190,10 +190,11 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
         For each kind the scheduling strategies of its processes.
 
     Raises:
-        WorkerLate: the cluster has no room in time.
+        NoNodes: the session has no room, and cannot grow.
+        WorkerLate: the cluster that was joined has no room in time.
         ConfigError: a machine besides this one does not see the run's files.
     """
-    places = reserve(kinds, config.cluster.start_timeout_s)
+    places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
     if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places

@@ -16,6 +16,7 @@ from megarl.restarts import Restarts
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
 from megarl.stages.reward import open_scorers
+from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 from megarl.trainer import train_step
 from megarl.workers.engines import Engines
@@ -73,13 +74,14 @@ def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_m
         models.sync(engines, 0)
         for name in RUNNABLE:
             config = small(name, tmp_path, tiny_model)
-            models, state = switch(models, config), TrainState(config, len(prompts))
+            models, state = switch(models, config), TrainState(config, prompts)
             with Run(config) as run:
                 none = Restarts(0, run.restarted, run.note)
                 ctx = RunContext(config, run, models, Engines(engines.group, config.rollout), *scorers.rewards(models), none)
-                for _ in range(2):
-                    metrics = scalars(train_step(ctx, state, prompts))
-                    check(name, config, plans[-1], metrics)
+                with RolloutSource(ctx, state) as source:
+                    for _ in range(2):
+                        metrics = scalars(train_step(ctx, state, source))
+                        check(name, config, plans[-1], metrics)
 
 
 def check(name: str, config: TrainConfig, plan: StepPlan, metrics: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +28,7 @@ from megarl.errors import SaveError
 from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
+from megarl.workers.dispatch import Dispatcher
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, Job
 from tests.e2e.kill_at import done
@@ -145,30 +146,28 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     """What is generated is abandoned; an update is finished, since the models are another step's from its beginning on."""
     before = [signal.getsignal(number) for number in termination.SIGNALS]
     job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
-    wait, settle = ActorGroup.wait, ActorGroup.settle
+    wait, finished = ActorGroup.wait, Dispatcher.finished
 
-    @contextmanager
-    def signalled(doing: str, references: Sequence[Any]) -> Iterator[None]:
+    def signalled(doing: str) -> None:
         if doing == phase and done(job) == 3 and termination.asked() is None:
             threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        try:
-            yield
-        finally:
-            ray.wait(references, num_returns=len(references))  # the lab's engine is to be idle when the next run comes
 
     def waiting(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
-        with signalled(doing, references):
+        signalled(doing)
+        try:
             return wait(group, references, doing, timeout_s, *helpers)
+        finally:
+            ray.wait(references, num_returns=len(references))
 
-    def settling(group: ActorGroup, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Any) -> dict[int, Any]:
-        with signalled(doing, list(calls.values())):
-            return settle(group, calls, doing, timeout_s, failed)
+    def finishing(work: Dispatcher) -> dict[Any, Any]:
+        signalled("generate")
+        return finished(work)
 
     termination.install()
     try:
         with monkeypatch.context() as patch, pytest.raises(termination.Terminated) as stop:
             patch.setattr(ActorGroup, "wait", waiting)
-            patch.setattr(ActorGroup, "settle", settling)
+            patch.setattr(Dispatcher, "finished", finishing)
             lab.run(job)
         told = "the run is saved after this step" in capsys.readouterr().err
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.workers.engines import Engines
+from megarl.workers.dispatch import Dispatcher, Wanted
 from megarl.workers.model_groups import ModelGroups
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
@@ -42,18 +42,18 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, t
 
 def test_nothing_is_asked_for_where_nothing_is_wanted(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = list[Any]()
-    monkeypatch.setattr(Engines, "generate", spied(wanted))
+    monkeypatch.setattr(Dispatcher, "ask", spied(wanted))
     job = lab.run(Job(tmp_path, tiny_model, (*SHORT, "train.steps=1", "routing.sample=0.0")))
     assert set(wanted) == {None}
     assert not any(name.startswith("routing") for row in job.steps() for name in row)
 
 
 def spied(wanted: list[Any]) -> Any:
-    generate = Engines.generate
+    ask = Dispatcher.ask
 
-    def spy(self: Engines, prompts: Any, sampling: Any, experts: Any = None) -> Any:
-        wanted.append(experts)
-        return generate(self, prompts, sampling, experts)
+    def spy(self: Dispatcher, one: Wanted) -> None:
+        wanted.append(one.experts)
+        ask(self, one)
 
     return spy
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -66,9 +68,11 @@ class BackwardsEngine(Engine):
         self.open |= {request.id: request for request in requests}
 
     async def receive(self, timeout_s: float) -> list[Finished]:
-        ready = [request for request in self.open.values() if request.id in self._aborted or request.tokens[0] != STUCK]
-        if not ready:
-            return []
+        deadline = time.monotonic() + timeout_s
+        while not (ready := [one for one in self.open.values() if one.id in self._aborted or one.tokens[0] != STUCK]):
+            if time.monotonic() > deadline:
+                return []
+            await asyncio.sleep(0.005)
         request = self.open.pop(min(ready, key=lambda one: len(one.tokens)).id)
         response = [] if request.id in self._aborted else request.tokens[::-1][: request.max_tokens]
         tokens = np.array([*request.tokens, *response], dtype=np.int32)

@@ -10,6 +10,7 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout import registry
 from megarl.rollout.engine import RolloutTimeout
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
+from megarl.rollout.responder import Responder
 from tests.rollout.backwards_engine import PLACE, STUCK, BackwardsEngine, BackwardsSettings
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
@@ -17,7 +18,7 @@ SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
 
 def test_responses_come_in_the_order_of_the_prompts_whenever_they_finish() -> None:
     prompts = [TokenPrompt("long", [5, 6, 7, 8]), TokenPrompt("short", [9]), TokenPrompt(2, [10, 11])]
-    answers = asyncio.run(generate(BackwardsEngine("engine 0"), prompts, SAMPLING, 1.0))
+    answers = asyncio.run(generate(Responder(BackwardsEngine("engine 0"), 1.0), prompts, SAMPLING, 1.0))
     assert [answer.prompt_id for answer in answers] == ["long", "short", 2]
     said = [[sample.tokens[sample.prompt_length :].tolist() for sample in answer.samples] for answer in answers]
     assert said == [[[8, 7, 6, 5]] * 2, [[9]] * 2, [[11, 10]] * 2]
@@ -25,8 +26,13 @@ def test_responses_come_in_the_order_of_the_prompts_whenever_they_finish() -> No
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:
     engine = BackwardsEngine("engine 0")
+
+    async def both() -> None:
+        prompts = [TokenPrompt(0, [5, 6]), TokenPrompt(1, [STUCK, 6])]
+        await generate(Responder(engine, 60.0), prompts, SAMPLING, 1.0)
+
     with pytest.raises(RolloutTimeout, match=r"^engine 0: 2 of 4 responses not done after 1 s$"):
-        asyncio.run(generate(engine, [TokenPrompt(0, [5, 6]), TokenPrompt(1, [STUCK, 6])], SAMPLING, 1.0))
+        asyncio.run(both())
     assert engine.open == {}
 
 
@@ -37,3 +43,20 @@ def test_the_registry_gives_the_engine_that_the_configuration_names(monkeypatch:
         registry.check_engine({"num_attention_heads": 4}, "float32", settings, gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=2: the engine has one worker$"):
         registry.check_engine({}, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+
+
+def test_several_callers_share_an_engine_and_each_gets_its_own() -> None:
+    """With the same ids; one gives up after a second, and the others do not notice."""
+    engine = BackwardsEngine("engine 0")
+
+    async def all_three() -> list[object]:
+        responder = Responder(engine, 60.0)
+        asked: list[tuple[list[int], float]] = [([5, 6], 60.0), ([STUCK, 6], 0.2), ([7, 8, 9], 60.0)]
+        calls = [generate(responder, [TokenPrompt(0, tokens)], SAMPLING, timeout_s) for tokens, timeout_s in asked]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    first, late, last = asyncio.run(all_three())
+    assert isinstance(late, RolloutTimeout) and engine.open == {}
+    for answers, said in ((first, [6, 5]), (last, [9, 8, 7])):
+        assert isinstance(answers, list)
+        assert [sample.tokens[sample.prompt_length :].tolist() for sample in answers[0].samples] == [said] * 2

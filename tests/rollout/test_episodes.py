@@ -17,6 +17,7 @@ from megarl.environments.hosts import open_host
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.episodes import Limits, Played, Start, joined, play
 from megarl.rollout.generate import Sampling, TokenPrompt
+from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.backwards_engine import STUCK, BackwardsEngine
 from tests.rollout.engine_host import Host
@@ -40,9 +41,10 @@ async def _episodes(tiny: Path) -> list[list[list[Played]]]:
             return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
 
         try:
-            runs.append(await play(engine, host, TurnTokens(tokenizer), text_of, starts, SAMPLING, LIMITS, TIMEOUT_S))
+            runs.append(await play(Responder(engine, TIMEOUT_S), host, TurnTokens(tokenizer), text_of, starts, SAMPLING, LIMITS, TIMEOUT_S))
             if len(runs) == 1:
                 await _sampling(engine, tiny)
+                await _cut(engine)
         finally:
             host.close()
             await engine.close()
@@ -99,7 +101,7 @@ async def _sampling(engine: VllmEngine, tiny: Path) -> None:
                 ids = torch.tensor([sample.tokens.tolist()])
                 with torch.no_grad():
                     full = (model(ids).logits[0, sample.prompt_length - 1 : -1].float() / 0.7).log_softmax(-1)
-                kept, targets = _cut(full, rules), ids[0, sample.prompt_length :, None]
+                kept, targets = _kept(full, rules), ids[0, sample.prompt_length :, None]
                 drawn = torch.from_numpy(sample.rollout_logp)
                 torch.testing.assert_close(drawn, kept.log_softmax(-1).gather(1, targets).squeeze(1), atol=1e-5, rtol=0)
                 whole += float((drawn - full.gather(1, targets).squeeze(1)).mean()) / 16
@@ -119,7 +121,31 @@ async def _sampling(engine: VllmEngine, tiny: Path) -> None:
         assert np.array_equal(ended.rollout_logp, free.rollout_logp[:length])
 
 
-def _cut(logp_TV: torch.Tensor, rules: dict[str, float]) -> torch.Tensor:
+async def _cut(engine: VllmEngine) -> None:
+    """Responses that are cut after every seventh token and go on in new requests, in another order, are the whole ones, bit for bit."""
+    responder, prompts = Responder(engine, TIMEOUT_S), [[5 + number, 40, 77] for number in range(8)]
+
+    async def asked(contexts: dict[int, list[int]], tokens: int) -> dict[int, Sample]:
+        requests = [Request(n, context, tokens, 0.7, 1000 + n % 5, by_position=True) for n, context in contexts.items()]
+        return dict(zip(contexts, await responder.all(requests, TIMEOUT_S), strict=True))
+
+    whole = await asked(dict(enumerate(prompts)), 40)
+    parts = await asked(dict(enumerate(prompts)), 7)
+    while left := [n for n, part in parts.items() if part.finish_reason == "length" and part.response_length < 40]:
+        contexts = {n: parts[n].tokens.tolist() for n in reversed(left)}
+        most = min(7, 43 - max(map(len, contexts.values())))
+        for number, more in (await asked(contexts, most)).items():
+            parts[number] = joined([parts[number], more], more.finish_reason)
+    assert max(sample.response_length for sample in whole.values()) > 20
+    for number, sample in whole.items():
+        for name in ("tokens", "rollout_logp", "routed_experts"):
+            assert np.array_equal(getattr(sample, name), getattr(parts[number], name)), (number, name)
+        assert (sample.finish_reason, sample.weight_versions) == (parts[number].finish_reason, parts[number].weight_versions)
+    again = await responder.all([Request(0, prompts[0], 40, 0.7, 1000), Request(1, prompts[0], 40, 0.7, 1001, by_position=True)], TIMEOUT_S)
+    assert not np.array_equal(again[0].tokens, whole[0].tokens), "who does not ask for it draws as before"
+
+
+def _kept(logp_TV: torch.Tensor, rules: dict[str, float]) -> torch.Tensor:
     """What is left of a distribution: min_p, then the top_k likeliest, then the smallest set of at least top_p; -inf elsewhere."""
     if "min_p" in rules:
         logp_TV = logp_TV.masked_fill(logp_TV.exp() < rules["min_p"] * logp_TV.exp().amax(-1, keepdim=True), -torch.inf)
@@ -163,7 +189,7 @@ def test_limits_and_failures_end_an_episode_with_what_it_has(tiny_model: Path) -
         host, engine = open_host(EnvironmentSettings.model_validate(TREE)), BackwardsEngine("engine 0")
 
         async def body() -> list[list[Played]]:
-            return await play(engine, host, TurnTokens(tokenizer), lambda _: "x", starts, SAMPLING, limits, timeout_s)
+            return await play(Responder(engine, TIMEOUT_S), host, TurnTokens(tokenizer), lambda _: "x", starts, SAMPLING, limits, timeout_s)
 
         try:
             return [one for episodes in asyncio.run(body()) for one in episodes]

@@ -21,6 +21,7 @@ from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, R
 from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
+from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.launch import launch
 from tests.rollout.engine_host import Host
@@ -111,7 +112,7 @@ async def _late(tiny: Path) -> None:
     try:
         # On a busy machine not even the requests are taken by then.
         with pytest.raises(RolloutTimeout, match=r"^engine 0: (\d+ of 256 responses|taking 256 requests) not done after 0.4 s"):
-            await generate_within(engine, _prompts(64), many, 0.4)
+            await generate_within(Responder(engine, TIMEOUT_S), _prompts(64), many, 0.4)
         begun = time.monotonic()  # the late responses are gone: the next call is served at once
         await generate(engine, PROMPTS, few)
         served = time.monotonic() - begun

@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.rollout.engine import Engine
 from megarl.rollout.generate import Generated, Sampling, TokenPrompt
 from megarl.rollout.generate import generate as generate_within
+from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.send import Sender
 
@@ -26,7 +27,7 @@ PROMPTS = [
 
 
 async def generate(engine: Engine, prompts: Sequence[TokenPrompt], sampling: Sampling) -> list[Generated]:
-    return await generate_within(engine, prompts, sampling, TIMEOUT_S)
+    return await generate_within(Responder(engine, TIMEOUT_S), prompts, sampling, TIMEOUT_S)
 
 
 def other_weights(path: Path, seed: int, dtype: torch.dtype = torch.float32) -> Any:

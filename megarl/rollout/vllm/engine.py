@@ -10,10 +10,12 @@ import os
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config import RolloutSettings
+from megarl.batch import VersionSpan
+from megarl.config import RolloutSettings, TrainRolloutSettings
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
 from megarl.rollout.engine import (
@@ -38,6 +40,16 @@ _SHUTDOWN_S = 3.0  # then SIGKILL: an engine has nothing to save
 Result = TypeVar("Result")
 
 
+@dataclass
+class _Open:
+    """A request that is not yet received."""
+
+    queue: Any  # vLLM's
+    waiting: asyncio.Task[None]  # at it
+    prompt_length: int
+    versions: list[VersionSpan]  # of the response
+
+
 class VllmEngine(Engine):
     """One vLLM replica. The class is plain: a Ray actor holds it, and tests run it under asyncio."""
 
@@ -50,7 +62,9 @@ class VllmEngine(Engine):
         self._asleep: set[Part] = set()  # what has left the device
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._count = 0  # requests so far
-        self._open: dict[RequestId, tuple[Any, asyncio.Task[None]]] = {}  # not yet received: vLLM's queue, who waits at it
+        self._by_position = False  # the workers can draw so
+        self._open: dict[RequestId, _Open] = {}
+        self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
         self._finished: list[Finished] = []  # to be received
         self._failure: Exception | None = None  # of the engine, as a request has met it
         self._watched: list[Any] = []
@@ -80,7 +94,9 @@ class VllmEngine(Engine):
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = bool(hf.get("tie_word_embeddings", False))
         self._expected = _expected(hf, dtype)
-        self._lock, self._dead, self._arrival = asyncio.Lock(), asyncio.Event(), asyncio.Event()
+        self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
+        self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._updated.set()
         for name, value in environment(gpu).items():
             os.environ.setdefault(name, value)
         directory = Path(tempfile.mkdtemp(prefix="megarl-"))  # mode 0700: sockets and rendezvous files
@@ -123,8 +139,8 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
-        for _, waiting in self._open.values():
-            waiting.cancel()
+        for one in self._open.values():
+            one.waiting.cancel()
         if llm is not None:
             for process in self._watched:
                 asyncio.get_running_loop().remove_reader(process.sentinel)
@@ -137,6 +153,8 @@ class VllmEngine(Engine):
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """To an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
         from its own generator. So the same requests go through the same batches to the same bits."""
+        if self._in_flight:
+            await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
         async with self._lock:
             self.check_health()
             if self._updating:
@@ -149,6 +167,9 @@ class VllmEngine(Engine):
                 if request.id in taken:
                     raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
                 taken.add(request.id)
+            if not self._by_position and any(request.by_position for request in requests):
+                await self._call("megarl_draw_by_position", timeout_s=timeout_s)
+                self._by_position = True
             await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
 
     async def _add(self, requests: Sequence[Request]) -> None:
@@ -172,7 +193,8 @@ class VllmEngine(Engine):
                         await self._llm.resume_generation()
             raise
         for request, queue in zip(requests, queues, strict=True):
-            self._open[request.id] = queue, asyncio.create_task(self._wait_for(request, queue))
+            waiting = asyncio.create_task(self._wait_for(request, queue))
+            self._open[request.id] = _Open(queue, waiting, len(request.tokens), [VersionSpan(0, self._version)])
 
     async def _wait_for(self, request: Request, queue: Any) -> None:
         """Puts what becomes of a request where `receive` finds it."""
@@ -180,7 +202,7 @@ class VllmEngine(Engine):
 
         try:
             output = await queue.get()
-            self._finished.append(Finished(request.id, sample_of(request, output, self._version, self.label)))
+            self._finished.append(Finished(request.id, sample_of(request, output, self._open[request.id].versions, self.label)))
         except EngineDeadError as error:
             self._failure = self._death(error)
         except RolloutError as error:
@@ -204,7 +226,7 @@ class VllmEngine(Engine):
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self.check_health()
-        names = [self._open[id_][0].request_id for id_ in ids if id_ in self._open]
+        names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
         await self._bounded(self._llm.abort(names, internal=True), timeout_s, lambda: f"aborting {len(names)} requests")
 
     # ---------------------------------------------------------------- the device
@@ -232,12 +254,15 @@ class VllmEngine(Engine):
     async def start_update(self, timeout_s: float) -> None:
         async with self._lock:
             self.check_health()
-            if self._open:
+            if self._open and not self._in_flight:
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: new weights come between requests")
             if "weights" in self._asleep:
                 raise RolloutError(f"{self.label}: asleep: new weights come into an engine whose weights are awake")
             self._updating = True
+            self._updated.clear()
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
+            if self._open:
+                [self._counts, *_] = await self._call("megarl_counts", timeout_s=timeout_s)
             await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
 
     async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
@@ -246,11 +271,17 @@ class VllmEngine(Engine):
     async def finish_update(self, version: int, timeout_s: float) -> None:
         async with self._lock:
             await self._weights("megarl_finish_update", timeout_s=timeout_s)
+            for one in self._open.values():
+                if not one.waiting.done() and version != self._version:  # what has ended by now, ended before
+                    begun = max(0, self._counts.get(one.queue.request_id, 0) - one.prompt_length)
+                    one.versions = [span for span in one.versions if span.start < begun] + [VersionSpan(begun, version)]
             await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
             self._version, self._updating = version, False
+            self._updated.set()
 
     async def _resume(self, version: int) -> None:
-        await self._llm.reset_prefix_cache(reset_running_requests=True)  # keys and values of the old weights
+        # Keys and values of the old weights; those of requests that go on, too, which are computed anew (else nothing is reset at all).
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megarl.batch import Sample, VersionSpan
 from megarl.rollout.engine import Request, RolloutError
+
+BY_POSITION = "megarl_by_position"  # of SamplingParams.extra_args
 
 
 def check_request(request: Request, limit: int) -> None:
@@ -31,6 +34,7 @@ def sampling_parameters(request: Request) -> Any:
         stop=list(request.stop),
         max_tokens=request.max_tokens,
         seed=request.seed if request.temperature else None,
+        extra_args={BY_POSITION: True} if request.by_position else None,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         detokenize=bool(request.stop),
@@ -40,13 +44,13 @@ def sampling_parameters(request: Request) -> Any:
     )
 
 
-def sample_of(request: Request, output: Any, version: int, label: str) -> Sample:
+def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], label: str) -> Sample:
     """The sample in vLLM's final output. An aborted response may be empty, and then has no routed experts.
 
     Args:
         request: what was asked.
         output: vLLM's RequestOutput.
-        version: of the weights that the response was sampled from.
+        versions: of the weights that the response was sampled from.
         label: names the engine in an error.
 
     Raises:
@@ -61,4 +65,5 @@ def sample_of(request: Request, output: Any, version: int, label: str) -> Sample
     routed_experts = response.routed_experts
     if routed_experts is not None and routed_experts.shape[0] != len(tokens) - 1:
         raise RolloutError(f"{label}: request {request.id!r}: {routed_experts.shape[0]} rows of routed experts for {len(tokens)} tokens")
-    return Sample(tokens, len(request.tokens), logp, response.finish_reason, (VersionSpan(0, version),), routed_experts)
+    spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted one may have got none of the last
+    return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts)

@@ -6,6 +6,7 @@ Only vLLM's own processes import this file.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.rollout.vllm import cpu_sleep
+from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
 from megarl.sync.receive import WeightError
@@ -88,6 +90,7 @@ class WorkerExtension:
     device: Any
     rank: int
     get_model: Callable[[], Any]
+    model_runner: Any
 
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
         return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + self.rank))
@@ -105,6 +108,29 @@ class WorkerExtension:
         pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
         return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
 
+    def megarl_counts(self) -> dict[str, int]:
+        """The tokens of each request that has begun and not ended, prompt and response; exact while the scheduler is paused."""
+        return {name: int(state.num_tokens) for name, state in self.model_runner.requests.items()}
+
+    def megarl_draw_by_position(self) -> None:
+        """From now on a request that asks for it draws each token by its seed and the token's position.
+
+        vLLM seeds a request's generator once, when it is added (v1/worker/gpu_model_runner.py:1305): what goes on in a new request would
+        repeat the noise of the beginning.
+        """
+        runner = self.model_runner
+        sample: Callable[..., Any] = runner._sample
+
+        def seeded(*arguments: Any, **options: Any) -> Any:
+            batch = runner.input_batch
+            for row, generator in batch.generators.items():
+                parameters = runner.requests[batch.req_ids[row]].sampling_params
+                if BY_POSITION in (parameters.extra_args or ()):
+                    generator.manual_seed(mixed(parameters.seed, int(batch.num_tokens_no_spec[row])))
+            return sample(*arguments, **options)
+
+        runner._sample = seeded
+
     def megarl_pid(self) -> int:
         return os.getpid()
 
@@ -113,6 +139,11 @@ class WorkerExtension:
         if loader is None:
             loader = self._megarl_state = WeightLoader(self.get_model(), self.vllm_config, self.device)
         return loader
+
+
+def mixed(seed: int, position: int) -> int:
+    """63 bits; a CPU's generator takes the lower 32."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _refusal(action: Callable[[], None]) -> str | None:

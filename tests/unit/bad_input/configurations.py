@@ -120,6 +120,42 @@ TABLE = [
         for value in (".inf", "-.inf", ".nan")
         for key in ("algorithm.kl_coef", "algorithm.kl_target", "algorithm.entropy_coef", "algorithm.clip_high", "optimizer.lr")
     ),
+    *(
+        Case(f"engines ahead: {key}", "train", given(*given_), rf"^{key}: .*{said}")
+        for key, given_, said in (
+            ("rollout[.]mode=ahead", ("rollout.mode=ahead",), "nothing corrects for it; algorithm[.]correction"),
+            (
+                "rollout[.]mode=ahead",
+                ("rollout.mode=ahead", "train.old_logp=rollout", "placement.engines=shared"),
+                "placement[.]engines=shared lets one of them work at a time$",
+            ),
+            (
+                "rollout[.]budget_tokens=None with rollout[.]mode=budget",
+                ("rollout.mode=budget", "train.old_logp=rollout"),
+                "budget needs it",
+            ),
+            ("rollout[.]max_lag=None with rollout[.]mode=free", ("rollout.mode=free", "train.old_logp=rollout"), "free needs it"),
+            (
+                "algorithm[.]type=remax",
+                ("rollout.mode=free", "rollout.max_lag=2", "algorithm={type: remax, correction: {type: tis}}"),
+                "does not go with rollout[.]mode=free, whose responses",
+            ),
+            ("rollout[.]budget_tokens=8 with rollout[.]mode=sync", ("rollout.budget_tokens=8",), "nothing else has it$"),
+            (
+                "train[.]dynamic_sampling_rounds",
+                ("rollout.mode=budget", "rollout.budget_tokens=8", "train.old_logp=rollout", "train.dynamic_sampling_rounds=2"),
+                "does not go with rollout[.]mode=budget, whose responses",
+            ),
+            (
+                "rollout[.]stop",
+                ("rollout.mode=budget", "rollout.budget_tokens=8", "train.old_logp=rollout", "rollout.stop=[x]"),
+                "does not go with rollout[.]mode=budget",
+            ),
+        )
+    ),
+    Case("no budget", "train", given("rollout.budget_tokens=0"), r"^rollout\.budget_tokens: "),
+    Case("an unknown mode", "train", given("rollout.mode=behind"), r"^rollout\.mode: "),
+    Case("a mode of engines alone", "eval", given("rollout.mode=ahead"), r"^rollout\.mode: unknown key"),
     Case("a correction's bound", "train", given("algorithm.correction={type: tis, high: .inf}"), r"^algorithm\.correction\.\w+: "),
     Case("a critic's discount", "train", given("critic={}", "algorithm={type: ppo, gamma: .nan}"), r"^algorithm\.gamma: .*finite"),
     Case("beta of dpo", "dpo", given("algorithm.beta=.inf"), r"^algorithm\.beta: Input should be a finite number"),

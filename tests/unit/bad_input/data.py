@@ -40,6 +40,22 @@ def parquet(columns: Callable[[], dict[str, Any]]) -> Make:
     return make
 
 
+def on_disk(columns: Callable[[], dict[str, Any]]) -> Make:
+    """A directory of `datasets` with these columns."""
+
+    def make(room: Room) -> list[str]:
+        import pyarrow
+
+        table, place = pyarrow.table(columns()), room.here / "saved"
+        place.mkdir()
+        with pyarrow.OSFile(str(place / "data.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+        return [str(room.config()), f"data.train={{type: file, path: {place}}}"]
+
+    return make
+
+
 def repeated(text: str, rows: int) -> Callable[[], dict[str, Any]]:
     """A column of one text."""
 
@@ -135,6 +151,12 @@ TABLE = [
         "train",
         parquet(repeated("x" * (1 << 20), 4096)),
         r"^data\.train\.path: .*rows\.parquet is not readable as Parquet after row 0: .*(MemoryError|alloc)",
+    ),
+    Case(
+        "a small directory of datasets of large texts",
+        "train",
+        on_disk(repeated("x" * (1 << 20), 4096)),
+        r"^data\.train\.path: .*data\.arrow is not readable as Arrow after row 0: ",
     ),
     Case("a pipe of prompts", "train", pipe_of_rows, r"^data\.train\.path: no such file: "),
     Case(

@@ -10,9 +10,17 @@ CALLS = "<tool_call>{{ tools[0].function.name if tools else '' }}</tool_call>"
 SAID = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}<|assistant|>"
 
 
-def world(name: str, params: str = "{}", *more: str) -> Make:
+NO_NARRATOR = "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('who?') }}{% endif %}{% endfor %}"
+
+
+def says(params: str, name: str = "Says") -> str:
     """A class of the tests' as the environment."""
-    return given(f"environment={{source: {{type: function, path: '{WORLDS}:{name}', params: {params}}}}}", *EPISODES, *more)
+    return f"environment={{source: {{type: function, path: '{WORLDS}:{name}', params: {params}}}}}"
+
+
+def world(name: str, params: str = "{}") -> Make:
+    """The same in a good configuration."""
+    return given(says(params, name), *EPISODES)
 
 
 TOOLS = "environment={source: {type: tools, tools: [calculator]}}"
@@ -63,6 +71,18 @@ TABLE = [
         "train",
         given("environment={source: {type: textarena, id: x}}", *EPISODES),
         SOURCE + r"\.type: textarena cannot",
+    ),
+    Case(
+        "a seed of one's own for questions that have theirs",
+        "train",
+        given("environment={source: {type: reasoning_gym, dataset: spell_backward, params: {seed: 3}}}", *EPISODES),
+        SOURCE + r"\.params\.seed: each episode has its own seed",
+    ),
+    Case(
+        "an environment that speaks in a role unknown to the template",
+        "train",
+        template(NO_NARRATOR + SAID, says("{step: [[{role: narrator, content: x}], 0.0, false]}"), *EPISODES),
+        SOURCE + r": .* bad return: the model's chat template refuses it: ",
     ),
     Case(
         "an environment of a scorer that evaluates",

@@ -25,9 +25,10 @@ GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
-    import os, signal, sys
+    import os, sys
+    from contextlib import suppress
     from pathlib import Path
-    import psutil
+    from ray._private import worker
     from megarl.cluster import membership, preflight, session
     from megarl.cluster.allocation import Allocation
     from megarl.config import ClusterSettings
@@ -36,7 +37,7 @@ HEAD = """
     directory = Path(sys.argv[1])
     allocation = Allocation.read(directory)
     settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300)
-    with session.ray_session(settings, actors=1):
+    with suppress(InterruptedError), session.ray_session(settings, actors=1):
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
         for gpus, needed in ((False, 3), (True, 2)):
             try:
@@ -46,6 +47,11 @@ HEAD = """
         preflight._leave(allocation, {"b": "is slow"}, 300)
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
         print(">", membership.died({"a", "b"}), sep="")
+        server = worker._global_node.all_processes["gcs_server"][0].process
+        server.kill()
+        server.wait()
+        raise InterruptedError
+    print(">", (directory / "lost").read_text().strip(), sep="")
     print(">", "SLURM_JOB_ID" in os.environ, sep="")
 """
 
@@ -70,11 +76,12 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
         join.kill()
     assert join.returncode == 1 and "b leaves: is slow" in said, said
     assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
-    two, missing, unfit, one, dead, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    two, missing, unfit, one, dead, lost, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
     assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
     assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing")
     assert unfit.endswith("and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs; c is missing")
     assert dead == "{'b': 'died'}"
+    assert lost == "Ray's gcs_server ended" and not (tmp_path / "bad-a").exists(), "no node is to blame"
     assert not (tmp_path / "head.json").exists()
 
 

@@ -183,6 +183,10 @@ def test_a_check_draws_the_first_items_and_says_so(load: Load) -> None:
     with first_items(50) as look:
         assert load(source) == every and not look.cut and all_drawn()
     assert load(source) == every and all_drawn()
+    with first_items(20):
+        assert len(load(source.model_copy(update={"exclude": source.model_copy(update={"items": 30})}))) == 20, (
+            "20 of those not drawn are left"
+        )
 
 
 def test_several_sources_are_one_by_their_weights(load: Load, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
@@ -64,7 +64,9 @@ ANSWERS: dict[int, tuple[Any, str]] = {
     5: (503, "status 503: "),
     6: (307, "status 307: "),
     7: ("late", "timeout"),
+    8: ("slow", "timeout"),
 }
+STEP_S = 0.5
 
 
 class Nonsense(BaseHTTPRequestHandler):
@@ -72,6 +74,12 @@ class Nonsense(BaseHTTPRequestHandler):
         answer, _ = ANSWERS[json.loads(self.rfile.read(int(self.headers["Content-Length"])))["seed"]]
         if answer == "late":
             time.sleep(1.0)
+            return
+        if answer == "slow":  # a byte now and then is never late by itself
+            with suppress(OSError):
+                for _ in range(20):
+                    self.wfile.write(b"HTTP/1.0 200 OK\r\n" if _ == 0 else b"X: y\r\n")
+                    time.sleep(STEP_S / 2)
             return
         self.send_response(answer if isinstance(answer, int) else 200)
         if answer == 307:
@@ -85,11 +93,13 @@ class Nonsense(BaseHTTPRequestHandler):
 
 def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
     async def body(url: str) -> list[str]:
-        host, said = HttpHost(HttpEnvironment(url=url), 0.5), []
+        host, said = HttpHost(HttpEnvironment(url=url), STEP_S), []
         for seed in ANSWERS:
+            begun = time.monotonic()
             with pytest.raises(EnvironmentFailed) as failed:
                 await host.open().reset(seed, None)
             said.append(str(failed.value))
+            assert ANSWERS[seed][0] != "slow" or time.monotonic() - begun < 10 * STEP_S / 2
         host.close()
         nobody = HttpHost(HttpEnvironment(url="http://127.0.0.1:1"), 5.0)
         with pytest.raises(EnvironmentFailed, match="^no answer: "):
@@ -104,5 +114,5 @@ def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
 
 
 def test_a_token_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^environment\.source\.token_env: MEGARL_NO_TOKEN is not set$"):
+    with pytest.raises(ConfigError, match=r"^environment\.source\.token_env: the environment variable MEGARL_NO_TOKEN is not set$"):
         check(HttpEnvironment(url="http://127.0.0.1:1", token_env="MEGARL_NO_TOKEN"))

@@ -106,6 +106,35 @@ def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
     played(settings("Forgetful", step_s=20), body)
 
 
+def test_the_end_of_an_episode_whose_process_is_gone_starts_none() -> None:
+    async def body(host: ProcessHost) -> None:
+        one = host.open()
+        await one.reset(1, None)
+        with pytest.raises(EnvironmentFailed, match=r"^worker died: exit status 3$"):
+            await one.step("end_at_once", [], True)
+        await one.close()
+        assert host._processes == [None, None]
+
+    played(settings("Counting", step_s=20), body)
+
+
+def test_a_long_answer_ends_its_episode_alone() -> None:
+    async def body(host: ProcessHost) -> None:
+        sound, long = host.open(), host.open()
+        host.open()
+        same = host.open()  # in the process of the long one
+        await sound.reset(1, None)
+        await long.reset(2, None)
+        await same.reset(3, None)
+        with pytest.raises(EnvironmentFailed, match=r"^bad return: 7\d{4} bytes, and 65536 are the most$"):
+            await long.step("x" * 70_000, [], True)
+        home = same.home
+        await same.step("on", [], True)
+        assert same.home is home
+
+    played(settings("Counting", step_s=20), body)
+
+
 def test_episodes_of_one_process_do_not_draw_from_each_others_random_numbers() -> None:
     async def body(host: ProcessHost) -> tuple[list[list[Turn]], list[list[Turn]]]:
         seeds, texts = range(6), ["a", "b", "c"]
@@ -171,6 +200,7 @@ def test_what_is_no_answer_is_named() -> None:
         ("go", "much", False): "reward='much'",
         ("go", float("nan"), False): "reward=nan",
         ("go", 1e10, False): "reward=10000000000.0",
+        ("go", 10**400, False): "reward=1000",
         ("go", 0.0, 1): "done=1",
         ("go", 0.0, False, 3): "info=3",
         (None, 0.0, False): "None (NoneType), not a text or a list",
@@ -189,3 +219,4 @@ def test_what_is_no_answer_is_named() -> None:
         with pytest.raises(ProtocolFault, match=part):
             read_reset(said)
     assert read_reset(None) == Turn(None)
+    assert read_step(("go", 0, False, {"a": 1, "b": 10**400, "c": float("inf"), "d": "x"})).info == {"a": 1.0}

@@ -15,6 +15,7 @@ from megarl.config import EnvironmentSettings, SandboxSettings, ToolsEnvironment
 from megarl.environments.calculator import calculate
 from megarl.environments.protocol import Turn
 from megarl.environments.tools import ToolsHost
+from megarl.sandbox.level import Level, level
 from tests.unit.sandbox.test_hostile import SECRET, host, leftovers
 
 SETTINGS = EnvironmentSettings(
@@ -76,6 +77,7 @@ def test_calls_are_answered_and_malformed_ones_are_told_so() -> None:
 
 
 HERE = "import json, os, socket, sys, time\nmeta = json.loads({meta!r})\n"
+OUT = "(shut out)"  # an exception tells the program so, where the machine grants that
 # What each program does, and how the answer begins.
 ATTACKS = {
     "for _ in range(1000):\n    if os.fork() == 0:\n        time.sleep(600)\n": "",
@@ -86,15 +88,16 @@ ATTACKS = {
     "while True: print('x' * 10**6)": "error: ",
     "for _ in range(3000): print('x' * 10**6)": "xxx",
     "for _ in range(300): os.write(1, b'x' * 10**7); os.write(2, b'x' * 10**7)\nprint('done')": "done",
-    "socket.create_connection(('127.0.0.1', meta['tcp_port']), 1)": "",
-    "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); socket.create_connection(('8.8.8.8', 53), 1)": "",
-    "print(open(meta['secret_file']).read())": "",
+    "socket.create_connection(('127.0.0.1', meta['tcp_port']), 1)": OUT,
+    "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); socket.create_connection(('8.8.8.8', 53), 1)": OUT,
+    "print(open(meta['secret_file']).read())": OUT,
     "print(dict(os.environ))": "",
-    "open(meta['touched'], 'w')": "",
-    "os.kill(meta['driver'], 9)": "",
+    "open(meta['touched'], 'w')": OUT,
+    "os.kill(meta['driver'], 9)": OUT,
     "import ctypes; ctypes.string_at(0)": "error: the program ended the interpreter (SIGSEGV)",
     "os._exit(0)": "error: the program ended the interpreter (exit status 0)",
     "import struct\nfor fd in range(3, 64):\n    try: os.write(fd, struct.pack('!I', 5) + b'[1,2]')\n    except OSError: pass": "error: ",
+    "import struct\nfor fd in range(3, 64):\n    try: os.write(fd, struct.pack('!I', 1) + b'5')\n    except OSError: pass": "error: ",
     "class Bad(Exception):\n    def __str__(self): raise ValueError\nraise Bad": "",
     "def f(): return f()\nf()": "RecursionError",
     "sys.stdout = None\nprint('x')": "",
@@ -115,6 +118,9 @@ def test_a_program_is_contained_in_time_and_the_next_one_meets_nothing_of_it(
     answers = [said(turn)[0] for turn in turns]
     assert answers[1::2] == ["42\n"] * len(ATTACKS)
     for (body, begin), answer in zip(ATTACKS.items(), answers[::2], strict=True):
+        if begin == OUT:
+            begin = ""
+            assert level() < Level.NAMESPACES or "Error: " in answer or answer.startswith("error: not done"), (body, answer)
         assert answer.startswith((begin, "error: not done after 1 s")) and len(answer) < 150 and SECRET not in answer, (body, answer)
     assert not (tmp_path / "touched").exists()
     deadline = time.monotonic() + 30

@@ -50,7 +50,15 @@ class Careless(Counting):
     async def reset(self, seed: int) -> str:
         await super().reset(seed)
         self.draw = random  # type: ignore[assignment]
-        return f"begin {random.random()}"
+        import numpy as np
+
+        return f"begin {random.random()} {np.random.random()}"
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool, dict[str, float]]:
+        import numpy as np
+
+        said, *others = await super().step(text, tokens, finished)
+        return f"{said} {np.random.random()}", *others  # type: ignore[return-value]
 
 
 class TaskTold:

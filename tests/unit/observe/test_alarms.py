@@ -137,3 +137,12 @@ def test_a_run_that_learned_nothing_says_so(rows: Sequence[Row], said: str | Non
     for step, row in enumerate(rows):
         alarms.check(step, row)
     assert alarms.at_the_end() == ({} if said is None else {"learned_nothing": said})
+
+
+def test_a_side_that_waits_for_the_other_is_named_where_both_may_work() -> None:
+    waiting = {"perf/idle_ranks": 0.6, "perf/idle_engines": 0.1}
+    alarms, in_turn = Alarms(ahead=True), Alarms()
+    found = [alarms.check(step, waiting) for step in range(1, 12)]
+    assert [list(one) for one in found] == [[]] * 9 + [["ranks_starved"], []]
+    assert "10 steps they have had nothing to do in more than 50% of the time, now 60%" in found[9]["ranks_starved"]
+    assert not any(in_turn.check(step, waiting) for step in range(1, 12))

@@ -17,8 +17,8 @@ from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import SftConfig, load
 from megarl.observe.metrics import Last
-from megarl.observe.run import RESTART, Run
-from megarl.restarts import Restart, Restarts
+from megarl.observe.run import Run
+from megarl.restarts import RESTART, Restart, Restarts
 from megarl.stages.recovery import recovering
 from megarl.workers.keeper import Copies
 

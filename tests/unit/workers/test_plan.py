@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +23,7 @@ from megarl.observe.phases import Phases
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.generate import Sampling
-from megarl.stages.rollout import RolloutBuffer, generate, score
+from megarl.stages.rollout import Collection, finish
 from megarl.stages.rollout_metrics import rollout_metrics
 from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
 from megarl.workers.rollout_worker import Response
@@ -84,18 +86,34 @@ class FakeTime:
 
 
 class Answers:
-    """An engine and a reward whose scores are a table: reward[prompt id][sample]."""
+    """Engines and a reward whose scores are a table: reward[prompt id][sample]. Of what is open `order` says what is finished next."""
 
-    def __init__(self, reward: dict[int, list[float]]) -> None:
-        self.reward, self.asked = reward, list[tuple[int, ...]]()
+    def __init__(self, reward: dict[int, list[float]], order: Callable[[Sequence[Any]], Any] = min) -> None:
+        self.reward, self.order, self.asked = reward, order, list[int]()
+        self.waiting: dict[Any, list[Response]] = {}
+        self.scorer = self
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: None) -> list[Response]:
-        self.asked.append(tuple(prompt.id for prompt in prompts))
-        return [
-            replace(response(number, index), text=f"{prompt.id}/{index}")
-            for number, prompt in enumerate(prompts)
-            for index in range(sampling.n)
-        ]
+    def work(self) -> Answers:
+        return self
+
+    @contextmanager
+    def finishing(self, work: Answers) -> Iterator[None]:
+        yield
+
+    @property
+    def open(self) -> int:
+        return len(self.waiting)
+
+    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: None) -> tuple[Any, list[Response]]:
+        self.asked.append(prompt.id)
+        return key, [replace(response(number, index), text=f"{prompt.id}/{index}") for index in range(sampling.n)]
+
+    def ask(self, wanted: tuple[Any, list[Response]]) -> None:
+        self.waiting |= dict([wanted])
+
+    def finished(self, work: Answers) -> dict[Any, list[Response]]:
+        key = self.order(list(self.waiting))
+        return {key: self.waiting.pop(key)}
 
     def on(self, _: None) -> Answers:
         return self
@@ -110,22 +128,23 @@ def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
     return plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
 
 
-def sampled(config: TrainConfig, reward: dict[int, list[float]]) -> tuple[RolloutBatch, Answers]:
+def sampled(config: TrainConfig, reward: dict[int, list[float]], **order: Any) -> tuple[RolloutBatch, Answers]:
     """A step's rollouts over prompts 0, 1, 2, ..."""
-    table, numbers = Answers(reward), iter(range(1000))
+    table, numbers = Answers(reward, **order), iter(range(1000))
     ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
-    buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
-    while not buffer.full:
-        prompts = [Prompt(next(numbers), "", [1], "", {}) for _ in range(buffer.wanted)]
-        buffer.add(score(ctx, generate(ctx, prompts, 1, buffer.round), None))
-    return buffer.batch(), table
+
+    def draw(count: int) -> list[tuple[int, Prompt]]:
+        return [(number, Prompt(number, "", [1], "", {})) for number in islice(numbers, count)]
+
+    return finish(ctx, Collection(ctx, draw, 1, None)).batch(), table
 
 
-def test_dynamic_sampling_drops_groups_without_a_signal_until_the_step_is_full(config: TrainConfig) -> None:
+@pytest.mark.parametrize("order", [min, max, lambda open_: open_[len(open_) // 2]], ids=["first", "last", "middle"])
+def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finished_first(config: TrainConfig, order: Any) -> None:
     config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 4}, rollout={"samples_per_prompt": 2})
     reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
-    batch, table = sampled(config, reward)
-    assert table.asked == [(0, 1), (2, 3)]
+    batch, table = sampled(config, reward, order=order)
+    assert table.asked == [0, 1, 2, 3]
     assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
     assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
     assert scalars(batch.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
@@ -134,7 +153,7 @@ def test_dynamic_sampling_drops_groups_without_a_signal_until_the_step_is_full(c
 def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
     batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)})
-    assert table.asked == [(0, 1), (2, 3), (4, 5)]
+    assert table.asked == [0, 1, 2, 3, 4, 5]
     assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
     assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
     plan = plan_of(config, batch)

@@ -1,0 +1,77 @@
+"""Requests to a server of the user's, each done or failed within its time, to the address that was given and to no other."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import SplitResult
+
+from megarl.errors import ConfigError
+
+
+def token_of(variable: str | None, key: str) -> str | None:
+    """The bearer token in an environment variable, which `key` names. ConfigError where it is not there or no header can hold it."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token or not all("!" <= letter <= "~" for letter in token):
+        fault = "holds no token: letters that a header cannot carry" if token else "is not set"
+        raise ConfigError(f"{key}: the environment variable {variable} {fault}")
+    return token
+
+
+def target(place: SplitResult) -> str:
+    """What the first line of a request asks for."""
+    return place._replace(scheme="", netloc="", fragment="", path=place.path or "/").geturl()
+
+
+@contextmanager
+def connected(place: SplitResult, within_s: float, sockets: set[socket.socket] | None = None) -> Iterator[http.client.HTTPConnection]:
+    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it.
+
+    The time limits of HTTP clients (http.client's, httpx's) are for one operation each, which a byte now and then satisfies: any of them
+    would need this alarm, and with it the simplest is enough.
+
+    Args:
+        place: of the server.
+        within_s: longest time of the block, and of the connection's start.
+        sockets: hold the connection's while it is open; whoever is to end it before calls `shut`.
+    """
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    assert place.hostname is not None, "as the configuration has checked"
+    begun, late = time.monotonic(), threading.Event()
+    connection = kind(place.hostname, place.port, timeout=within_s)
+    connection.connect()
+    open_socket: socket.socket = connection.sock
+    sockets = set() if sockets is None else sockets
+
+    def ring() -> None:
+        late.set()
+        shut(open_socket)
+
+    alarm = threading.Timer(max(begun + within_s - time.monotonic(), 0.0), ring)
+    alarm.daemon = True
+    alarm.start()
+    sockets.add(open_socket)
+    try:
+        yield connection
+    except (OSError, http.client.HTTPException):
+        if not late.is_set():
+            raise
+    finally:
+        alarm.cancel()
+        sockets.discard(open_socket)
+        connection.close()
+    if late.is_set():
+        raise TimeoutError
+
+
+def shut(open_socket: socket.socket) -> None:
+    """Ends a connection, and wakes the thread that reads from it."""
+    with suppress(OSError):  # it may be closed already
+        open_socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,179 @@
+"""`rollout.mode: free`: the engines never wait; what they are at when new weights come goes on from these."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+
+from megarl.rewards.score import Score
+from megarl.rollout.generate import Sampling
+from megarl.stages.context import RunContext
+from megarl.stages.rollout import Collected, Group, scored
+from megarl.stages.train_state import TrainState
+from megarl.workers.dispatch import Dispatcher, NoEngine
+from megarl.workers.engines import call_seed
+from megarl.workers.rollout_worker import Response
+
+POLL_S = 0.005
+STOP_S = 60.0  # longest wait for what is being scored where a run ends
+Asked = tuple[int, int]
+"""The name of a group: the step for which it was asked for, and its number in that."""
+
+
+class Schedule:
+    """Which groups may begin, and which a step learns from, so that no token is more than `max_lag` updates older than the weights that
+    learn from it. None is dropped.
+
+    Args:
+        wanted: groups of a step.
+        max_lag: updates.
+    """
+
+    def __init__(self, wanted: int, max_lag: int) -> None:
+        self._wanted, self._lag = wanted, max_lag
+        self._latest: dict[Asked, int] = {}  # of each group, after how many updates it can be learned from at last
+        self._done: set[Asked] = set()
+
+    @property
+    def room(self) -> int:
+        """How many more may begin."""
+        return (self._lag + 1) * self._wanted - len(self._latest)
+
+    def begin(self, name: Asked, learned: int) -> None:
+        """A group begins after so many updates."""
+        self._latest[name] = learned + self._lag
+
+    def end(self, name: Asked) -> None:
+        """A group is done."""
+        self._done.add(name)
+
+    def take(self, learned: int) -> list[Asked] | None:
+        """What the step after so many updates learns from: the oldest groups that are done. None: it has to wait for older ones.
+
+        It waits where the steps that then follow could not take all others in time.
+        """
+        order = sorted(self._latest, key=lambda name: (self._latest[name], name))
+        chosen = [name for name in order if name in self._done][: self._wanted]
+        if len(chosen) < self._wanted:
+            return None
+        for last in set(self._latest.values()):
+            due = sum(latest <= last for latest in self._latest.values())
+            if sum(self._latest[name] <= last for name in chosen) < due - (last - learned) * self._wanted:
+                return None
+        for name in chosen:
+            del self._latest[name]
+            self._done.remove(name)
+        return chosen
+
+
+class Flow:
+    """Keeps the engines at what `Schedule` allows.
+
+    Args:
+        ctx: of the run.
+        state: where it stands; holds the groups that have begun, as a checkpoint has them: those that are not done begin again.
+    """
+
+    def __init__(self, ctx: RunContext, state: TrainState) -> None:
+        rollout = ctx.config.rollout
+        assert rollout.max_lag is not None
+        self._ctx, self._state = ctx, state
+        self._schedule = Schedule(ctx.config.train.prompts_per_step, rollout.max_lag)
+        self._reward = ctx.train_reward.on(state.scale)
+        self._work: Dispatcher = ctx.engines.work()
+        self._pool: dict[Asked, Group] = {}
+        self._arrived: deque[tuple[Asked, list[Response], list[Score] | None]] = deque()
+        self._scores: list[Score] = []  # since the last step
+        self._error: BaseException | None = None
+        for group in state.pool:
+            frozen = state.step - state.learned
+            versions = [span.version for response in group.responses for span in response.weight_versions]
+            self._add(group, max(0, min(versions) - frozen) if versions else state.learned)
+        self._start()
+
+    def take(self) -> Collected:
+        """The next step's groups. The ranks wait, with the weights of the last sync. Raises what the engines or the reward fail with."""
+        state = self._state
+        for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
+            self._add(Group(place, prompt, [], [], None, (state.step + 1, number)), state.learned)
+        while True:
+            self._gather(ranks=True)
+            chosen = self._schedule.take(state.learned)
+            if chosen is not None:
+                self._ctx.run.failures(self._scores)
+                self._scores = []
+                return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
+            if self._error is not None:
+                self._mend(self._error)
+            time.sleep(POLL_S)
+
+    def settle(self) -> None:
+        """The step has learned from its groups."""
+        self._gather(ranks=False)
+        self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
+        self._ctx.engines.busy_s, self._work.busy_s = self._ctx.engines.busy_s + self._work.busy_s, 0.0
+
+    def stop(self) -> None:
+        """Nothing of it is wanted any more."""
+        self._stopped = True
+        self._thread.join(STOP_S)
+        self._work.cancel()
+
+    def _add(self, group: Group, learned: int) -> None:
+        """A group that begins, or has begun, after so many updates."""
+        self._pool[group.asked] = group
+        self._schedule.begin(group.asked, learned)
+        if group.scores:
+            self._schedule.end(group.asked)
+            return
+        rollout, (step, number) = self._ctx.config.rollout, group.asked
+        sampling = Sampling(
+            rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(self._ctx.config.seed, step)
+        )
+        self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts))
+
+    def _gather(self, *, ranks: bool) -> None:
+        """What has arrived finds its group. `ranks`: they have nothing to do, and a reward model can read the responses."""
+        while self._arrived:
+            asked, responses, scores = self._arrived.popleft()
+            self._keep(asked, responses, scores)
+        if self._reward.scorer is None and ranks:
+            for asked, group in list(self._pool.items()):
+                if group.responses and not group.scores:
+                    self._keep(asked, group.responses, *scored(self._ctx.config, self._reward, [group.prompt], [group.responses]))
+
+    def _keep(self, asked: Asked, responses: list[Response], scores: list[Score] | None) -> None:
+        self._pool[asked] = replace(self._pool[asked], responses=responses, scores=scores or [])
+        if scores is not None:
+            self._schedule.end(asked)
+            self._scores += scores
+
+    def _mend(self, error: BaseException) -> None:
+        """Goes on where all engines were lost; raises any other error."""
+        if not isinstance(error, NoEngine):
+            raise error
+        self._ctx.engines.replace(self._work)
+        self._error = None
+        self._start()
+
+    def _start(self) -> None:
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                if not self._work.open:
+                    time.sleep(POLL_S)
+                    continue
+                found = self._work.finished()
+                for asked, responses in found.items():
+                    scores = None
+                    if self._reward.scorer is not None:
+                        [scores] = scored(self._ctx.config, self._reward, [self._pool[asked].prompt], [responses])
+                    self._arrived.append((asked, responses, scores))
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,107 @@
+"""`rollout.mode: budget`: in each round every response gets so many tokens more; what is not done goes on under the next weights.
+
+Nothing is timed: which token was sampled from which weights is decided by counting, so that a run is the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.rewards.scale import RewardScale
+from megarl.rewards.score import Score
+from megarl.rollout.generate import Sampling
+from megarl.stages.context import RunContext
+from megarl.stages.rollout import Collected, Draw, Group, scored
+from megarl.workers.dispatch import Dispatcher, Segment
+from megarl.workers.engines import call_seed
+from megarl.workers.rollout_worker import Response
+
+POOL = 2  # steps' worth of prompts that are under way
+
+
+class Rounds:
+    """The rounds of one step: as many as it takes until the step has its groups, the oldest that are done.
+
+    A response of T tokens is done after T / `rollout.budget_tokens` rounds, and each step has a round. There are never more than `POOL`
+    steps' worth of groups, and no younger one passes a group that is done: it is learned from in the step of its last round, or the next.
+
+    Args:
+        ctx: of the run.
+        draw: gives the prompts.
+        step: that the rounds are for; with the number of a prompt that begins in it, it decides the random draws.
+        scale: of the rewards, if they have one.
+        pool: groups of earlier rounds, in the order in which they began.
+
+    Attributes:
+        work: what the engines do.
+        scores: of the responses that are done.
+    """
+
+    def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, pool: Sequence[Group]) -> None:
+        self._ctx, self._reward = ctx, ctx.train_reward.on(scale)
+        self._wanted = ctx.config.train.prompts_per_step
+        new = draw(POOL * self._wanted - len(pool))
+        self._pool = [*pool, *(Group(place, prompt, [], [], None, (step, number)) for number, (place, prompt) in enumerate(new))]
+        self.work: Dispatcher = ctx.engines.work()
+        self.scores: list[Score] = []
+        self._rounds = 0
+        self._begin()
+
+    def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
+        """As `Collection.proceed`."""
+        if self.work.open:
+            for index, responses in finished(self.work).items():
+                more = {response.index: response for response in responses}
+                before = {response.index: response for response in self._pool[index].responses}
+                self._pool[index] = replace(self._pool[index], responses=[*(before | more).values()])
+        if self._reward.scorer is not None or (ranks and not self.work.open):
+            self._score()
+        if self.work.open:
+            return True
+        if sum(bool(group.scores) for group in self._pool) >= self._wanted:
+            return False
+        if any(self._done(group) and not group.scores for group in self._pool):
+            return ranks
+        self._begin()
+        return True
+
+    def collected(self) -> Collected:
+        """The step's groups."""
+        groups = [group for group in self._pool if group.scores][: self._wanted]
+        return Collected(groups, {"rollout/rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
+
+    def rest(self) -> list[Group]:
+        """All others."""
+        chosen = {id(group) for group in self.collected().groups}
+        return [group for group in self._pool if id(group) not in chosen]
+
+    def _begin(self) -> None:
+        rollout = self._ctx.config.rollout
+        assert rollout.budget_tokens is not None
+        self._rounds += 1
+        for index, group in enumerate(self._pool):
+            if self._done(group):
+                continue
+            step, number = group.asked
+            seed = call_seed(self._ctx.config.seed, step)
+            sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
+            left = {response.index: response.payload for response in group.responses if self._open(response)}
+            segment = Segment(rollout.budget_tokens, left if group.responses else dict.fromkeys(range(sampling.n)))
+            wanted = self._ctx.engines.wanted(index, group.prompt, number, sampling, self._ctx.models.experts)
+            self.work.ask(replace(wanted, segment=segment))
+
+    def _score(self) -> None:
+        ready = [index for index, group in enumerate(self._pool) if self._done(group) and not group.scores]
+        groups = [self._pool[index] for index in ready]
+        found = scored(self._ctx.config, self._reward, [group.prompt for group in groups], [group.responses for group in groups])
+        for index, scores in zip(ready, found, strict=True):
+            self._pool[index] = replace(self._pool[index], scores=scores)
+            self.scores += scores
+
+    def _done(self, group: Group) -> bool:
+        return bool(group.responses) and not any(map(self._open, group.responses))
+
+    def _open(self, response: Response) -> bool:
+        return not response.finished and response.length < self._ctx.config.rollout.max_response_tokens

@@ -1,0 +1,153 @@
+"""Where a run's batches come from: `rollout.mode` says how far the engines are ahead of the ranks, and nothing else knows of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from megarl.cluster.actor_group import WorkerDied
+from megarl.observe.metrics import Last, Metric
+from megarl.rewards.score import RewardUnavailable
+from megarl.stages.context import RunContext
+from megarl.stages.flow import STOP_S, Flow
+from megarl.stages.rollout import Collected, Collection, Group, InProgress, finish
+from megarl.stages.rounds import Rounds
+from megarl.stages.train_state import TrainState
+from megarl.workers.dispatch import NoEngine
+
+
+class RolloutSource:
+    """Gives the batches of the steps, in order. Use it as a context manager: what is under way ends with it.
+
+    `sync`: the engines respond while the ranks wait, and the other way round. `ahead`: while the ranks learn from a batch, the engines
+    respond for the next one, with the weights that the ranks began with; before they get new ones, they are done. `budget`: the same, but
+    that each response gets only so many tokens (`Rounds`). `free`: the engines never wait (`Flow`).
+
+    Args:
+        ctx: of the run.
+        state: where it stands; holds the batch that is ahead, and what waits for further rounds.
+    """
+
+    def __init__(self, ctx: RunContext, state: TrainState) -> None:
+        self._ctx, self._state = ctx, state
+        self._ahead = ctx.config.rollout.mode != "sync"
+        self._flow = Flow(ctx, state) if ctx.config.rollout.mode == "free" else None
+        self._background: _Background | None = None
+        self._sampler = state.sampler.state()  # before the draws of the batch ahead
+        self._pool: list[Group] = []  # beside the batch that is learned from
+        self._failure: RewardUnavailable | None = None
+        self._clock, self._busy_s, self._waited_s = time.monotonic(), ctx.engines.busy_s, 0.0
+
+    def next_batch(self) -> Collected:
+        """The groups that the next step learns from. RewardUnavailable where they could not be scored."""
+        begun, state = time.monotonic(), self._state
+        if self._flow is not None:
+            with self._ctx.run.phase("rollout"):
+                taken = self._flow.take()
+            self._waited_s += time.monotonic() - begun
+            return taken
+        if self._failure is not None:
+            raise self._failure
+        collected, self._pool = state.ahead, state.pool
+        if collected is None:
+            progress = self._begin(state.step + 1, self._pool)
+            collected, self._pool = finish(self._ctx, progress), _rest(progress)
+        if self._ahead and (state.pretraining.active or state.learned + 1 < self._ctx.config.train.steps):
+            self._sampler = state.sampler.state()
+            self._background = _Background(self._begin(state.step + 2, self._pool))
+        self._waited_s += time.monotonic() - begun
+        return collected
+
+    def settle(self) -> None:
+        """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights."""
+        if self._flow is not None:
+            self._flow.settle()
+            return
+        begun, background, self._background = time.monotonic(), self._background, None
+        self._state.ahead, self._state.pool = None, self._pool
+        if background is not None:
+            with self._ctx.run.phase("rollout"):
+                self._finish(background.progress, background.wait)
+        self._waited_s += time.monotonic() - begun
+
+    def _begin(self, step: int, pool: Sequence[Group]) -> InProgress:
+        ctx, state = self._ctx, self._state
+        if ctx.config.rollout.mode == "budget":
+            return Rounds(ctx, state.draw, step, state.scale, pool)
+        return Collection(ctx, state.draw, step, state.scale)
+
+    def _finish(self, progress: InProgress, wait: Callable[[], None]) -> None:
+        """What was begun becomes the batch ahead. Where it cannot be scored `next_batch` says so, and its prompts are drawn again."""
+        ctx, state = self._ctx, self._state
+        try:
+            with ctx.engines.finishing(progress.work, refill=False):
+                wait()
+                while progress.proceed(lambda work: work.finished(), ranks=True):
+                    pass
+            ctx.run.failures(progress.scores)
+        except RewardUnavailable as error:
+            self._failure = error
+            state.sampler.restore(self._sampler)
+        except NoEngine:
+            fault = next(iter(progress.work.lost.values()))
+            raise WorkerDied(f"{fault}: no engine is left that has the weights of the batch ahead") from fault
+        else:
+            state.ahead, state.pool = progress.collected(), _rest(progress)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Since the last call: in what share of the time the ranks waited for a batch, and an engine had nothing to do."""
+        now, busy_s, engines = time.monotonic(), self._ctx.engines.busy_s, self._ctx.config.rollout.replicas
+        seconds = now - self._clock
+        metrics: dict[str, Metric] = {
+            "perf/idle_ranks": Last(min(1.0, self._waited_s / seconds)),
+            "perf/idle_engines": Last(max(0.0, 1 - (busy_s - self._busy_s) / (seconds * engines))),
+        }
+        self._clock, self._busy_s, self._waited_s = now, busy_s, 0.0
+        return metrics
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for under_way in (self._background, self._flow):
+            if under_way is not None:
+                under_way.stop()
+
+
+def _rest(progress: InProgress) -> list[Group]:
+    """The groups that wait for further rounds, or a further step."""
+    return progress.rest() if isinstance(progress, Rounds) else []
+
+
+class _Background:
+    """Goes on beside the ranks' work, in a thread."""
+
+    def __init__(self, progress: InProgress) -> None:
+        self.progress = progress
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when it can go no further without ranks. Raises what it failed with."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Ends it where it is."""
+        self._stopped = True
+        self._thread.join(STOP_S)
+        self.progress.work.cancel()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped and self.progress.proceed(lambda work: work.finished(), ranks=False):
+                pass
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,56 @@
+"""Engines that are ahead of the ranks: how far is known, and a run is the same each time and wherever it was cut off."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.comparing import assert_same
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
+
+EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
+MODES = {
+    "ahead": ("rollout.mode=ahead", "train.dynamic_sampling_rounds=2"),
+    "budget": ("rollout.mode=budget", "rollout.budget_tokens=5"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str, lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    straight = lab.run(Job(tmp_path / "straight", tiny_model, (*EACH, *MODES[mode])))
+    rows = straight.steps()
+    lags = [(row["rollout/lag_mean"], row["rollout/lag_max"], row["rollout/lag_mixed"]) for row in rows]
+    if mode == "ahead":
+        assert lags == [(0, 0, 0)] + [(1, 1, 0)] * 3
+    else:
+        assert lags[0] == (0, 0, 0) and all(1 <= mean <= most <= 12 / 5 + 1 for mean, most, _ in lags[1:])
+        assert max(mixed for _, _, mixed in lags) > 0.5
+    assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
+    assert rows[0]["training/logprob_gap_mean"] <= 1e-5 < rows[1]["training/logprob_gap_mean"], "old weights have sampled the second"
+    idle = [(row["perf/idle_ranks"], row["perf/idle_engines"]) for row in straight.rows() if "actor/lr" in row]
+    assert all(0 <= share <= 1 for both in idle for share in both)
+
+    cut = tmp_path / "cut"
+    shutil.copytree(straight.runs, cut)
+    saves = cut / "job" / "checkpoints"
+    for step in (3, 4):
+        shutil.rmtree(saves / f"step_{step:06d}")
+    (saves / "latest").unlink()
+    assert (saves / "step_000002" / "ahead.npz").is_file() and (saves / "step_000002" / "ahead.rest.npz").is_file() == (mode == "budget")
+    # Engines that are given one prompt after the other say the same.
+    assert_same(lab.run(Job(cut, tiny_model, (*EACH, *MODES[mode], "rollout.max_num_seqs=2"))), straight, "model")
+
+
+def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """With experts replayed; a run that goes on has lost no prompt, and is another one."""
+    free = (*EACH, "rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4")
+    job = lab.run(Job(tmp_path, tiny_model, (*free, "train.steps=2")), own_engine=True)
+    lab.run(Job(tmp_path, tiny_model, free), own_engine=True)
+    rows = job.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["rollout/lag_max"] <= 2 for row in rows)
+    assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
+    assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
+    assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()

@@ -1,0 +1,149 @@
+"""Its children and its channel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import time
+from typing import Any
+
+from tests.unit.sandbox.attacks import hostile
+
+
+@hostile
+def fork_and_return_twice(meta: dict[str, Any]) -> float:
+    os.fork()
+    return 0.25
+
+
+@hostile
+def a_child_that_stays(meta: dict[str, Any]) -> float:
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    return 0.25
+
+
+@hostile
+def a_daemon(meta: dict[str, Any]) -> float:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    return 0.25
+
+
+@hostile
+def a_hundred_children(meta: dict[str, Any]) -> float:
+    for _ in range(100):
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+    return 0.25
+
+
+@hostile
+def a_fork_bomb(meta: dict[str, Any]) -> float:
+    for _ in range(1000):
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+    return 1.0
+
+
+@hostile
+def a_child_that_dies_later(meta: dict[str, Any]) -> float:
+    if os.fork() == 0:
+        time.sleep(0.05)
+        os._exit(9)
+    return 0.25
+
+
+@hostile
+def garbage_on_every_descriptor(meta: dict[str, Any]) -> float:
+    for descriptor in range(3, 64):
+        _send(descriptor, b"\x00\x00\x00\x05hello")
+    return 1.0
+
+
+@hostile
+def a_pickle_on_every_descriptor(meta: dict[str, Any]) -> float:
+    payload = f"cposix\nsystem\n(S'touch {meta['touched']}'\ntR.".encode()
+    for descriptor in range(3, 64):
+        _send(descriptor, struct.pack("!i", len(payload)) + payload)
+    return 1.0
+
+
+@hostile
+def an_endless_message(meta: dict[str, Any]) -> float:
+    for descriptor in range(3, 64):
+        _send(descriptor, b"\xff\xff\xff\xff" + b"x" * 100_000)
+    return 1.0
+
+
+@hostile
+def half_a_message(meta: dict[str, Any]) -> None:
+    for descriptor in range(3, 64):
+        _send(descriptor, b"\x00\x00\x10\x00")
+    time.sleep(60)
+
+
+@hostile
+def deep_json(meta: dict[str, Any]) -> float:
+    return _say(b"[" * 60_000)
+
+
+@hostile
+def a_score_of_another_sample(meta: dict[str, Any]) -> float:
+    return _say(b"[999, 1.0, {}, null]")
+
+
+@hostile
+def a_score_that_is_nan(meta: dict[str, Any]) -> float:
+    json.dumps = lambda *_, **__: "[0, NaN, {}, null]"
+    return 1.0
+
+
+@hostile
+def a_score_that_is_text(meta: dict[str, Any]) -> float:
+    json.dumps = lambda *_, **__: '[0, "1", {}, null]'
+    return 1.0
+
+
+@hostile
+def a_long_integer(meta: dict[str, Any]) -> float:
+    return _say(b"[" + b"9" * 50_000 + b"]")
+
+
+@hostile
+def ready_again(meta: dict[str, Any]) -> float:
+    return _say(b'["ready"]')
+
+
+@hostile
+def refused_late(meta: dict[str, Any]) -> float:
+    return _say(b'["refused", "path: this run must end"]')
+
+
+@hostile
+def close_every_descriptor(meta: dict[str, Any]) -> float:
+    os.closerange(0, 256)
+    return 1.0
+
+
+def _send(descriptor: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, data)
+
+
+def _say(message: bytes) -> float:
+    """A message in the run's own form on every descriptor, before the score."""
+    for descriptor in range(3, 64):
+        _send(descriptor, struct.pack("!I", len(message)) + message)
+    return 1.0

@@ -1,0 +1,235 @@
+"""Which batch a step gets in each mode, of which weights, and what a checkpoint must hold. Engines and ranks are tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from megarl.batch import Sample, VersionSpan
+from megarl.cluster.actor_group import WorkerDied
+from megarl.config import TrainConfig, load
+from megarl.data.prompts import Prompt
+from megarl.observe.metrics import scalars
+from megarl.observe.phases import Phases
+from megarl.rewards.score import RewardUnavailable, Score
+from megarl.rollout.episodes import Start
+from megarl.stages import in_flight
+from megarl.stages.rollout import Collected
+from megarl.stages.rollout_metrics import lag_metrics
+from megarl.stages.source import RolloutSource
+from megarl.stages.train_state import TrainState
+from megarl.workers.dispatch import NoEngine, Wanted
+from megarl.workers.rollout_worker import Response
+from tests.e2e.job import RL
+
+PROMPTS = [Prompt(number, "", [1, 2, 3], "", {}) for number in range(64)]
+STEPS, N, LONGEST = 6, 2, 12
+STAGES = [[0, 2], [1]]
+
+
+class Store:
+    """Ray's object store, whose references are what they refer to."""
+
+    def get(self, reference: Any) -> Any:
+        return reference
+
+    def put(self, value: Any) -> Any:
+        return value
+
+
+class Engines:
+    """Responses whose length depends on the prompt and the sample; each token is from the weights that are there when it comes."""
+
+    def __init__(self) -> None:
+        self.version, self.asked, self.busy_s = 0, list[tuple[int, int]](), 0.0
+        self.waiting: dict[Any, list[Response]] = {}
+        self.dead, self.lost = False, {0: WorkerDied("engine 0 died")}
+
+    def work(self) -> Engines:
+        return self
+
+    @contextmanager
+    def finishing(self, work: Engines, *, refill: bool = True) -> Iterator[None]:
+        yield
+
+    def cancel(self) -> None:
+        self.waiting.clear()
+
+    @property
+    def open(self) -> int:
+        return len(self.waiting)
+
+    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Any, experts: None = None) -> Wanted:
+        return Wanted(key, Start(number, [prompt.id], prompt.id), sampling)
+
+    def ask(self, wanted: Wanted) -> None:
+        place, tokens = wanted.start.tokens[0], LONGEST if wanted.segment is None else wanted.segment.tokens
+        begun = dict.fromkeys(range(N)) if wanted.segment is None else wanted.segment.open
+        self.asked.append((place, self.version))
+        self.waiting[wanted.key] = [self.respond(place, index, before, tokens) for index, before in begun.items()]
+
+    def respond(self, place: int, index: int, before: Sample | None, tokens: int) -> Response:
+        whole = 1 + (5 * place + 3 * index) % LONGEST
+        there = 0 if before is None else before.response_length
+        length = min(whole, there + tokens)
+        versions = [*([] if before is None else before.weight_versions)]
+        if not versions or versions[-1].version != self.version:
+            versions.append(VersionSpan(there, self.version))
+        experts = np.full((2 + length, 3, 2), [[0], [1], [2]], np.uint8)
+        sample = Sample(np.arange(3 + length, dtype=np.int32), 3, np.zeros(length, np.float32), "stop", tuple(versions))
+        said = Response(place, f"{place}/{index}", 3, length, length, length == whole, sample, index, weight_versions=tuple(versions))
+        return replace(said, experts=[experts[:, stage] for stage in STAGES] if said.finished else None)
+
+    def finished(self, work: Engines | None = None) -> dict[Any, list[Response]]:
+        if self.dead:
+            raise NoEngine
+        key = max(self.waiting)
+        return {key: self.waiting.pop(key)}
+
+
+class Reward:
+    def __init__(self) -> None:
+        self.scorer, self.gone = self, False
+
+    def on(self, _: None) -> Reward:
+        return self
+
+    def scores(self, prompts: Any, responses: list[Response]) -> list[Score]:
+        if self.gone:
+            raise RewardUnavailable("gone")
+        return [Score(float(response.length)) for response in responses]
+
+
+class Loop:
+    """The RL loop without models: what each step learns from."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.engines, self.reward = Engines(), Reward()
+        run = SimpleNamespace(phase=Phases(), failures=list)
+        self.ctx = cast(
+            Any,
+            SimpleNamespace(config=config, run=run, engines=self.engines, train_reward=self.reward, models=SimpleNamespace(experts=None)),
+        )
+        self.state = TrainState(config, PROMPTS, STAGES)
+        self.learned: list[Collected] = []
+        self.lags: list[dict[str, float]] = []
+        self.saved: list[tuple[dict[str, Any], dict[str, bytes]]] = []
+
+    def run(self, until: int = STEPS) -> Loop:
+        with RolloutSource(self.ctx, self.state) as source:
+            while self.state.step < until:
+                self.saved.append((self.state.state(), dict(self.state.files())))
+                collected = source.next_batch()
+                self.learned.append(collected)
+                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
+                self.state.step += 1
+                source.settle()
+                self.state.learned += 1
+                self.engines.version += 1
+                source.metrics()
+        return self
+
+    def names(self) -> list[list[tuple[str, Any]]]:
+        return [[(one.text, one.weight_versions) for one in collected.batch().responses] for collected in self.learned]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(in_flight, "ray", Store())
+    path = tmp_path / "job.yaml"
+    path.write_text(RL.format(runs=tmp_path, model=tmp_path))
+
+    def made(*overrides: str) -> Loop:
+        sizes = ("train.prompts_per_step=4", f"rollout.samples_per_prompt={N}", f"train.steps={STEPS}")
+        return Loop(load(path, [*sizes, "algorithm.correction={type: tis}", *overrides], TrainConfig))
+
+    return made
+
+
+MODES = {
+    "sync": ("rollout.mode=sync",),
+    "ahead": ("rollout.mode=ahead",),
+    "ahead-dynamic": ("rollout.mode=ahead", "train.dynamic_sampling_rounds=2"),
+    "budget": ("rollout.mode=budget", "rollout.budget_tokens=4"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> None:
+    straight = make(*MODES[mode]).run()
+    for step, (progress, files) in enumerate(straight.saved):
+        loop = make(*MODES[mode])
+        loop.state.restore(progress)
+        loop.state.take(files)
+        loop.engines.version = step
+        loop.run()
+        assert loop.names() == straight.names()[step:]
+        ours, theirs = ([one for done in each for one in done.batch().responses] for each in (loop.learned, straight.learned[step:]))
+        for one, other in zip(ours, theirs, strict=True):
+            assert np.array_equal(one.payload.tokens, other.payload.tokens) and len(one.experts) == 2
+            assert all(np.array_equal(mine, other_) for mine, other_ in zip(one.experts, other.experts, strict=True))
+    assert bool(straight.saved[1][1]) == (mode != "sync")
+
+
+def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
+    """Of a run that is cut off what was done is kept, and what was not begins again."""
+    free = ("rollout.mode=free", "rollout.max_lag=2")
+    loop = make(*free).run(3)
+    progress, files = loop.saved[-1]
+    again = make(*free)
+    again.state.restore(progress)
+    again.state.take(files)
+    again.engines.version = 2
+    again.run()
+    for one in (loop, again):
+        assert all(lag["rollout/lag_max"] <= 2 for lag in one.lags)
+    learned = [group.place for done in (*loop.learned[:2], *again.learned) for group in done.groups]
+    left = [group.place for group in again.state.pool]
+    assert len(learned) == STEPS * 4 and len(left) == 8
+    assert sorted(learned + left) == sorted(make(*free).state.sampler.take(STEPS * 4 + 8))
+
+
+def test_each_mode_has_its_lag(make: Any) -> None:
+    sync, ahead, budget = (make(*MODES[mode]).run() for mode in ("sync", "ahead", "budget"))
+    assert {lag["rollout/lag_max"] for lag in sync.lags} == {0.0}
+    assert [lag["rollout/lag_max"] for lag in ahead.lags] == [lag["rollout/lag_mean"] for lag in ahead.lags] == [0, 1, 1, 1, 1, 1]
+    assert max(lag["rollout/lag_max"] for lag in budget.lags) <= LONGEST / 4 + 1
+    assert any(lag["rollout/lag_mixed"] > 0 for lag in budget.lags)
+    places = [[group.place for group in done.groups] for done in ahead.learned]
+    assert places == [[group.place for group in done.groups] for done in sync.learned], "the same prompts in the same steps"
+
+
+def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: Any) -> None:
+    budget = make(*MODES["budget"]).run()
+    learned = [group.place for done in budget.learned for group in done.groups]
+    left = [group.place for group in budget.state.pool]
+    drawn = make(*MODES["sync"]).state.sampler.take(len(learned) + len(left))
+    assert sorted(learned + left) == sorted(drawn) and len(left) == 4
+    assert all(response.finished for done in budget.learned for response in done.batch().responses)
+
+
+def test_a_reward_that_fails_behind_the_ranks_is_told_before_the_next_step_and_costs_no_prompt(make: Any) -> None:
+    loop, straight = make(*MODES["ahead"]), make(*MODES["ahead"]).run()
+    loop.run(2)
+    loop.reward.gone = True
+    with pytest.raises(RewardUnavailable):
+        loop.run(4)
+    assert loop.state.step == 3, "the step whose update was done counts"
+    loop.reward.gone = False
+    loop.run(4)
+    places = [[group.place for group in done.groups] for done in loop.learned]
+    assert places == [[group.place for group in done.groups] for done in straight.learned][:4]
+
+
+def test_without_an_engine_that_has_the_weights_the_run_goes_back(make: Any) -> None:
+    loop = make(*MODES["ahead"]).run(2)
+    loop.engines.dead = True
+    with pytest.raises(WorkerDied, match="^engine 0 died: no engine is left that has the weights of the batch ahead$"):
+        loop.run(3)

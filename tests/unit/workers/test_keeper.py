@@ -1,0 +1,79 @@
+"""What a keeper holds of the steps that it is given, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.shared_memory import SharedMemory
+from megarl.workers.keeper import KEPT, Keeper
+
+OWNER = ("model", 0)
+
+
+@contextmanager
+def nothing_left_open() -> Iterator[None]:
+    def nameless() -> list[str]:
+        gc.collect()  # of a failure's frames, which hold what they had open
+        return sorted(name for one in Path("/proc/self/fd").iterdir() if (name := os.path.realpath(one)).startswith("/dev/shm/#"))
+
+    before = nameless()
+    yield
+    assert nameless() == before
+
+
+def kept(keeper: Keeper, step: int) -> None:
+    memory = SharedMemory(64, "test")
+    keeper.keep(OWNER, step, memory.path, 64)
+    memory.close()
+
+
+def test_a_run_that_has_gone_back_replaces_the_steps_that_it_does_again() -> None:
+    """The next machine's keeper is told nothing of a run that goes back: what comes then is newer, whatever its number."""
+    with nothing_left_open():
+        keeper = Keeper()
+        for step in (9, 10, 11):
+            kept(keeper, step)
+        assert keeper.steps() == {OWNER: [10, 11]} and KEPT == 2
+        kept(keeper, 6)
+        assert keeper.steps() == {OWNER: [6]}
+        kept(keeper, 7)
+        assert keeper.steps() == {OWNER: [6, 7]}
+        keeper.forget(OWNER, but=7)
+        keeper.forget(OWNER, but=-1)
+
+
+def test_a_copy_that_breaks_off_on_its_way_leaves_no_memory() -> None:
+    async def answer(value: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    source = SimpleNamespace(
+        place=SimpleNamespace(remote=lambda owner, step: answer(("/proc/1/fd/3", 1 << 20))),
+        piece=SimpleNamespace(remote=lambda owner, step, begin: answer(ConnectionError("gone"))),
+    )
+    with nothing_left_open():
+        keeper = Keeper()
+        said = ""
+        try:
+            asyncio.run(keeper.fetch(source, OWNER, 3))
+        except ConnectionError as error:
+            said = str(error)
+        assert said == "gone"
+        assert keeper.steps() == {}
+
+
+def test_memory_that_is_closed_twice_closes_no_file_of_others() -> None:
+    memory = SharedMemory(64, "test")
+    memory.close()
+    read, write = os.pipe()  # takes the number that is free
+    memory.close()
+    os.close(read)
+    os.close(write)
