@@ -34,7 +34,7 @@ from tools.make_tiny_model import build
 TIMEOUT_S = 600.0
 RELOAD = 5.0  # times cheaper than vLLM's own for each expert's tensor, at least, where tensors are small
 VERIFY = 0.10  # of an update's CPU seconds, at most
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": {"layers": 4, "hidden": 128, "experts": 64, "expert_hidden": 64},
     "large": {"layers": 4, "hidden": 512, "experts": 16, "expert_hidden": 512},
 }
@@ -83,7 +83,7 @@ def stream(path: Path, seed: int) -> Iterator[tuple[Name, Tensor]]:
         yield names, torch.randn(len(names), *shapes[names[0]][0], generator=generator)
 
 
-async def measure(shape: dict[str, int], rounds: int) -> tuple[list[Round], int, int]:
+async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int, int]:
     """The rounds, the experts' tensors, and the bytes of an update."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Name, Rendezvous, broadcast, each, join, map_shared, open_cuda, place_of, unpack
+from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack, unpack_stacks
 
 
 class WeightError(ValueError):
@@ -71,11 +71,11 @@ class BucketReceiver:
 
     def receive(self, header: Header) -> list[tuple[str, Tensor]]:
         """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
-        return [one for name, tensor in self.receive_stacks(header) for one in each(name, tensor)]
+        return unpack(self._bytes(header), header)
 
     def receive_stacks(self, header: Header) -> list[tuple[Name, Tensor]]:
         """As `receive`, with the stacks as they were sent."""
-        return unpack(self._bytes(header), header)
+        return unpack_stacks(self._bytes(header), header)
 
     def _bytes(self, header: Header) -> Tensor:
         if not header.relayed:
