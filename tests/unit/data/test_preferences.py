@@ -112,10 +112,10 @@ def test_several_sources_are_mixed_by_weight(load: Load, tmp_path: Path) -> None
     a, b = ({"path": tmp_path / f"{name}.jsonl"} for name in "ab")
     mixture = PreferenceMixture.model_validate({"parts": [{"source": a, "weight": 0.5}, {"source": b, "weight": 2}]})
     few, rest = plain(load(source=mixture))[:2], plain(load(source=mixture))[2:]
-    assert rest == 2 * plain(load(source=PreferenceSource(**b)))
-    assert all(pair in plain(load(source=PreferenceSource(**a))) for pair in few) and few[0] != few[1]
+    assert rest == 2 * plain(load(source=PreferenceSource.model_validate(b)))
+    assert all(pair in plain(load(source=PreferenceSource.model_validate(a))) for pair in few) and few[0] != few[1]
     data = PreferenceData.model_validate({"train": a, "eval": mixture.model_dump()})
-    assert data.train == PreferenceSource(**a) and data.eval == mixture, "a source without a type is a file"
+    assert data.train == PreferenceSource.model_validate(a) and data.eval == mixture, "a source without a type is a file"
     (tmp_path / "b.jsonl").write_text('{"prompt": "x"}')
     with pytest.raises(
         ConfigError, match=r"^data\.train\.parts\.1\.source\.path: .*b\.jsonl:1: no value for data\.train\.parts\.1\.source\.chosen_key"
