@@ -127,6 +127,7 @@ class Loop:
             while self.state.step < until:
                 self.saved.append((self.state.state(), dict(self.state.files())))
                 collected = source.next_batch()
+                assert self.state.files() == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
                 self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
                 self.state.step += 1
