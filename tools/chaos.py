@@ -57,6 +57,7 @@ FAULTS = (
     Fault("driver", signal.SIGKILL),
     Fault("driver", signal.SIGTERM),
     Fault("reward worker", signal.SIGKILL),
+    Fault("reward worker", signal.SIGSTOP),
     Fault("full disk"),
 )
 

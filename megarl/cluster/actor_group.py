@@ -66,20 +66,24 @@ class ActorGroup:
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
+        results = dict[Any, Any]()
         while pending:
             remaining = deadline - time.monotonic()
             ready, pending = ray.wait(pending, timeout=min(max(0.0, remaining), LOOK_S))
+            if ready and pending:  # each call looks at all that are pending: take those that have come with the first
+                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                ready += more
             watch.check(doing, {self.kind: self.actors, **(helpers or {})})
             if not ready and remaining <= 0:
                 late = ", ".join(names[reference] for reference in pending)
                 raise WorkerLate(f"{doing}: no answer within {timeout_s:g} s from {late}", timeout_s)
             for reference in ready:
                 try:
-                    ray.get(reference)
+                    results[reference] = ray.get(reference)
                 except RayError as error:
                     self._raise_death(doing, error)
                     raise_cause(error, names[reference], doing)
-        return ray.get(list(references))
+        return [results[reference] for reference in references]
 
     def settle(self, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Callable[[int, Exception], None]) -> dict[int, Any]:
         """Waits for one call on each of some actors, whatever becomes of the others.

@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.allocation import Allocation
+from megarl.cluster.watch import NOTICE_S
 from megarl.errors import Stopped
 
 POLL_S = 0.2
 SPARE_S = 30.0  # how long a spare node is waited for once there are enough
-NOTICE_S = 20.0  # in which Ray sees that a node does not answer any more
 
 
 class TooFewNodes(Stopped):

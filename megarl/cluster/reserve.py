@@ -14,18 +14,33 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.placement import Kind, Node, NoRoom, place
+from megarl.errors import Stopped
 
 POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; when the user is told that there is no room yet
 NODE_LABEL = "ray.io/node-id"
 
 
-def reserve(kinds: Sequence[Kind], timeout_s: float) -> list[list[PlacementGroupSchedulingStrategy]]:
-    """Reserves a place for every process, on the nodes that `place` names; waits for nodes that are still to join, or not yet free.
+class NoNodes(Stopped):
+    """The nodes that are there cannot hold the run, and no other will join."""
 
-    Returns for each kind the scheduling strategies of its processes. Raises WorkerLate with what is asked for and what there is.
+
+def reserve(kinds: Sequence[Kind], timeout_s: float, grows: bool) -> list[list[PlacementGroupSchedulingStrategy]]:
+    """Reserves a place for every process, on the nodes that `place` names; waits for places that are not free yet.
+
+    Args:
+        kinds: of the processes.
+        timeout_s: for the whole.
+        grows: other nodes may join the cluster, and are waited for.
+
+    Returns:
+        For each kind the scheduling strategies of its processes.
+
+    Raises:
+        NoNodes: there is no room, and there will not be any.
+        WorkerLate: there is none in time. Both say what is asked for, and what there is.
     """
     deadline = time.monotonic() + timeout_s
-    places = _wait_for_places(kinds, deadline, timeout_s)
+    places = _wait_for_places(kinds, deadline, timeout_s, grows)
     bundles = [{"CPU": 1.0, "GPU": float(kind.gpus)} if kind.gpus else {"CPU": 1.0} for kind in kinds for _ in range(kind.processes)]
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{NODE_LABEL: name} for name in chain(*places)])
     if not group.wait(max(POLL_S, deadline - time.monotonic())):
@@ -37,8 +52,8 @@ def reserve(kinds: Sequence[Kind], timeout_s: float) -> list[list[PlacementGroup
 
 def lost_nodes(places: Sequence[PlacementGroupSchedulingStrategy]) -> bool:
     """Whether a node on which places were reserved is not there any more."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return any(node not in alive for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
+    living = _living()
+    return any(node not in living for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
 
 
 def give_back(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
@@ -51,12 +66,14 @@ def _groups(places: Sequence[PlacementGroupSchedulingStrategy]) -> list[Placemen
     return list({place.placement_group.id: place.placement_group for place in places}.values())
 
 
-def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float) -> list[list[str]]:
+def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float, grows: bool) -> list[list[str]]:
     told, begun = False, time.monotonic()
     while True:
         try:
             return place(kinds, free_nodes())
         except NoRoom as error:
+            if not grows:
+                _refuse_what_never_fits(kinds)
             if time.monotonic() > deadline:
                 raise WorkerLate(f"cluster: {error}, after {timeout_s:g} s") from None
             if not told and time.monotonic() - begun > TELL_S:
@@ -65,8 +82,19 @@ def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float) -
         time.sleep(POLL_S)
 
 
+def _refuse_what_never_fits(kinds: Sequence[Kind]) -> None:
+    try:
+        place(kinds, [Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in _living().items()])
+    except NoRoom as error:
+        raise NoNodes(f"cluster: {error}; no other node will join") from None
+
+
+def _living() -> dict[str, dict[str, float]]:
+    """What each living node of the cluster has."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
 def free_nodes() -> list[Node]:
     """What the living nodes of the cluster have free now."""
     free = ray_state.available_resources_per_node()
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    return [Node(name, int(free[name].get("CPU", 0)), int(free[name].get("GPU", 0))) for name in living if name in free]
+    return [Node(name, int(free[name].get("CPU", 0)), int(free[name].get("GPU", 0))) for name in _living() if name in free]

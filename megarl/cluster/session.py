@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from ray._private import ray_constants, services
@@ -28,8 +28,10 @@ from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.scratch import SHORT, Scratch, sweep
 from megarl.cluster.watch import watched
-from megarl.config import ClusterSettings
 from megarl.errors import ConfigError, Stopped
+
+if TYPE_CHECKING:  # a node that joins needs neither it nor torch
+    from megarl.config import ClusterSettings
 
 
 class ClusterError(Stopped):

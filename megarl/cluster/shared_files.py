@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.config import ConfigError
+from megarl.errors import ConfigError
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
 POLL_S = 0.5

@@ -27,6 +27,7 @@ from megarl.errors import Stopped
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 OWN = ("gcs_server", "raylet")
 POLLS = 4  # within the time that a process may stand still
+NOTICE_S, POLL_S = 20.0, 0.2  # in which Ray sees that a node is lost; how often it is asked
 
 
 class StandsStill(Stopped):
@@ -137,10 +138,19 @@ class Watch:
         self._thread.start()
 
     def renew(self) -> None:
-        """Ends the processes that stand still, forgets what was seen, and looks at the nodes that are alive now."""
-        for _, end in self._scans.values():
-            with suppress(RayError):
+        """Ends the processes that stand still, forgets what was seen, and looks at the nodes that are alive now.
+
+        Peers of a lost node see broken connections at once, Ray the loss some seconds later: it is waited for.
+        """
+        silent = set[str]()
+        for place, (_, end) in self._scans.items():
+            try:
                 end()
+            except RayError:
+                silent.add(place)
+        deadline = time.monotonic() + NOTICE_S
+        while silent & {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         self._seen, self._scans = _Seen(), {}
         if self._own:
             scan = Scan(*(process.pid for process in self._own.values()))

@@ -183,6 +183,7 @@ class CheckpointWriter:
             raise ConfigError(f"{path} already exists: not overwritten")
         self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
         self._aside = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
+        self._names: set[str] = set()
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._total = 0
@@ -190,7 +191,8 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes a copy of the tensor into the next shard."""
-        assert name not in self._pending and all(name not in shard for shard in self._shards), f"{name} written twice"
+        assert name not in self._names, f"{name} written twice"
+        self._names.add(name)
         if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megarl.config import ConfigError
+from megarl.errors import ConfigError
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
 from megarl.parking import file_buffer

@@ -23,6 +23,7 @@ from megarl.models.hf import CheckpointWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
+from megarl.sync.wire import Name, each
 
 log = logging.getLogger(__name__)
 GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
@@ -38,6 +39,12 @@ class _Batch:
 
 
 def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`."""
+    for names, stack in export_stacks(chunks, hf, grid, dtype):
+        yield from each(names, stack)
+
+
+def export_stacks(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[Name, Tensor]]:
     """Streams the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
@@ -47,7 +54,8 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
         dtype: of the tensors; routers' expert biases stay in float32.
 
     Yields:
-        On rank 0 (Hugging Face name, whole tensor on the device), valid until the next one is asked for; elsewhere nothing.
+        On rank 0 (Hugging Face name, whole tensor on the device), or for experts of a layer (their names, [experts, *tensor]), valid until
+        the next one is asked for; elsewhere nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]
@@ -166,7 +174,12 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None
     return found
 
 
-def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
-    held = [shards[rank, :, index] for rank in range(shards.shape[0]) for index in range(shards.shape[2])]
-    for weight, pieces in zip(batch.weights, held, strict=True):
-        yield from zip(weight.hf, weight.op.join(pieces.unbind(0)), strict=True)
+def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[Name, Tensor]]:
+    """The Hugging Face tensors of a batch from `_collect`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]."""
+    op = batch.weights[0].op
+    if batch.weights[0].expert is None:
+        yield from zip(batch.weights[0].hf, op.join(shards[0, :, 0].unbind(0)), strict=True)
+        return
+    whole = torch.vmap(torch.vmap(lambda pieces: op.join(pieces.unbind(0)), in_dims=1))(shards)  # of all experts at once
+    for index, tensors in enumerate(whole):
+        yield [weight.hf[index] for weight in batch.weights], tensors.flatten(0, 1)

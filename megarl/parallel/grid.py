@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megarl.config import Layout
 from megarl.network import interface_towards
 from megarl.parallel.backend import choose
+
+if TYPE_CHECKING:
+    from megarl.config import Layout
 
 FAULTS = (dist.DistError, torch.AcceleratorError)  # of a connection or a device: another process may fare better
 

@@ -64,7 +64,10 @@ class ProcessScorer:
                 waiting.append(number)
             else:
                 scores[number] = Score(0.0)
-        self._processes = [_Process(self.settings) if process.died_idle else process for process in self._processes]
+        for place, process in enumerate(self._processes):
+            if process.lost_idle:
+                process.kill()
+                self._processes[place] = _Process(self.settings)
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
             while len(scores) < len(requests):
@@ -128,8 +131,9 @@ class _Process:
         return self.ready and not self.pending
 
     @property
-    def died_idle(self) -> bool:
-        return self.idle and self._sandboxed.ended() is not None
+    def lost_idle(self) -> bool:
+        """It has ended, or was stopped, while it had nothing to do: no sample is to pay for that."""
+        return self.idle and (self._sandboxed.ended() is not None or self._sandboxed.stopped())
 
     def give(self, work: list[tuple[int, Request]]) -> None:
         self.pending.extend(number for number, _ in work)

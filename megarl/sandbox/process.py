@@ -116,6 +116,13 @@ class SandboxedProcess:
         number = -code if code < 0 else code - 128  # bubblewrap ends as a shell does
         return signal.Signals(number).name if number in list(signal.Signals) else f"exit status {code}"
 
+    def stopped(self) -> bool:
+        """Whether a signal has stopped one of its processes."""
+        with suppress(psutil.Error):  # it has ended
+            outer = psutil.Process(self._child.pid)
+            return any(process.status() == psutil.STATUS_STOPPED for process in (outer, *outer.children(recursive=True)))
+        return False
+
     def death(self) -> str:
         """What is said of a process whose channel has closed."""
         return f"worker died: {self.ended(END_S) or 'it closed its channel'}"

@@ -42,7 +42,6 @@ def options(job: Job) -> list[str]:
         "output": job.directory / "slurm" / "%j.out",
         "open-mode": "append",
         "nodes": f"{job.nodes}-{job.nodes + job.spare}" if job.spare else job.nodes,
-        "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node or None,
         "mem": 0,  # all of each node
         "partition": job.partition,
@@ -54,7 +53,7 @@ def options(job: Job) -> list[str]:
         "dependency": "singleton" if job.chain > 1 else None,
     }
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
-    # --no-kill: one lost node does not end the job.
+    # --no-kill: one lost node does not end the job. No number of tasks: Slurm would give as few nodes as hold them, and none to spare.
     return [*given, "--exclusive", "--no-kill", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
 
 

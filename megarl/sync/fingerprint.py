@@ -7,25 +7,24 @@ tensor-parallel engine never gathers its weights to be checked.
 
 Bits are the raw pattern of the element, except that zeros and subnormal numbers all count as 0: matrix units flush them.
 
-Both sides import this file; it needs torch alone.
+Both sides import this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-# dtype -> (integer view, exponent bits). An element whose exponent bits are all 0 is a zero or subnormal.
-_BITS = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-}
+if TYPE_CHECKING:
+    from megarl.sync.wire import Name
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}  # dtype -> integer view
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU.
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 _ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
 
 
@@ -93,51 +92,92 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     Raises:
         TypeError: another dtype.
     """
-    if stack_BRC.dtype not in _BITS:
-        raise TypeError(f"no fingerprint for dtype {stack_BRC.dtype}")
-    integer, exponent = _BITS[stack_BRC.dtype]
     count, rows, columns = stack_BRC.shape
     device = stack_BRC.device
     key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
-    stack = stack_BRC.detach().contiguous().view(integer)
     total_B = torch.zeros(count, dtype=torch.int64, device=device)
     chunk = _CHUNK[device.type]
     together = max(1, chunk // max(1, rows * columns))
     step = max(1, chunk // max(1, columns))
     for first in range(0, count, together):
         for start in range(0, rows, step):
-            bits = stack[first : first + together, start : start + step]
-            bits = bits * (bits & exponent).ne(0)
-            sum_BR = (bits.to(torch.int64) * key_C).sum(-1)
-            total_B[first : first + together] += (sum_BR * key_R[start : start + step]).sum(-1)
+            bits = _bits(stack_BRC[first : first + together, start : start + step])
+            total_B[first : first + together] += _weighted(_weighted(bits, key_C), key_R[start : start + step])
     return total_B
 
 
+def keys(rows: int, columns: int, row: int, column: int, device: torch.device) -> Tensor:
+    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole."""
+    return _keys(_ROWS, row, rows, device)[:, None] * _keys(_COLUMNS, column, columns, device)
+
+
+def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
+    """`fingerprint` of matrices whose elements lie in another order: the keys are rearranged once, and the elements stay where they are.
+
+    Args:
+        stack_BP: [B, P], of the dtypes that `fingerprint` takes.
+        key_P: of `keys`, each at the place of its element; 0 where there is none.
+
+    Returns:
+        int64 [B], on the stack's device.
+    """
+    count, places = stack_BP.shape
+    total_B = torch.zeros(count, dtype=torch.int64, device=stack_BP.device)
+    chunk = _CHUNK[stack_BP.device.type]
+    together = max(1, chunk // max(1, places))
+    for first in range(0, count, together):
+        for start in range(0, places, chunk):
+            bits = _bits(stack_BP[first : first + together, start : start + chunk])
+            total_B[first : first + together] += _weighted(bits, key_P[start : start + chunk])
+    return total_B
+
+
+def _bits(elements: Tensor) -> Tensor:
+    """The raw patterns as int64, zeros and subnormal numbers as 0. Raises TypeError for another dtype than `_BITS` has."""
+    if elements.dtype not in _BITS:
+        raise TypeError(f"no fingerprint for dtype {elements.dtype}")
+    info = torch.finfo(elements.dtype)
+    flushed = torch.nn.functional.hardshrink(elements.detach(), info.smallest_normal * (1 - info.eps))  # the largest subnormal number
+    return flushed.contiguous().view(_BITS[elements.dtype]).to(torch.int64)
+
+
+def _weighted(numbers: Tensor, key_C: Tensor) -> Tensor:
+    """The sum of the last axis, times its keys."""
+    if numbers.device.type == "cpu":  # one pass instead of two; CUDA has no such product of integers
+        return torch.mv(numbers.view(-1, len(key_C)), key_C).view(numbers.shape[:-1])
+    return (numbers * key_C).sum(-1)
+
+
 class Fingerprinter:
-    """Collects the fingerprints of a stream of (name, tensor). Values stay on the device until `digest`: one transfer for all."""
+    """Collects the fingerprints of a weight stream. Values stay on the device until `digest`: one transfer for all."""
 
     def __init__(self) -> None:
-        self._values: dict[str, tuple[Tensor, int]] = {}
+        self._numel: dict[str, int] = {}
+        self._values: list[Tensor] = []  # of one or several tensors each, in the order of the names
         self._extremes: list[Tensor] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor. Raises ValueError where the name came before."""
-        if name in self._values:
-            raise ValueError(f"{name} came twice in one weight stream")
-        self._values[name] = (fingerprint(tensor), tensor.numel())
-        self._extremes.append(torch.stack(tensor.detach().aminmax()).float())
+    def add(self, name: Name, tensor: Tensor) -> None:
+        """Takes one tensor, or several of a stack. Raises ValueError where a name came before."""
+        names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
+        for one in names:
+            if one in self._numel:
+                raise ValueError(f"{one} came twice in one weight stream")
+            self._numel[one] = stack[0].numel()
+        matrices = stack.flatten(2) if stack.ndim > 2 else stack.reshape(len(names), 1, -1)
+        self._values.append(fingerprints(matrices))
+        self._extremes.append(torch.stack([matrices.detach().amin((1, 2)), matrices.detach().amax((1, 2))]).float())
 
     def digest(self) -> dict[str, Print]:
         """All fingerprints by name. FloatingPointError names the tensors that hold NaN or infinity, whose bits engines do not keep."""
-        if not self._values:
+        if not self._numel:
             return {}
-        finite = torch.stack(self._extremes).isfinite().all(1).tolist()
-        broken = [name for name, whole in zip(self._values, finite, strict=True) if not whole]
+        finite = torch.cat(self._extremes, 1).isfinite().all(0).tolist()
+        broken = [name for name, whole in zip(self._numel, finite, strict=True) if not whole]
         if broken:
             more = f" and {len(broken) - 8} more" if len(broken) > 8 else ""
             raise FloatingPointError(f"weights that are not finite: {', '.join(broken[:8])}{more}")
-        values = torch.stack([value for value, _ in self._values.values()]).tolist()
-        return {name: Print(value, numel) for value, (name, (_, numel)) in zip(values, self._values.items(), strict=True)}
+        values = torch.cat(self._values).tolist()
+        return {name: Print(value, numel) for value, (name, numel) in zip(values, self._numel.items(), strict=True)}
 
 
 def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Print]]:

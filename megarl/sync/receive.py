@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack
+from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack
 
 
 class WeightError(ValueError):
@@ -69,7 +69,7 @@ class BucketReceiver:
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
 
-    def receive(self, header: Header) -> list[tuple[str, Tensor]]:
+    def receive(self, header: Header) -> list[tuple[Name, Tensor]]:
         """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
         return unpack(self._bytes(header), header)
 
@@ -95,7 +95,7 @@ class BucketReceiver:
 
     def _joined(self, header: Header) -> Any:
         if self._group is None:
-            raise WeightError(f"{header.names[0]}: came before this worker joined the broadcast group")
+            raise WeightError(f"{header.first}: came before this worker joined the broadcast group")
         return self._group
 
     def _require(self, header: Header, device: torch.device, transport: str) -> None:

@@ -27,7 +27,7 @@ from megarl.shared_memory import SharedMemory
 from megarl.sync import wire
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
-Watch = Callable[[str, Tensor], None]
+Watch = Callable[[wire.Name, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class Sender:
         """Of the first engine worker, in the broadcast group."""
         return 0 if self._relay is not None else 1
 
-    def send(self, stream: Iterable[tuple[str, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
+    def send(self, stream: Iterable[tuple[wire.Name, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
         """Moves a stream of tensors to every engine. Returns when all have taken everything.
 
         On any failure the sender is closed and the failure raised.
 
         Args:
-            stream: (Hugging Face name, tensor); each is copied before the next is asked for.
+            stream: (Hugging Face name, tensor), or (names, stack); each is copied before the next is asked for.
             announce: hands a bucket's header (wire.Header.plain()) to the engine workers.
-            watch: is given each (name, tensor) once it is copied (fingerprints).
+            watch: is given each (name, tensor), or parts of a stack, once it is copied (fingerprints).
 
         Returns:
             What was moved.
@@ -111,7 +111,7 @@ class Sender:
                 if taken is not None:
                     taken()
                 taken = self._post(bucket, buffer, announce)
-                tensors, nbytes, buckets = tensors + len(bucket.header().names), nbytes + bucket.nbytes, buckets + 1
+                tensors, nbytes, buckets = tensors + bucket.tensors, nbytes + bucket.nbytes, buckets + 1
             if taken is not None:
                 taken()
             return Sent(tensors, nbytes, buckets)
@@ -122,10 +122,10 @@ class Sender:
             buffer.close()
         self._buffers, self._group, self._store = [], None, None
 
-    def _fill(self, stream: Iterable[tuple[str, Tensor]], watch: Watch | None) -> Iterator[tuple[wire.Bucket, _Buffer]]:
+    def _fill(self, stream: Iterable[tuple[wire.Name, Tensor]], watch: Watch | None) -> Iterator[tuple[wire.Bucket, _Buffer]]:
         """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for."""
         turn, bucket, buffer = 0, None, None
-        for name, tensor in stream:
+        for name, tensor in self._parts(stream):
             if bucket is None or not bucket.fits(tensor):
                 if bucket is not None and buffer is not None:
                     yield bucket, buffer
@@ -139,6 +139,16 @@ class Sender:
                 watch(name, tensor)
         if bucket is not None and buffer is not None:
             yield bucket, buffer
+
+    def _parts(self, stream: Iterable[tuple[wire.Name, Tensor]]) -> Iterator[tuple[wire.Name, Tensor]]:
+        """The stream with stacks that no bucket holds in parts that one does."""
+        for name, tensor in stream:
+            if isinstance(name, str) or tensor.nbytes <= self._capacity:
+                yield name, tensor
+                continue
+            count = max(1, self._capacity // tensor[0].nbytes)
+            for start in range(0, len(name), count):
+                yield name[start : start + count], tensor[start : start + count]
 
     def _buffer(self, turn: int, nbytes: int) -> _Buffer:
         """The buffer of this turn, with room for a tensor of `nbytes`."""

@@ -1,7 +1,8 @@
 """The wire format of a weight update, shared by the trainer (`send.py`) and the engines (`receive.py`). Torch alone.
 
 An update is a sequence of buckets. A bucket is a `Header` (plain data, sent through the control plane) and one run of bytes (the data
-plane: a broadcast, a shared file or a CUDA IPC handle). Each tensor lies in the bytes at its offset, contiguous and aligned.
+plane: a broadcast, a shared file or a CUDA IPC handle). Each tensor lies in the bytes at its offset, contiguous and aligned. Tensors of one
+shape may travel as a stack, which costs everyone who handles it as much as one tensor: the experts of a layer.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ GLOO = "GLOO_SOCKET_IFNAME"
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Name = str | list[str]  # of a tensor, or of each of the tensors that are stacked along a first axis
 
 
 @dataclass(frozen=True)
 class Header:
     """What one bucket holds and where its bytes are."""
 
-    names: list[str]
+    names: list[Name]
     dtypes: list[str]  # keys of DTYPES
     shapes: list[list[int]]
     offsets: list[int]  # bytes, multiples of ALIGN
@@ -40,6 +42,11 @@ class Header:
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
     place: str | None = None  # where path or handle means anything: see `place_of`
     relayed: bool = False  # path or handle are for the first worker alone, which broadcasts the bytes to the others
+
+    @property
+    def first(self) -> str:
+        """The name of its first tensor."""
+        return self.names[0] if isinstance(self.names[0], str) else self.names[0][0]
 
     def plain(self) -> dict[str, Any]:
         """As a dictionary of strings, numbers, lists and bytes, which any serializer carries."""
@@ -55,6 +62,8 @@ class Header:
             end = offset + math.prod(shape) * DTYPES[dtype].itemsize
             if offset < 0 or offset % ALIGN or min(shape, default=0) < 0 or end > header.nbytes:
                 raise ValueError(f"bucket: {name} covers bytes {offset} to {end} of {header.nbytes}")
+            if not isinstance(name, str) and len(name) != shape[0]:
+                raise ValueError(f"bucket: {len(name)} names of a stack of {shape[0]}")
         return header
 
 
@@ -81,14 +90,14 @@ class Bucket:
 
     def __init__(self, bytes_B: Tensor) -> None:
         self._bytes_B = bytes_B  # uint8 [capacity]
-        self._header, self.nbytes = Header([], [], [], [], 0), 0  # nbytes: in use, padding included
+        self._header, self.nbytes, self.tensors = Header([], [], [], [], 0), 0, 0  # nbytes: in use, padding included
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether there is room for one more tensor."""
         return self.nbytes + _aligned(tensor.nbytes) <= len(self._bytes_B)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copies a tensor in. Raises ValueError for a dtype that the wire does not carry."""
+    def add(self, name: Name, tensor: Tensor) -> None:
+        """Copies a tensor, or a stack, in. Raises ValueError for a dtype that the wire does not carry."""
         if tensor.dtype not in _NAMES:
             raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
         assert self.fits(tensor), f"{name} of {tensor.nbytes} bytes does not fit"
@@ -98,6 +107,7 @@ class Bucket:
         self._header.shapes.append(list(tensor.shape))
         self._header.offsets.append(self.nbytes)
         self.nbytes += _aligned(tensor.nbytes)
+        self.tensors += 1 if isinstance(name, str) else len(name)
 
     def header(self) -> Header:
         """What the bucket holds now, without a place."""
@@ -109,7 +119,12 @@ class Bucket:
         return self._bytes_B[: self.nbytes]
 
 
-def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
+def each(name: Name, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A tensor as it is, or those of a stack, with their names."""
+    return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
+
+
+def unpack(bytes_B: Tensor, header: Header) -> list[tuple[Name, Tensor]]:
     """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor): valid as long as the bytes are."""
     views = []
     for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):

@@ -228,7 +228,10 @@ class Engines:
         with ExitStack() as recovery:
 
             def lost(index: int, fault: Exception) -> None:
-                if self.starter is None or self._restarts is None or not isinstance(fault, LOST) or lost_nodes(self.starter.places):
+                if self.starter is None or self._restarts is None or not isinstance(fault, LOST):
+                    raise fault
+                watch.renew()
+                if lost_nodes(self.starter.places):
                     raise fault
                 if not opening:
                     if not self._restarts.allow(fault):
@@ -253,7 +256,6 @@ class Engines:
         """Ends an engine and starts another one in its place, which is opening."""
         assert self.starter is not None
         end([self.group.actors[index]])
-        watch.renew()
         self.group.actors[index] = self.starter.create(index)
         if self.turns is not None:
             self.turns.make_room()

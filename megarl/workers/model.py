@@ -22,7 +22,7 @@ from megarl.parallel.backend import Backend
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
-from megarl.parallel.export import export, save_hf
+from megarl.parallel.export import export_stacks, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
@@ -165,7 +165,7 @@ class Model:
     def stream(self, dtype: str | None) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
         self._settle()
-        return export(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
+        return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     @property
     def state(self) -> ModelState:

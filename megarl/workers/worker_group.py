@@ -50,12 +50,12 @@ class WorkerGroup:
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
-        return self.group.start("forward", plan, score)
+        return self.group.start("forward", ray.put(plan), score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
         found: dict[int, float] = {}
-        for part in self.group.call("rewards", plan, timeout_s=self.timeout_s):
+        for part in self.group.call("rewards", ray.put(plan), timeout_s=self.timeout_s):
             found |= part
         return found
 
@@ -190,10 +190,11 @@ def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any
         For each kind the scheduling strategies of its processes.
 
     Raises:
-        WorkerLate: the cluster has no room in time.
+        NoNodes: the session has no room, and cannot grow.
+        WorkerLate: the cluster that was joined has no room in time.
         ConfigError: a machine besides this one does not see the run's files.
     """
-    places = reserve(kinds, config.cluster.start_timeout_s)
+    places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
     if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places

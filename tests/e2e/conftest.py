@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.job import EVERYTHING, Job
 from tests.e2e.lab import Lab, open_lab
+from tests.slurm.conftest import slurm as slurm
 
 
 @pytest.fixture(scope="package")

@@ -1,11 +1,11 @@
 """What a signal to any process of a job does that replaces nothing (`cluster.restarts=0`).
 
-Exit status, line, seconds, nothing left, and a run that goes on bit for bit.
+Exit status, line, seconds, nothing left, and a run that goes on bit for bit. And two cases of what a run replaces.
 
     .venv/bin/python -m pytest tests/e2e/test_faults.py --long
 
 In the suite's own time the same is shown of a few: kills in test_kills.py, Ctrl-C in test_job.py, stopped ranks in test_watch.py.
-What a run replaces: test_kills.py, test_engines.py, tools/chaos.py.
+What else a run replaces: test_kills.py, test_engines.py, tools/chaos.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import pytest
 
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, Job
-from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
+from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, done, title
 from tests.e2e.lab import Lab
 
 SEED = 12
 STILL_S = 3
 LIMIT_S = 90.0  # from the signal to the end: twice what the slowest took on two cores
-LAYOUTS = {"one": (), "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo")}
+LAYOUTS = {"one": (), "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo"), "shared": ("placement.engines=shared",)}
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,38 @@ def test_a_signal_to_any_process(
     print(f"{layout}: {fault.name} in {phase}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
     lab.run(job)
     assert_same(job, straight(layout), "model", "critic")
+
+
+@pytest.mark.slow
+def test_sigterm_while_ranks_start_again(lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, EVERYTHING).start()
+    try:
+        job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
+        os.kill(Processes.of(job).rank, signal.SIGKILL)
+        job.wait_for("its recovery", lambda: "restart 1 of cluster.restarts=" in job.text(), pause_s=0.02)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.finish(LIMIT_S) == 143, job.text()[-3000:]
+        assert "goes on after" not in job.text() and job.gone()
+    finally:
+        job.kill()
+    lab.run(job)
+    assert_same(job, straight("one"), "model", "critic")
+
+
+@pytest.mark.slow
+def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
+    lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    """While it answers, while it sleeps, and while it gets weights."""
+    random, phases = np.random.default_rng(SEED), ("rollout", "update", "sync")
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS["shared"])).start()
+    try:
+        job.wait_for("the engine", lambda: "sync ..." in job.text())
+        for number, phase in enumerate(phases):
+            Aim(frozenset([phase]), "engine core", 2 + 2 * number).hit(job, Processes.of(job), job.wait_for, random)
+            job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    assert [row["events/restart/engine"] for row in job.rows() if "events/restart" in row] == [1.0] * len(phases)
+    assert_same(job, straight("shared"), "model", "critic")

@@ -9,7 +9,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from megarl.rollout.vllm import weight_reader
 from megarl.rollout.vllm.worker_extension import WorkerExtension
 from megarl.sync import fingerprint
 
@@ -50,12 +49,10 @@ class CorruptingExtension(WorkerExtension):
         linear.weight = torch.nn.Parameter(torch.tensor(weight, dtype=linear.params_dtype), requires_grad=False)
         dispatch_cpu_unquantized_gemm(linear, remove_weight=True)
 
-    def megarl_peak(self, tied: bool, together: int) -> tuple[int, int]:
-        """Most bytes that `megarl_fingerprints` takes beside what the engine holds, unpacking so many experts together, and the bytes of
-        one layer's experts."""
+    def megarl_peak(self, tied: bool) -> tuple[int, int]:
+        """Most bytes that `megarl_fingerprints` takes beside what the engine holds, and the bytes of one layer's experts."""
         experts = self.get_model().model.layers[1].mlp.experts.routed_experts
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weight_reader, "_UNPACKED_BYTES", together * experts.w13_weight[0].nbytes)
             patch.setitem(fingerprint._CHUNK, "cpu", 1 << 10)
             with torch.profiler.profile(profile_memory=True) as profile:
                 self.megarl_fingerprints(tied)

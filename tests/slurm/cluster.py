@@ -44,7 +44,8 @@ class Cluster:
     def run(self, *command: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         """A command on the control node, to its end."""
         inside = ["nsenter", "--target", str(self.control), "--net", "--mount", "--uts", "--ipc", "--pid", f"--wdns={cwd}"]
-        variables = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf"), **(env or {})}
+        inherited = {name: value for name, value in os.environ.items() if name != "TMPDIR" and not name.startswith("RAY_")}  # of a lab
+        variables = {**inherited, "SLURM_CONF": str(self.directory / "slurm.conf"), **(env or {})}
         return subprocess.run([*inside, *map(str, command)], env=variables, capture_output=True, text=True, timeout=LIMIT_S)
 
     def say(self, *command: object) -> str:

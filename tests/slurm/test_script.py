@@ -18,6 +18,7 @@ from tests.unit.slurm.test_submission import JOB
 # Called as the driver's python is: its last argument is cluster.allocation=LOGS/JOB-RESTART.
 HERE = "allocation=${!#}; allocation=${allocation#*=}; restart=${allocation##*-}; here=$SLURMD_NODENAME"
 DRIVERS = {
+    "spare": "exit 0",  # the first, while all nodes are free
     "refused": "exit 2",
     "failed": "exit 1",
     "saved": "exit 138",
@@ -25,7 +26,7 @@ DRIVERS = {
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
-OPTIONS = {"saved": {"max_restarts": 2}, "chained": {"chain": 3}}
+OPTIONS = {"spare": {"spare": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
 SUBMIT = """
     import sys
     from dataclasses import replace
@@ -79,6 +80,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     slurm.wait_for("end", lambda: not any(state in running for name in jobs for state in field(name, "JobState")), limit_s=200)
     ends = {name: list(zip(field(name, "JobState"), field(name, "ExitCode"), field(name, "Restarts"), strict=True)) for name in jobs}
     assert ends == {
+        "spare": [("COMPLETED", "0:0", "0")],
         "refused": [("FAILED", "2:0", "0")],
         "failed": [("FAILED", "1:0", "0")],
         "saved": [("FAILED", "138:0", "2")],
@@ -86,6 +88,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "warned": [("COMPLETED", "0:0", "1")],
         "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
     }, "\n".join(map(text, jobs))
+    assert "3 nodes (n1 n2 n3)" in text("spare")
     assert "not queued again after 2 restarts (--max-restarts)" in text("saved")
     first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
     assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first

@@ -94,8 +94,15 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
     assert [file for file in sorted(reached(start)) if any(inside(name, package) for name in imported(file))] == []
 
 
-def test_the_command_line_imports_nothing_heavy() -> None:
-    code = "import sys, megarl.cli; megarl.cli.parser(); print(sorted({'torch', 'pydantic', 'ray', 'numpy', 'yaml'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("start", "packages"),
+    [
+        ("megarl.cli; megarl.cli.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
+        ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
+    ],
+)
+def test_what_starts_often_imports_nothing_heavy(start: str, packages: tuple[str, ...]) -> None:
+    code = f"import sys, {start}; print([name for name in {packages} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

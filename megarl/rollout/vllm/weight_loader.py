@@ -16,8 +16,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megarl.rollout.vllm.expert_loader import ExpertLoader
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
-from megarl.sync.wire import Header, Rendezvous
+from megarl.sync.wire import Header, Rendezvous, each
 
 
 class WeightLoader:
@@ -25,7 +26,7 @@ class WeightLoader:
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, vllm_config, device
-        self._buckets = BucketReceiver(device)
+        self._buckets, self._experts = BucketReceiver(device), ExpertLoader(model)
         self._inventory: Inventory | None = None
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
@@ -46,12 +47,16 @@ class WeightLoader:
         """Takes one bucket and loads it. Raises WeightError naming a tensor that does not fit."""
         tensors = self._buckets.receive(header)  # even where one is refused: the other end is sending
         if self._inventory is None:
-            raise WeightError(f"{tensors[0][0] if tensors else 'an empty bucket'}: came outside of an update")
+            raise WeightError(f"{header.first}: came outside of an update")
         for name, tensor in tensors:
-            self._inventory.take(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+            shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
+            for one in [name] if isinstance(name, str) else name:
+                self._inventory.take(one, shape, dtype)
         with set_current_vllm_config(self._config):
+            others = [one for name, tensor in tensors if not self._experts.load(name, tensor) for one in each(name, tensor)]
             # vLLM keeps views of the tensors until their layer is complete: their memory is never used again.
-            self._model.load_weights(iter(tensors))
+            if others:
+                self._model.load_weights(iter(others))
 
     def finish(self) -> None:
         """Ends the update. Raises WeightError naming a tensor that has not come."""

@@ -4,7 +4,8 @@ Three forms occur, and each is read exactly:
 - plain memory (norms, embedding tables, all of a GPU's linear layers): hashed as it lies;
 - opaque (CPU linear layers keep a oneDNN or AMX handle and drop the weight): the layer's own kernel multiplies the identity matrix, which
   gives back every weight bit for bit (1 * w plus zeros), through the very code that serves tokens;
-- packed (experts): where the packing puts each element is learnt once, from a throw-away expert whose elements are their own numbers.
+- packed (experts): where the packing puts each element is learnt once, from a throw-away expert whose elements are their own numbers; the
+  keys of the fingerprint are put there, too, and the packed weights hashed as they lie.
 
 The walk goes over the modules, not over a list of names: a weight that no rule knows still appears, under its own name, so that the
 comparison with the trainer's names reports it. Axes: O output rows, I input columns, E experts.
@@ -31,9 +32,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from megarl.sync.fingerprint import Piece, fingerprints
+from megarl.rollout.vllm.expert_loader import expert_names
+from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
-_UNPACKED_BYTES = 64 << 20  # of experts that are unpacked together: an engine leaves little of a GPU's memory free
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
 _BIAS = "e_score_correction_bias"  # of a router: added to the scores by which experts are chosen
 
@@ -47,6 +48,28 @@ class _Shards:
     column: int
     stack_BRC: Tensor
     further: bool = False  # of the place that the shards of this name before it began
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where the packed form of an expert keeps one of its tensors, or the shard of it that this worker has."""
+
+    row: int  # of the shard in its whole
+    column: int
+    rows: int
+    columns: int
+    start: int  # the places from here
+    stop: int  # to here
+    key_P: Tensor  # int64, of these places; 0 at those that hold something else
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """One kind of tensor of all experts of a layer, in the packed form."""
+
+    names: list[str]
+    part: _Part
+    stack_BP: Tensor
 
 
 @torch.no_grad()
@@ -65,7 +88,11 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
         NotImplementedError: a layer's form cannot be read.
     """
     held, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
-    for shards in _walk(model, tied):  # an unpacked copy lives until its own fingerprint is taken, and no longer
+    for shards in _walk(model, tied):  # what a layer's kernel gives lives until its own fingerprint is taken, and no longer
+        if isinstance(shards, _Packed):
+            held.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, False))
+            hashed.append(rearranged_fingerprints(shards.stack_BP[:, shards.part.start : shards.part.stop], shards.part.key_P))
+            continue
         _, rows, columns = shards.stack_BRC.shape
         held.append((shards.names, shards.row, shards.column, rows, columns, shards.further))
         hashed.append(fingerprints(_as_sent(shards, dtype), shards.row, shards.column))
@@ -88,7 +115,7 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
     return narrow if torch.equal(narrow.to(shards.stack_BRC.dtype), shards.stack_BRC) else shards.stack_BRC
 
 
-def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards]:
+def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
     packed = getattr(model, "packed_modules_mapping", {})
     for path, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
@@ -195,67 +222,58 @@ def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
     return layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
 
 
-def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
-    """The experts of one layer: gate, up and down projection of each, unpacked from the kernel's layout."""
-    prefix = path.removesuffix(".routed_experts")
+def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
+    """The experts of one layer: gate, up and down projection of each, in the kernel's layout."""
     for name, parameter in layer.named_parameters(recurse=False):
         if name == _BIAS:  # the router's, which vLLM's routing reads here
-            yield _plain([f"{prefix.removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
+            yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
         elif name not in ("w13_weight", "w2_weight"):
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
     if layer.expert_map is not None:
         raise NotImplementedError(f"{path}: expert parallel engines are not supported")
-    count, inner, hidden = layer.local_num_experts, layer.intermediate_size_per_partition, layer.hidden_size
-    order13, order2 = _packed_order(layer, 2 * inner, hidden, inner)
-    rank = layer.moe_config.tp_rank
-    gate_name, up_name, down_name = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
-    together = max(1, _UNPACKED_BYTES // layer.w13_weight[0].nbytes)
-    for first in range(0, count, together):
-        some = range(first, min(first + together, count))
-        both = _unpack(path, layer.w13_weight[some.start : some.stop], order13).view(len(some), 2, inner, hidden)
-        yield _Shards([f"{prefix}.{e}.{gate_name}.weight" for e in some], rank * inner, 0, both[:, 0])
-        yield _Shards([f"{prefix}.{e}.{up_name}.weight" for e in some], rank * inner, 0, both[:, 1])
-        del both
-        down = _unpack(path, layer.w2_weight[some.start : some.stop], order2).view(len(some), hidden, inner)
-        yield _Shards([f"{prefix}.{e}.{down_name}.weight" for e in some], 0, rank * inner, down)
-        del down
+    gate, up, down, padding13, padding2 = _parts(layer)
+    w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
+    for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
+        if len(padding) and stack_BP[:, padding].any():
+            raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
+    for names, part, stack_BP in zip(expert_names(path, layer), (gate, up, down), (w13_BP, w13_BP, w2_BP), strict=True):
+        yield _Packed(names, part, stack_BP)
 
 
-def _unpack(path: str, packed: Tensor, order_N: Tensor) -> Tensor:
-    """Some experts [E, N] in the checkpoint's order. Elements of the packed form that belong to no weight must be zero."""
-    flat_EP = packed.reshape(len(packed), -1)
-    if len(order_N) == flat_EP.shape[1]:
-        return flat_EP[:, order_N]
-    padding = torch.ones(flat_EP.shape[1], dtype=torch.bool, device=flat_EP.device)
-    padding[order_N] = False
-    if flat_EP[:, padding].any():
-        raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
-    return flat_EP[:, order_N]
-
-
-def _packed_order(layer: RoutedExperts, rows13: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Where the packed forms of w13 and w2 keep each element of one expert: two index tensors [N], in row-major order of the elements.
+def _parts(layer: RoutedExperts) -> tuple[_Part, _Part, _Part, Tensor, Tensor]:
+    """Where the packed forms of w13 and w2 keep gate, up and down projection, and the places of each that belong to none of them.
 
     vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: what then lies at a position is the number of the
     element that is kept there, and 0 is padding. This holds for any kernel that only moves elements and pads with zeros; `_positions`
     checks that it does. Weights in bfloat16 hold whole numbers exactly only up to 256, so the numbers are packed a byte at a time, the
     lowest first.
     """
-    weight = layer.w13_weight
-    key = (type(layer.quant_method.moe_kernel.fused_experts), rows13, hidden, inner, weight.dtype, weight.device)
-    if key not in _PACKED_ORDERS:
-        count13, count2 = rows13 * hidden, hidden * inner
-        number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, rows13, hidden)
+    weight, inner, hidden, rank = layer.w13_weight, layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_config.tp_rank
+    key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device)
+    if key not in _PARTS:
+        count13, count2 = 2 * inner * hidden, hidden * inner
+        number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, 2 * inner, hidden)
         number2 = torch.arange(1, count2 + 1, device=weight.device).view(1, hidden, inner)
         packed13 = packed2 = torch.zeros(1, dtype=torch.int64, device=weight.device)
         for shift in range(0, count13.bit_length(), 8):
             byte13, byte2 = _packed(layer, *[(number >> shift & 0xFF).to(weight.dtype) for number in (number13, number2)])
             packed13, packed2 = packed13 + (byte13.reshape(-1).long() << shift), packed2 + (byte2.reshape(-1).long() << shift)
-        _PACKED_ORDERS[key] = _positions(packed13, count13), _positions(packed2, count2)
-    return _PACKED_ORDERS[key]
+        gate, up = _positions(packed13, count13).view(2, inner, hidden)
+        down = _positions(packed2, count2).view(hidden, inner)
+        parts = _part(gate, rank * inner, 0), _part(up, rank * inner, 0), _part(down, 0, rank * inner)
+        _PARTS[key] = (*parts, (packed13 == 0).nonzero().squeeze(1), (packed2 == 0).nonzero().squeeze(1))
+    return _PARTS[key]
 
 
-_PACKED_ORDERS: dict[Any, tuple[Tensor, Tensor]] = {}
+_PARTS: dict[Any, tuple[_Part, _Part, _Part, Tensor, Tensor]] = {}
+
+
+def _part(position_RC: Tensor, row: int, column: int) -> _Part:
+    start, stop = int(position_RC.min()), int(position_RC.max()) + 1
+    rows, columns = position_RC.shape
+    key_P = torch.zeros(stop - start, dtype=torch.int64, device=position_RC.device)
+    key_P[position_RC - start] = keys(rows, columns, row, column, position_RC.device)
+    return _Part(row, column, rows, columns, start, stop, key_P)
 
 
 def _packed(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ PROGRAM = """
     import psutil, ray
     from megarl.cluster.actor_group import ActorGroup
     from megarl.cluster.placement import Kind
-    from megarl.cluster.reserve import free_nodes, give_back, lost_nodes, reserve
+    from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
     from megarl.shared_memory import SharedMemory, mapped
@@ -47,7 +47,7 @@ PROGRAM = """
         limit = time.monotonic() + 100
         while len(free_nodes()) < int(sys.argv[3]) and time.monotonic() < limit:
             time.sleep(0.1)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0)
+        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=True)
         group, alone, twice = started(places), Copies(peers=False), Copies(peers=True)
         nodes = group.call("node", timeout_s=60)
         for step in (1, 2, 3):
@@ -62,7 +62,12 @@ PROGRAM = """
         while not lost_nodes(places) and time.monotonic() < limit:
             time.sleep(0.1)
         give_back(places)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0)
+        begun = time.monotonic()
+        try:
+            reserve([Kind("ranks", 3, 1)], 60.0, grows=False)
+        except NoNodes as error:
+            print(json.dumps([str(error), time.monotonic() - begun]), file=told)
+        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=False)
         group = started(places)
         after = group.call("node", timeout_s=60)
         print(json.dumps([nodes[0] in after, lost_nodes(places), alone.newest(), twice.newest()]), file=told)
@@ -81,7 +86,9 @@ def test_what_a_lost_node_held_is_on_the_next_one_and_its_places_are_taken_by_a_
 ) -> None:
     for name, value in FAST.items():
         monkeypatch.setenv(name, value)
-    [before, after, restored], _ = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
+    [before, (refusal, waited), after, restored], _ = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
     assert before == [2, False, [3, "alone 3"], [3, "twice 3"]]
+    assert refusal.startswith("cluster: 3 GPUs are asked for") and refusal.endswith("there are 2 (1, 1, 0); no other node will join")
+    assert waited < 5
     assert after == [False, False, None, [3, "twice 3"]]
     assert restored == [[3], [13]]

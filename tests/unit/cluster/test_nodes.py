@@ -42,7 +42,7 @@ PROGRAM = """
             kinds = [rank_kind("model", Layout(**ranks), True), engine_kind(RolloutSettings(replicas=replicas, tp=tp), True)]
             try:
                 fits = sum(kind.processes * kind.gpus for kind in kinds) <= sum(gpus.values())
-                places = reserve(kinds, 60.0 if fits else 2.0)  # what the shape before had is given back a little later
+                places = reserve(kinds, 60.0 if fits else 2.0, grows=True)  # what the shape before had is given back a little later
             except Exception as error:
                 print(json.dumps(f"{type(error).__name__}: {error}"))
                 continue

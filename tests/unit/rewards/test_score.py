@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.config import ConfigError, FunctionReward, MathReward, ReasoningGymReward, RewardSettings
@@ -268,13 +269,17 @@ def test_time_is_per_sample_not_per_batch(tmp_path: Path) -> None:
         assert scorer.score([ask("a")] * 8) == [Score(1.0)] * 8  # 1.6 s together
 
 
-def test_process_that_dies_between_calls_is_replaced() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_process_that_dies_or_is_stopped_between_calls_is_replaced(number: signal.Signals) -> None:
     with Scorer(settings()) as scorer:
         assert scorer.score([ask("a", "a")])[0].value == 1
-        os.kill(scorer.pids[0], signal.SIGKILL)
-        while alive(scorer.pids[0]):
+        outer = psutil.Process(scorer.pids[0])
+        inner = [outer, *outer.children(recursive=True)][-1]
+        inner.send_signal(number)
+        while alive(outer.pid) if number == signal.SIGKILL else inner.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        assert scorer.score([ask("a", "a"), ask("a", "b")])[0].value == 1
+        assert [score.value for score in scorer.score([ask("a", "a"), ask("a", "b")])] == [1, 0]
+        assert not alive(outer.pid) and scorer.pids[0] != outer.pid
 
 
 def test_prints_of_a_reward_function_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:

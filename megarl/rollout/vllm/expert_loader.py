@@ -1,0 +1,75 @@
+"""New experts into the layers of a vLLM worker, many in one copy, straight to where the layer keeps them.
+
+vLLM's own way is one call of `load_weights` for each expert's tensor, 240 to 300 us of bookkeeping whatever its size: the wrapped loader of
+the layerwise reload (vllm/model_executor/model_loader/reload/layerwise.py:126, make_online_process_loader) keeps the arguments, runs the
+loader once to count elements, and once more when the layer is complete. Here the layer is given memory when its first expert comes, each
+stack is copied into it by the layer's own rule for tensor parallelism and padding, and counted for the reload, which packs the layer when
+all of it is there.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
+
+from megarl.sync.wire import Name, each
+
+_KINDS = ("w1", "w3", "w2")  # vLLM's names of the gate, up and down projections
+
+
+def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str], list[str]]:
+    """The Hugging Face names of the gate, up and down projections of every expert of the layer at `path`."""
+    prefix = path.removesuffix(".routed_experts")
+    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    gate, up, down = ([f"{prefix}.{expert}.{kind}.weight" for expert in range(layer.local_num_experts)] for kind in kinds)
+    return gate, up, down
+
+
+class ExpertLoader:
+    """Loads the experts of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            name: (layer, kind, expert)
+            for path, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+            for kind, names in zip(_KINDS, expert_names(path, layer), strict=True)
+            for expert, name in enumerate(names)
+        }
+
+    def load(self, name: Name, tensor: Tensor) -> bool:
+        """Takes the tensor of an expert, or a stack of one kind of tensor of experts that follow one another; during a layerwise reload.
+
+        Args:
+            name: Hugging Face's, or those of the stack.
+            tensor: whole, not cut for tensor parallelism. It is read now, and not kept.
+
+        Returns:
+            Whether these are experts; if not, nothing has been loaded.
+        """
+        names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
+        places = [self._places.get(one) for one in names]
+        if places[0] is None:
+            return False
+        layer, kind, first = places[0]
+        if places != [(layer, kind, first + index) for index in range(len(names))]:
+            return all([self.load(*one) for one in each(names, stack)])
+        info = get_layerwise_info(layer)
+        assert info.load_numel_total is not None, "start comes before load"
+        materialize_layer(layer, info)
+        weight = layer.w2_weight if kind == "w2" else layer.w13_weight
+        with CopyCounter() as counter:
+            layer._load_model_weight_or_group_weight_scale(
+                shard_dim=2 if kind == "w2" else 1,
+                expert_data=weight.data[first : first + len(names)],
+                shard_id=kind,
+                loaded_weight=stack,
+                tp_rank=layer.moe_config.tp_rank,
+            )
+        info.load_numel += counter.copied_numel
+        if info.load_numel >= info.load_numel_total:
+            _layerwise_process(layer, info)
+        return True
