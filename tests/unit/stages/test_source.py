@@ -55,6 +55,9 @@ class Engines:
     def work(self) -> Engines:
         return self
 
+    def take_turn(self) -> None:
+        pass
+
     @contextmanager
     def finishing(self, work: Engines, *, refill: bool = True) -> Iterator[None]:
         yield
