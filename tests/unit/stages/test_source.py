@@ -90,7 +90,7 @@ class Engines:
         said = Response(place, f"{place}/{index}", 3, length, length, length == whole, sample, index, weight_versions=tuple(versions))
         return replace(said, experts=[experts[:, stage] for stage in STAGES] if said.finished else None)
 
-    def finished(self, work: Engines | None = None) -> dict[Any, list[Response]]:
+    def finished(self, work: object = None) -> dict[Any, list[Response]]:
         if self.dead:
             raise NoEngine
         key = max(self.waiting)
