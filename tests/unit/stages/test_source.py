@@ -182,6 +182,17 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
     assert bool(straight.saved[1][1]) == (mode != "sync")
 
 
+def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
+    loop = make(*MODES["ahead"]).run(2)
+    other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
+    other.take(loop.state.files())
+    assert other.ahead is not None
+    for response in other.ahead.batch().responses:
+        assert response.experts is not None
+        first, rest = response.experts
+        assert set(first.flat) == {0} and first.shape[1] == 1 and [set(rest[:, n].flat) for n in (0, 1)] == [{1}, {2}]
+
+
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
     """Of a run that is cut off what was done is kept, and what was not begins again."""
     free = ("rollout.mode=free", "rollout.max_lag=2")
