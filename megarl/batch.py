@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from megarl.lazy_torch import Tensor, torch
 
 EXPERTS = (
     "routed_experts",
@@ -92,7 +92,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same bag on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved, extra_T={name: value.to(device) for name, value in self.extra_T.items()})
 
     def without(self, *names: str) -> Batch:

@@ -43,44 +43,52 @@ VERBS = {
         "megarl.trainer:train",
     ),
     "sft": Verb(
-        "supervised training", f"model/, {NUMBERS}", "megarl.config:SftConfig", "megarl.stages.sft:check_sft", "megarl.stages.sft:sft"
+        "supervised training",
+        f"model/, {NUMBERS}",
+        "megarl.config:SftConfig",
+        "megarl.stages.rank_checks:check_sft",
+        "megarl.stages.sft:sft",
     ),
     "value": Verb(
         "value pretraining",
         f"critic/, {NUMBERS}",
         "megarl.config:TrainConfig",
-        "megarl.value_trainer:check_value",
+        "megarl.stages.checks:check_value",
         "megarl.value_trainer:pretrain_value",
     ),
     "rm": Verb(
         "reward model from preferences",
         f"model/, {NUMBERS}",
         "megarl.config:RmConfig",
-        "megarl.stages.rm:check_rm",
+        "megarl.stages.rank_checks:check_rm",
         "megarl.stages.rm:rm",
     ),
     "dpo": Verb(
-        "policy from preferences", f"model/, {NUMBERS}", "megarl.config:DpoConfig", "megarl.stages.dpo:check_dpo", "megarl.stages.dpo:dpo"
+        "policy from preferences",
+        f"model/, {NUMBERS}",
+        "megarl.config:DpoConfig",
+        "megarl.stages.rank_checks:check_dpo",
+        "megarl.stages.dpo:dpo",
     ),
     "pairs": Verb(
         "preferences from a policy's own responses",
         "train.jsonl, eval.jsonl",
         "megarl.config:PairsConfig",
-        "megarl.stages.pairs:check_pairs",
+        "megarl.stages.engine_checks:check_pairs",
         "megarl.stages.pairs:pairs",
     ),
     "serve": Verb(
         "reward model behind HTTP",
         "nothing",
         "megarl.config:ServeConfig",
-        "megarl.stages.serve:check_serve",
+        "megarl.stages.rank_checks:check_serve",
         "megarl.stages.serve:serve",
     ),
     "eval": Verb(
         "avg@n and pass@k on held-out sets",
         "eval.json, samples/",
         "megarl.config:EvalConfig",
-        "megarl.stages.eval:check_eval",
+        "megarl.stages.engine_checks:check_eval",
         "megarl.stages.eval:run_eval",
     ),
 }
@@ -97,6 +105,7 @@ class Tool:
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
     "init": Tool("a commented configuration for a model and a file of your own (init --help)", "megarl.init:main"),
+    "generate": Tool("what a model says to a prompt, a file of them, or in a chat (generate --help)", "megarl.stages.generate:main"),
     "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "slurm": Tool("submits a run as a Slurm job that saves, queues again and goes on; status (slurm --help)", "megarl.slurm.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),

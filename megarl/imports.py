@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 
@@ -34,3 +36,24 @@ def uncollected() -> Iterator[None]:
             gc.freeze()
         if was:
             gc.enable()
+
+
+@contextmanager
+def parts_alone(package: str) -> Iterator[None]:
+    """For a block that imports modules of a package: its own `__init__` does not run there, but where the package is next imported.
+
+    For one whose `__init__` makes much that those modules do without, and of which they need `__version__` at most.
+    """
+    if package in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} is not installed"
+    stand_in = ModuleType(package)
+    stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
+    vars(stand_in)["__version__"] = version(package)
+    sys.modules[package] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from megarl import termination
 from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
-from megarl.stages.checks import Data, check_gap, check_train
+from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.eval import evaluate
+from megarl.stages.gap import check_gap
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import reference_scale
 from megarl.stages.rollout_metrics import lag_metrics, rollout_metrics, scale_metrics

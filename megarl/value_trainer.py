@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 
 from megarl import termination
-from megarl.config import ConfigError, TrainConfig
+from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
-from megarl.stages.checks import Data, check_train
+from megarl.stages.checks import Data, check_value
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import Collection, finish, reference_scale
@@ -59,16 +59,6 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
         checkpoints.finish()
         with run.phase("save"):
             ctx.models.save("critic", run.directory / "critic")
-
-
-def check_value(config: TrainConfig) -> Data:
-    """All checks of `megarl value`."""
-    if config.critic is None or config.critic.pretrain_steps == 0:
-        raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
-    data = check_train(config, "value")
-    if len(data.eval) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
-    return data
 
 
 def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:

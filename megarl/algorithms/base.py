@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field, NonNegativeFloat, model_validator
-from torch import Tensor
 
 from megarl.algorithms.blocks import Shown, blocks
 from megarl.algorithms.correction import Correction
 from megarl.algorithms.kl import KlToReference
 from megarl.algorithms.ops import Aggregation, Average, Block, SumOver, Term, attach, log_ratio, token_weights
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

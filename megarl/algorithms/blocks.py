@@ -9,11 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.ops import Average
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 ENTRIES = 1 << 17  # half a megabyte of float32 a tensor; a usual micro-batch is one block
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
-from torch import Tensor
 
 from megarl.algorithms.ops import SumOver, log_ratio
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 BOUND = 20.0  # of a log ratio: exp(20) = 5e8
 

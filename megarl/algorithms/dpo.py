@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from megarl.algorithms.pairs import PairLoss, Side
+from megarl.lazy_torch import F, Tensor
 
 
 class Dpo(PairLoss):

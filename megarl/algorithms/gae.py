@@ -15,15 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 PART = 1 << 19  # entries solved at a time (whole sequences): buffers that the allocator keeps, not fresh pages for each operation
 
 
-@torch.no_grad()
 def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 16).
 
@@ -43,33 +40,33 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
     Raises:
         ValueError: gamma or lam is out of range, or a sequence is not whole.
     """
-    # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), what a state is worth to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
-    _check_unit("gamma", gamma)
-    _check_unit("lam", lam)
-    lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
-    if lam_N.ndim and lam_N.shape != batch.length_N.shape:
-        raise ValueError(f"gae: lam has shape {list(lam_N.shape)} for {len(batch.length_N)} sequences")
-    chain = _Chain.of(batch)
-    dtype = _float(value_T)
-    reward_T, value_T, mask_T, seq_T = (chain.sort(x) for x in (reward_T.to(dtype), value_T.to(dtype), batch.mask_T, batch.seq_T))
-    mix_N, loss_N = (1 - lam_N).to(dtype), (1 - gamma * lam_N).to(dtype)
-    advantage_T = torch.empty_like(value_T)
-    work = _Work(chain.longest_part, advantage_T)
-    for part, last_N in chain.parts():
-        reward, value, out = reward_T[part], value_T[part], advantage_T[part]
-        h, loss = work.begin(mask_T[part])
-        torch.lerp(reward, value, _at(mix_N, seq_T[part], loss), out=h)
-        if gamma != 1 or not lam_N.ndim:  # or else the loss is what was mixed by
-            loss.copy_(_at(loss_N, seq_T[part], loss))
-        work.solve(last_N)
-        h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry
-        torch.add(reward[:-1], h[1:], alpha=gamma, out=out[:-1])
-        out[-1] = reward[-1]
-        work.only(out.sub_(value))
-    return chain.unsort(advantage_T)
+    with torch.no_grad():
+        # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), what a state is worth to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
+        _check_unit("gamma", gamma)
+        _check_unit("lam", lam)
+        lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
+        if lam_N.ndim and lam_N.shape != batch.length_N.shape:
+            raise ValueError(f"gae: lam has shape {list(lam_N.shape)} for {len(batch.length_N)} sequences")
+        chain = _Chain.of(batch)
+        dtype = _float(value_T)
+        reward_T, value_T, mask_T, seq_T = (chain.sort(x) for x in (reward_T.to(dtype), value_T.to(dtype), batch.mask_T, batch.seq_T))
+        mix_N, loss_N = (1 - lam_N).to(dtype), (1 - gamma * lam_N).to(dtype)
+        advantage_T = torch.empty_like(value_T)
+        work = _Work(chain.longest_part, advantage_T)
+        for part, last_N in chain.parts():
+            reward, value, out = reward_T[part], value_T[part], advantage_T[part]
+            h, loss = work.begin(mask_T[part])
+            torch.lerp(reward, value, _at(mix_N, seq_T[part], loss), out=h)
+            if gamma != 1 or not lam_N.ndim:  # or else the loss is what was mixed by
+                loss.copy_(_at(loss_N, seq_T[part], loss))
+            work.solve(last_N)
+            h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry
+            torch.add(reward[:-1], h[1:], alpha=gamma, out=out[:-1])
+            out[-1] = reward[-1]
+            work.only(out.sub_(value))
+        return chain.unsort(advantage_T)
 
 
-@torch.no_grad()
 def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
     """G_t = sum over loss tokens k >= t of the sequence of gamma^(k - t) r_k, k and t counting loss tokens.
 
@@ -84,18 +81,19 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
     Raises:
         ValueError: gamma is out of range, or a sequence is not whole.
     """
-    _check_unit("gamma", gamma)
-    chain = _Chain.of(batch)
-    reward_T, mask_T = chain.sort(reward_T.to(_float(reward_T))), chain.sort(batch.mask_T)
-    total_T = torch.empty_like(reward_T)
-    work = _Work(chain.longest_part, total_T)
-    for part, last_N in chain.parts():
-        total, loss = work.begin(mask_T[part])
-        total.copy_(reward_T[part])
-        loss.fill_(1 - gamma)
-        work.solve(last_N)
-        total_T[part] = work.only(total)
-    return chain.unsort(total_T)
+    with torch.no_grad():
+        _check_unit("gamma", gamma)
+        chain = _Chain.of(batch)
+        reward_T, mask_T = chain.sort(reward_T.to(_float(reward_T))), chain.sort(batch.mask_T)
+        total_T = torch.empty_like(reward_T)
+        work = _Work(chain.longest_part, total_T)
+        for part, last_N in chain.parts():
+            total, loss = work.begin(mask_T[part])
+            total.copy_(reward_T[part])
+            loss.fill_(1 - gamma)
+            work.solve(last_N)
+            total_T[part] = work.only(total)
+        return chain.unsort(total_T)
 
 
 def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
@@ -116,7 +114,6 @@ def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * count_N.double())).clamp(min=0.0)
 
 
-@torch.no_grad()
 def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var with n - 1 (0 for a single token).
 
@@ -130,13 +127,14 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
     Returns:
         [T] of value_T's type, 0 at masked entries.
     """
-    centred_T = value_T.to(_float(value_T), copy=True)
-    bits_T = _bits(mask_T, centred_T.dtype)
-    _only(bits_T, centred_T)
-    count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), centred_T.sum(dtype=torch.float64)])).unbind()
-    _only(bits_T, centred_T.sub_(total / count.clamp(min=1)))
-    variance = sum_over(centred_T.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
-    return centred_T.mul_((variance + 1e-8).rsqrt()).to(value_T.dtype)
+    with torch.no_grad():
+        centred_T = value_T.to(_float(value_T), copy=True)
+        bits_T = _bits(mask_T, centred_T.dtype)
+        _only(bits_T, centred_T)
+        count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), centred_T.sum(dtype=torch.float64)])).unbind()
+        _only(bits_T, centred_T.sub_(total / count.clamp(min=1)))
+        variance = sum_over(centred_T.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
+        return centred_T.mul_((variance + 1e-8).rsqrt()).to(value_T.dtype)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import NonNegativeFloat
-from torch import Tensor
 
 from megarl.algorithms.groups import GroupRelative
 from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio
+from megarl.lazy_torch import Tensor
 
 
 class Gmpo(GroupRelative):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor
 
 from megarl.algorithms.base import PolicyAlgorithm
+from megarl.lazy_torch import Tensor, torch
 
 Baseline = Annotated[
     Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the others in it.")

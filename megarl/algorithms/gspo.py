@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import NonNegativeFloat
-from torch import Tensor
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import DualClip
 from megarl.algorithms.groups import GroupRelative
 from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio, clipped_surrogate
+from megarl.lazy_torch import Tensor
 
 
 class Gspo(GroupRelative):

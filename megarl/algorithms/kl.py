@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
-from torch import Tensor
 
 from megarl.algorithms.ops import Term, bounded_ratio, log_ratio
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 KlKind = Literal["k1", "k2", "k3"]
 SLOWEST = 0.1  # of the adaptive coefficient in one step: 1 - 0.2 responses / horizon is 0 from 5 horizons on, and 0 stays 0

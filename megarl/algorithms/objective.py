@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Protocol
 
-from torch import Tensor
-
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor
 
 
 class Objective(Protocol):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 SumOver = Callable[[Tensor], Tensor]
 """Sums a detached tensor over the ranks that share something (its user says what); the identity on one rank."""
@@ -64,18 +63,6 @@ class Term:
     clips_T: Tensor | None = None
 
 
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
-        ctx.save_for_backward(slope_T)
-        return value_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        (slope_T,) = ctx.saved_tensors
-        return grad_T * slope_T, None, None
-
-
 def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
     """A tensor equal to `value_T` whose gradient with respect to `logp_T` is `slope_T`, entry by entry.
 
@@ -87,7 +74,9 @@ def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
     Returns:
         Of the shape of `value_T`.
     """
-    return _Attach.apply(logp_T, value_T, slope_T)
+    from megarl.algorithms.attached import Attached  # here: its class needs torch, and configurations are read without
+
+    return Attached.apply(logp_T, value_T, slope_T)
 
 
 def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None = None) -> Tensor:

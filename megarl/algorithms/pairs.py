@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import Average, SumOver, attach, log_ratio
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat
-from torch import Tensor
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.gae import gae, whiten
 from megarl.algorithms.ops import Aggregation, SumOver
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor
 
 
 class ActorCritic(Clipped):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import PositiveInt
-from torch import Tensor
 
 from megarl.algorithms.base import PolicyAlgorithm
 from megarl.algorithms.ops import Aggregation, Block, Term
+from megarl.lazy_torch import Tensor, torch
 
 
 class Raft(PolicyAlgorithm):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from megarl.algorithms.base import Fraction, PolicyAlgorithm
 from megarl.algorithms.gae import discounted_to_go
 from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_exp
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor
 
 
 class PolicyGradient(PolicyAlgorithm):

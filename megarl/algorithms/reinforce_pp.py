@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
 from megarl.algorithms.gae import discounted_to_go, whiten
@@ -13,6 +11,7 @@ from megarl.algorithms.groups import GroupRelative, Scale
 from megarl.algorithms.kl import KlKind
 from megarl.algorithms.ops import Aggregation, SumOver
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor
 
 
 class _Whitened(Clipped):

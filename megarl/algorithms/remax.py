@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from megarl.algorithms.reinforce import PolicyGradient
+from megarl.lazy_torch import Tensor
 
 
 class Remax(PolicyGradient):

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import SumOver, attach
 from megarl.algorithms.pairs import difference, pair_mean, pair_weights, sign
 from megarl.batch import Batch
+from megarl.lazy_torch import F, Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import Average, Averaging, SumOver, token_weights
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import Average, Averaging, attach, token_weights
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 
 def value_weights(count_N: Tensor, aggregation: Averaging = "token-mean") -> Tensor:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from pydantic import NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from megarl.algorithms.base import Fraction, Loss
 from megarl.algorithms.gae import length_adaptive_lambda
 from megarl.algorithms.ops import Aggregation, Average, SumOver, attach
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor, torch
 
 
 class Vapo(ActorCritic):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.ops import Aggregation
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import Batch
+from megarl.lazy_torch import Tensor
 
 
 class VcPpo(ActorCritic):

@@ -149,7 +149,7 @@ class Watch:
             except RayError:
                 silent.add(place)
         deadline = time.monotonic() + NOTICE_S
-        while silent & {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+        while any(node["Alive"] and node["NodeManagerAddress"] in silent for node in ray.nodes()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self._seen, self._scans = _Seen(), {}
         if self._own:

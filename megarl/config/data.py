@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.config.section import Place, Section
 
@@ -172,12 +172,38 @@ class PreferenceSource(Section):
     """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
 
 
+class PreferencePart(Section):
+    """One source of several."""
+
+    source: PreferenceSource
+    """Its pairs."""
+    weight: Weight = 1.0
+    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+
+
+class PreferenceMixture(Section):
+    """Several sources as one."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: Annotated[list[PreferencePart], Field(min_length=1, max_length=1024)]
+    """The sources and their weights."""
+    seed: NonNegativeInt = 1
+    """Seed of what a weight below 1 takes."""
+
+
+def _file_unless_said(given: Any) -> Any:
+    return {"type": "file", **given} if isinstance(given, dict) else given
+
+
+PairSource = Annotated[PreferenceSource | PreferenceMixture, Field(discriminator="type"), BeforeValidator(_file_unless_said)]
+
+
 class PreferenceData(PromptFormat):
     """Pairs of responses."""
 
-    train: PreferenceSource
+    train: PairSource
     """What the model learns from."""
-    eval: PreferenceSource
+    eval: PairSource
     """Held-out pairs."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -42,6 +43,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         config = root.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         lines = [line for fault in error.errors()[:MOST_FAULTS] for line in _line(fault, root).splitlines()]
+        lines += _between(tree, error, root)
         if error.error_count() > MOST_FAULTS:
             lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further faults")
         raise ConfigError("\n".join(lines)) from None
@@ -150,6 +152,32 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys
     return f"{key}: {message} (got {fault['input']!r:.{MOST_SHOWN}})"
+
+
+def _between(tree: dict[str, Any], error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """The contradictions between values that pydantic has not looked for, as others are at fault: found where those have their defaults.
+
+    What speaks of a value that is at fault itself is left out: its default may contradict what its own value would not.
+    """
+    rest, faulty = json.loads(json.dumps(tree)), set[str]()
+    for fault in error.errors():
+        keys, _ = _place([str(part) for part in fault["loc"]], root)
+        keys = list(takewhile(lambda key: not key.isdigit(), keys))  # an item of a list takes the list with it
+        if not keys:
+            return []
+        faulty.add(keys[-1])
+        *parents, last = keys
+        node: Any = rest
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
+    try:
+        root.model_validate_json(json.dumps(rest), strict=True)
+    except ValidationError as further:
+        lines = [line for fault in further.errors() if fault["type"] == "value_error" for line in _line(fault, root).splitlines()]
+        return [line for line in lines if not any(name in line for name in faulty)]
+    return []
 
 
 def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:

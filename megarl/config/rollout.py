@@ -55,7 +55,7 @@ class RolloutSettings(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
-    """Longest time of one generate call."""
+    """Longest time in which an engine gives the responses to a prompt that it was handed."""
 
     @property
     def cut(self) -> str | None:

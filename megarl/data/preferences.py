@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, PreferenceData, PreferenceSource
+from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
 from megarl.data.conversations import Conversation, ended
 from megarl.data.files import at, find, read_rows
+from megarl.data.mixture import mixed
 from megarl.data.prompts import Prompt, Row, checked, tokenised
 from megarl.data.tokenizer import Message, check_size, encode
 
@@ -40,7 +41,7 @@ class _Texts:
 
 
 def load_preferences(
-    source: PreferenceSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
+    source: PairSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
 ) -> list[Preference]:
     """Every pair of a source, tokenised as a rollout would have made it.
 
@@ -56,6 +57,12 @@ def load_preferences(
         ConfigError: in one line: what `load_prompts` refuses of the prompts, the first row that lacks a side, has two equal or an empty one
             or is too long, a source without pairs.
     """
+    if isinstance(source, PreferenceMixture):
+        parts = [
+            (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key), part.weight)
+            for n, part in enumerate(source.parts)
+        ]
+        return mixed(parts, source.seed)
     prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key, data.system)
     pairs = [_read(prompt) for prompt in prompts]
     if not pairs:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
-
 from megarl.config import ConfigError
 from megarl.models.rope import Rope
 from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
@@ -230,7 +228,7 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
         "add_qkv_bias": bias,
         "add_bias_linear": False,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": "silu",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Cosine and sine times f, of queries and keys alike, are scores times f^2.

@@ -162,11 +162,53 @@ class Checkpoint:
         self._open.clear()
 
 
+class ShardWriter:
+    """Writes tensors into safetensors files of at most 4 GiB in a directory; a tensor of more than that makes a larger one.
+
+    Args:
+        folder: where they go.
+        prefix: their names begin with it.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self._folder, self._prefix = folder, prefix
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._names: set[str] = set()
+        self.shards: dict[str, list[str]] = {}  # names of tensors by name of the file, in the order in which they were written
+        self.nbytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy of the tensor into the next file."""
+        assert name not in self._names, f"{name} written twice"
+        self._names.add(name)
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+        self.nbytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Writes what is left; then all of it lies on the disk."""
+        self._flush()
+        _sync(self._folder / file for file in self.shards)
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._pending:
+            file = f"{self._prefix}{len(self.shards)}.safetensors"
+            save_file(self._pending, self._folder / file, metadata={"format": "pt"})
+            self.shards[file] = list(self._pending)
+            self._pending, self._pending_bytes = {}, 0
+
+
 class CheckpointWriter:
-    """Writes a Hugging Face directory: shards of at most 4 GiB, index, config (of `source`, with `changes`), tokenizer files of `source`.
+    """Writes a Hugging Face directory: shards, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
     A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
-    `path` sees all of it. After an exception nothing is left. A tensor of more than 4 GiB makes a larger shard.
+    `path` sees all of it. After an exception nothing is left. Other processes may write shards of their own into `folder`; `include` tells
+    of them.
 
     Args:
         path: the directory to write.
@@ -182,25 +224,22 @@ class CheckpointWriter:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already exists: not overwritten")
         self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
-        self._aside = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
-        self._names: set[str] = set()
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total = 0
-        self._shards: list[list[str]] = []
+        self.folder = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
+        self._own = ShardWriter(self.folder)
+        self._shards: dict[str, list[str]] = {}  # of others
+        self._nbytes = 0  # of others
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes a copy of the tensor into the next shard."""
-        assert name not in self._names, f"{name} written twice"
-        self._names.add(name)
-        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
-            self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._pending_bytes += tensor.nbytes
-        self._total += tensor.nbytes
+        self._own.add(name, tensor)
+
+    def include(self, shards: Mapping[str, list[str]], nbytes: int) -> None:
+        """Takes shards that lie in `folder`: the tensors of each file, and the bytes of all of them."""
+        self._shards |= shards
+        self._nbytes += nbytes
 
     def __enter__(self) -> CheckpointWriter:
-        self._aside.mkdir(parents=True)
+        self.folder.mkdir(parents=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -208,40 +247,31 @@ class CheckpointWriter:
             if error is None:
                 self._commit()
         finally:
-            shutil.rmtree(self._aside, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _commit(self) -> None:
-        self._flush()
-        self._name_shards()
+        self._own.close()
+        self._name_shards({**self._own.shards, **self._shards})
         for name, data in described(self.source, self.dtype, self.changes, trained=True).items():
-            (self._aside / name).write_bytes(data)
-        for file in self._aside.glob("*.safetensors"):
-            shutil.copymode(self._aside / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
-        _sync(self._aside.iterdir())
-        _sync([self._aside])
-        os.rename(self._aside, self.path)
+            (self.folder / name).write_bytes(data)
+        for file in self.folder.glob("*.safetensors"):
+            shutil.copymode(self.folder / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
+        _sync(self.folder.iterdir())
+        _sync([self.folder])
+        os.rename(self.folder, self.path)
         _sync([self.path.parent])
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if self._pending:
-            save_file(self._pending, self._aside / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})
-            self._shards.append(list(self._pending))
-            self._pending, self._pending_bytes = {}, 0
-
-    def _name_shards(self) -> None:
-        count = len(self._shards)
-        if count == 1:
-            os.rename(self._aside / "0.safetensors", self._aside / SINGLE)
-            return
+    def _name_shards(self, shards: Mapping[str, list[str]]) -> None:
         placed: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            os.rename(self._aside / f"{number}.safetensors", self._aside / file)
+        for number, (written, names) in enumerate(shards.items()):
+            file = SINGLE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            os.rename(self.folder / written, self.folder / file)
+            twice = placed.keys() & names
+            assert not twice, f"{min(twice)} written twice"
             placed |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(placed.items()))}
-        (self._aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": self._own.nbytes + self._nbytes}, "weight_map": dict(sorted(placed.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _indexed(path: Path) -> dict[str, TensorInfo]:

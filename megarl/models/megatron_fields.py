@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import Layout
 from megarl.models.families import family_of
 from megarl.models.upstream_fields import check_values, fields_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # What makes another model of the same weights, or one that has further weights; a family that has it says so in its fields.
 _ABSENT: dict[str, Any] = {
     "num_moe_experts": None,
@@ -71,11 +71,11 @@ def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, An
 
     Args:
         hf: config.json of a known family.
-        dtype: a key of `DTYPES`.
+        dtype: "float32" or "bfloat16".
         layout: of the ranks.
 
     Returns:
-        Name -> value, for Megatron's (MLA)TransformerConfig.
+        Name -> value, for Megatron's (MLA)TransformerConfig; what is torch's there (a dtype, a function) by its name.
 
     Raises:
         ConfigError: as the family does.
@@ -100,7 +100,7 @@ def _layout(layout: Layout) -> dict[str, Any]:
 
 
 def _precision(dtype: str) -> dict[str, Any]:
-    return {"params_dtype": DTYPES[dtype], "pipeline_dtype": DTYPES[dtype], "bf16": dtype == "bfloat16", "fp16": False}
+    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == "bfloat16", "fp16": False}
 
 
 def _laws() -> dict[str, Any]:
@@ -117,5 +117,5 @@ def _laws() -> dict[str, Any]:
     }
 
 
-def _keep(weight: torch.Tensor) -> torch.Tensor:
+def _keep(weight: Tensor) -> Tensor:
     return weight

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megarl.config import ConfigError
+from megarl.lazy_torch import Tensor, torch
 
 _NEEDS = {
     "default": (),

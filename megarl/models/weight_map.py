@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from megarl.errors import ConfigError
+from megarl.lazy_torch import Tensor, torch
 from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]

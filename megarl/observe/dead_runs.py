@@ -14,7 +14,7 @@ TRUNCATED = 0.99  # share of the responses that is as good as all
 EXPLODED, NATS = 3.0, 1.0  # entropy: so many times the first, and above it by more than this
 TOKEN_KL = 0.5  # nats a token from the reference
 STEP_KL = 0.2  # nats a token from the policy before the step's updates
-ENGINE_KL = 0.1  # nats a token between engine and trainer
+ENGINE_KL = 0.1  # nats a token between engine and trainer, or between the policies of their updates
 LONGER, CUT = 2.0, 0.5  # length: so many times the first, with more than this share cut where it was less than half of that
 
 
@@ -79,7 +79,21 @@ def _engine(now: Values, first: Values) -> str | None:
     kl = now.get("rollout_corr/kl")
     if kl is None:
         return None
-    return f"engine and trainer differ by {kl:.3g} nats a token (rollout_corr/kl)" if kl > ENGINE_KL else ""
+    return f"engine and trainer differ by {kl:.3g} nats a token (rollout_corr/kl)" if kl > ENGINE_KL and not _lag(now) else ""
+
+
+def _stale(now: Values, first: Values) -> str | None:
+    kl = now.get("rollout_corr/kl")
+    if kl is None:
+        return None
+    moved = (
+        f"the policy has moved by {kl:.3g} nats a token (rollout_corr/kl) in the {_lag(now):.2g} updates since its responses were sampled"
+    )
+    return moved if kl > ENGINE_KL and _lag(now) else ""
+
+
+def _lag(now: Values) -> float:
+    return now.get("rollout/lag_mean", 0.0)
 
 
 def _length(now: Values, first: Values) -> str | None:
@@ -121,6 +135,7 @@ SIGNS = {
         "the policy is trained on what it did not say: set algorithm.correction, rollout.dtype as model.dtype, fp32_head on both sides, "
         "and of a mixture routing.replay=r3",
     ),
+    "responses_too_old": Sign(_stale, "lower optimizer.lr, rollout.max_lag, or raise rollout.budget_tokens"),
     "length_runs_away": Sign(
         _length, f"set reward.overlong or train.drop_truncated, or raise rollout.max_response_tokens; {READ} --truncated"
     ),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megarl.workers.rollout_worker import Response
 
 FOLDER = "samples"
+LATER = ("turns",)  # fields that rows of earlier versions lack
 _FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
 
 
@@ -37,6 +38,7 @@ class Record:
     length: int  # tokens of the response
     sample: int  # which of the responses to the prompt
     greedy: bool = False
+    turns: int = 1  # of the policy, in an episode
 
     @property
     def question(self) -> str:
@@ -59,7 +61,7 @@ class File:
         for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
             try:
                 row = parse_json(line)
-                yield Record(**{field.name: row[field.name] for field in fields(Record)})
+                yield Record(**{field.name: row[field.name] for field in fields(Record) if field.name in row or field.name not in LATER})
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{self.path}:{number}: no sample: {error}") from None
 
@@ -78,12 +80,13 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
         length=response.length,
         sample=response.index,
         greedy=greedy,
+        turns=1 if played is None else played.turns,
     )
 
 
 def line(record: Record) -> str:
     """A response in short, on one line that is safe to print."""
-    ended = "ended" if record.finish_reason == "stop" else "cut"
+    ended = ("ended" if record.finish_reason == "stop" else "cut") + (f" after {record.turns} turns" if record.turns > 1 else "")
     said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
     return f"reward {record.reward:g}, {record.length} tokens, {ended}{', greedy' if record.greedy else ''}: {said}"
 

@@ -82,6 +82,7 @@ def shown(file: File, record: Record, whole: bool) -> Iterator[str]:
     """The lines of one sample."""
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"
+    ended += f" after {record.turns} turns" if record.turns > 1 else ""
     kind = f"evaluation of {file.set}" if file.set else "training"
     yield (
         f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {ended}"

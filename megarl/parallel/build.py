@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
@@ -16,6 +18,10 @@ from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
 from megarl.text import one_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Fields that are torch's, which `fixed_fields` names.
+_NAMED: dict[str, dict[str, Any]] = {"activation_func": {"silu": F.silu}, "params_dtype": DTYPES, "pipeline_dtype": DTYPES}
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
@@ -49,9 +55,10 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
         **backend.transformer_overrides,
         **_recompute(model.recompute),
     }
+    torchs = {field: known[fixed[field]] for field, known in _NAMED.items()}
     kind = MLATransformerConfig if fixed.get("multi_latent_attention") else TransformerConfig
     try:
-        return kind(**{**free, **model.megatron, **fixed})
+        return kind(**{**free, **model.megatron, **fixed, **torchs})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model.megatron: refused by Megatron: {one_line(str(error)) or type(error).__name__}") from error
 

@@ -1,14 +1,16 @@
 """Megatron parameters back to Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
 
 Only the ranks that share rank 0's data (and context) parallel place take part: in each pipeline stage they gather at the stage's first
-rank, which hands the shards on to rank 0. Every rank derives the same order from the family's weight map, so the collectives pair up. Bytes
-are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
+rank, which hands the shards on to rank 0, or writes them into files of its own. Every rank derives the same order from the family's weight
+map, so the collectives pair up. Bytes are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.errors import ConfigError, SaveError
 from megarl.models.families import family_of
-from megarl.models.hf import CheckpointWriter
+from megarl.models.hf import CheckpointWriter, ShardWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
 from megarl.sync.wire import Name, each
+from megarl.text import one_line
 
 log = logging.getLogger(__name__)
 GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
@@ -44,7 +48,9 @@ def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.d
         yield from each(names, stack)
 
 
-def export_stacks(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[Name, Tensor]]:
+def export_stacks(
+    chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
+) -> Iterator[tuple[Name, Tensor]]:
     """Streams the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
@@ -52,6 +58,7 @@ def export_stacks(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: 
         hf: config.json of the model.
         grid: this rank's.
         dtype: of the tensors; routers' expert biases stay in float32.
+        by_stage: each tensor goes to the first rank of its pipeline stage, and no further.
 
     Yields:
         On rank 0 (Hugging Face name, whole tensor on the device), or for experts of a layer (their names, [experts, *tensor]), valid until
@@ -62,13 +69,17 @@ def export_stacks(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: 
     parameters = local_parameters(chunks, grid.ep_rank)
     device = next(iter(parameters.values())).device
     for batch in _plan(weights, grid, parameters, dtype, device):
-        shards = _collect(batch, parameters, grid, torch.float32 if batch.weights[0].float32 else dtype, device)
+        kind = torch.float32 if batch.weights[0].float32 else dtype
+        shards = _collected(batch, parameters, grid, kind)
+        if not by_stage:
+            shards = _handed_on(batch, shards, grid, kind, device)
         if shards is not None:
             yield from _named(batch, shards)
 
 
 def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
-    """Writes the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective; rank 0 writes.
+    """Writes the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective; the first rank of each
+    pipeline stage writes what the stage holds, and must see the directory that rank 0 makes.
 
     config.json names the model's own head: transformers loads a critic or reward model with AutoModelForSequenceClassification, whichever
     directory it came from. It scores a sequence at the last token that is not config.json's pad_token_id, so one token too early where
@@ -82,21 +93,49 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
         target: the directory to write.
 
     Raises:
-        ConfigError: `target` already holds something.
+        ConfigError: `target` already holds something, or cannot be made.
+        SaveError: a rank could not write. Each of them on every rank.
     """
     chunks = list(chunks)
     dtype = next(iter(local_parameters(chunks, grid.ep_rank).values())).dtype
-    stream = export(chunks, hf, grid, dtype)
-    if grid.rank != 0:
-        for _ in stream:
-            raise AssertionError("rank 0 alone is given tensors")
-        return
     head = family_of(hf).heads[head_of(chunks)]
-    if not head.known:
-        log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
-    with CheckpointWriter(target, source, str(dtype).removeprefix("torch."), family_of(hf).labels(hf, head_of(chunks))) as writer:
-        for name, tensor in stream:
-            writer.add(name, tensor)
+    with ExitStack() as stack:
+        writer: CheckpointWriter | None = None
+        told: list[Any] = [None, None]  # the directory, or why there is none
+        if grid.rank == 0:
+            if not head.known:
+                log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
+            labels = family_of(hf).labels(hf, head_of(chunks))
+            try:
+                writer = stack.enter_context(CheckpointWriter(target, source, str(dtype).removeprefix("torch."), labels))
+                told[0] = writer.folder
+            except (ConfigError, OSError) as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
+        if told[1] is not None:
+            raise ConfigError(told[1])
+        for shards, nbytes in _written(export_stacks(chunks, hf, grid, dtype, by_stage=True), told[0], grid):
+            if writer is not None:
+                writer.include(shards, nbytes)
+
+
+def _written(stream: Iterator[tuple[Name, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
+    """Writes this rank's part of the stream. Every rank's files with their tensors, and bytes, in the order of the ranks."""
+    writer, fault = ShardWriter(folder, f"stage-{grid.pp_rank}-"), None
+    try:
+        for names, tensors in stream:
+            for name, tensor in each(names, tensors):
+                writer.add(name, tensor)
+        writer.close()
+    except Exception as error:  # safetensors has its own for a full disk
+        fault = f"rank {grid.rank}: {type(error).__name__}: {one_line(str(error))}"
+        deque(stream, maxlen=0)  # the other ranks gather to its end
+    told: list[Any] = [None] * grid.world
+    dist.all_gather_object(told, (fault, writer.shards, writer.nbytes), group=grid.groups.control)
+    faults = [one for one, _, _ in told if one is not None]
+    if faults:
+        raise SaveError(f"{folder}: {faults[0]}")
+    return [(shards, nbytes) for _, shards, nbytes in told]
 
 
 def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
@@ -131,27 +170,37 @@ def _held(batch: _Batch, parameters: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _collect(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """All shards of the batch on rank 0 as [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]; None elsewhere."""
-    first = batch.weights[0]
-    _, ranks = tensor_parallel(first, grid)
-    ranks = ranks if first.op.axis is not None else 1
-    count, shape = len(batch.weights) // batch.ep, first.op.shard_shape(ranks)
-    found: Tensor | None = None
-    if batch.owner == grid.pp_rank and _takes_part(first, grid):
-        start = grid.ep_rank * count if batch.ep > 1 else 0
-        mine = torch.stack([parameters[weight.name].to(dtype).view(shape) for weight in batch.weights[start : start + count]])
-        found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
-        found = found if found is None else _gather(found, grid.groups.ep, batch.ep)
+def _collected(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Tensor | None:
+    """All shards of the batch on the first rank of its stage as [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard];
+    None elsewhere."""
+    if batch.owner != grid.pp_rank or not _takes_part(batch.weights[0], grid):
+        return None
+    first, (ranks, count, shape) = batch.weights[0], _sizes(batch, grid)
+    start = grid.ep_rank * count if batch.ep > 1 else 0
+    mine = torch.stack([parameters[weight.name].to(dtype).view(shape) for weight in batch.weights[start : start + count]])
+    found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
+    return found if found is None else _gather(found, grid.groups.ep, batch.ep)
+
+
+def _handed_on(batch: _Batch, found: Tensor | None, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What `_collected` has given the first rank of the batch's stage, on rank 0; None elsewhere."""
     if batch.owner == 0:
         return found if grid.rank == 0 else None
     if found is not None:
         dist.send(found.view(torch.uint8), group=grid.groups.pp, group_dst=0)
     if grid.rank != 0:
         return None
+    ranks, count, shape = _sizes(batch, grid)
     found = torch.empty((batch.ep, ranks, count, *shape), dtype=dtype, device=device)
     dist.recv(found.view(torch.uint8), group=grid.groups.pp, group_src=batch.owner)
     return found
+
+
+def _sizes(batch: _Batch, grid: Grid) -> tuple[int, int, tuple[int, ...]]:
+    """Tensor-parallel ranks that share each weight of the batch, weights on each expert-parallel rank, shape of a shard."""
+    op = batch.weights[0].op
+    ranks = tensor_parallel(batch.weights[0], grid)[1] if op.axis is not None else 1
+    return ranks, len(batch.weights) // batch.ep, op.shard_shape(ranks)
 
 
 def _takes_part(weight: Weight, grid: Grid) -> bool:
@@ -175,7 +224,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None
 
 
 def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[Name, Tensor]]:
-    """The Hugging Face tensors of a batch from `_collect`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]."""
+    """The Hugging Face tensors of a batch from `_collected`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]."""
     op = batch.weights[0].op
     if batch.weights[0].expert is None:
         yield from zip(batch.weights[0].hf, op.join(shards[0, :, 0].unbind(0)), strict=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
-from megarl.sync.fingerprint import Print
+
+if TYPE_CHECKING:
+    from megarl.sync.fingerprint import Print
 
 RequestId = Hashable
 Part = Literal["weights", "kv_cache"]  # of what an engine holds on its device

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
+from megarl.data.tokenizer import decode
 from megarl.rollout.engine import Request, RequestId
 from megarl.rollout.responder import Responder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -105,3 +110,10 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
         sampling.stop_token_ids,
         sampling.stop,
     )
+
+
+def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
+    tokens = said.tokens[said.prompt_length :].tolist()
+    ends = (tokenizer.eos_token_id, *sampling.stop_token_ids)
+    return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))

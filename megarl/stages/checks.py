@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
-from megarl.observe.metrics import Metric, scalars
 from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
@@ -60,8 +58,6 @@ HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
-
-GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean |log-prob| gap between engine and trainer
 
 
 @dataclass(frozen=True)
@@ -375,40 +371,11 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         read_range(config.reward.source.path, "reward.source.path")
 
 
-def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
-    """ConfigError where engines without ranks beside them could not run the model."""
-    hf = check_model(config)
-    if config.model.weights is not None:
-        raise ConfigError(
-            f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
-        )
-    check_length(hf, config.rollout)
-    check_stops(hf, config.rollout)
-    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
-
-
-def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
-    """How far engines and trainer disagree about the log-probs of the first step's responses.
-
-    In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
-    no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run. Engines that draw from a part of the
-    distribution (rollout.top_p and the like) report that part's log-probs: a limit of the user's alone holds then.
-
-    Returns:
-        What the user should know, if anything.
-
-    Raises:
-        RuntimeError: they do not run one model.
-    """
-    gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None or (config.rollout.cut is not None and config.sync.logprob_gap is None):  # no response of the step is trained on
-        return None
-    exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
-    dtype = "float32" if exact else "bfloat16"
-    limit = config.sync.logprob_gap or GAP_LIMIT[dtype]
-    measured = f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}"
-    if not gap <= limit:
-        raise RuntimeError(f"{measured}, more than sync.logprob_gap={limit:g}")
-    if config.sync.logprob_gap is None and gap > GAP_WARNING:
-        return f"{measured}, more than the {GAP_WARNING:g} expected of {dtype} (sync.logprob_gap sets a limit)"
-    return None
+def check_value(config: TrainConfig) -> Data:
+    """All checks of `megarl value`."""
+    if config.critic is None or config.critic.pretrain_steps == 0:
+        raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
+    data = check_train(config, "value")
+    if len(data.eval) < config.train.prompts_per_step:
+        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
+    return data

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from megarl.config import DpoConfig
-from megarl.stages.learning import Pairs, check_preferences, learn_pairs
-
-
-def check_dpo(config: DpoConfig) -> Pairs:
-    """All checks of `megarl dpo`; its pairs."""
-    return check_preferences(config, "lm")
+from megarl.stages.learning import learn_pairs
+from megarl.stages.rank_checks import check_dpo
 
 
 def dpo(config: DpoConfig) -> None:

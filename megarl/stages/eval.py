@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.cluster.session import ray_session
-from megarl.config import ConfigError, EvalConfig, ModelReward
-from megarl.environments.checks import check_environment
+from megarl.config import EvalConfig
 from megarl.observe.estimates import SetResult, estimated
 from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
@@ -16,9 +15,9 @@ from megarl.observe.samples import Record, record
 from megarl.observe.summary import rates, write_json
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
-from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
-from megarl.stages.checks import HeldOut, check_engines_alone, check_sets
+from megarl.stages.checks import HeldOut
+from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
 from megarl.workers.demand import processes
@@ -99,16 +98,6 @@ def _beside(sampled: Judged) -> dict[str, Metric]:
         "eval/response_length/clip_ratio": Mean(float(sum(not response.finished for response in sampled.responses)), number),
         **{f"eval/{name}/mean": Mean(sum(values), float(len(values))) for name, values in parts.items()},
     }
-
-
-def check_eval(config: EvalConfig) -> list[HeldOut]:
-    """All checks of `megarl eval`; its prompts."""
-    check_engines_alone(config, "eval")
-    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
-        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
-    check_reward(config.reward)
-    check_environment(config)
-    return check_sets(config)
 
 
 def run_eval(config: EvalConfig) -> None:

@@ -17,6 +17,7 @@ from megarl.workers.engines import call_seed
 from megarl.workers.rollout_worker import Response
 
 POLL_S = 0.005
+LOOK_S = 0.05  # how long prompts that begin may wait to be handed out
 STOP_S = 60.0  # longest wait for what is being scored where a run ends
 Asked = tuple[int, int]
 """The name of a group: the step for which it was asked for, and its number in that."""
@@ -169,7 +170,7 @@ class Flow:
                 if not self._work.open:
                     time.sleep(POLL_S)
                     continue
-                found = self._work.finished()
+                found = self._work.finished(LOOK_S)
                 for asked, responses in found.items():
                     scores = None
                     if self._reward.scorer is not None:

@@ -13,34 +13,23 @@ from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.cluster.session import ray_session
-from megarl.config import ConfigError, DpoConfig, LearnConfig, PreferenceSource, RmConfig, SftConfig
+from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
-from megarl.data.preferences import Preference, load_preferences
+from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
-from megarl.data.tokenizer import load_tokenizer
-from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
-from megarl.plan.fits import check_fits
 from megarl.restarts import Restarts
 from megarl.stages.best import NOTHING, Best
-from megarl.stages.checks import check_model
+from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
-from megarl.stages.saving import Checkpoints, ResumePoint, check_resume, every, resume_point
+from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.workers.demand import processes
 from megarl.workers.keeper import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs that passed every check."""
-
-    train: list[Preference]  # none where the model is only measured
-    held_out: list[Preference]
+    pass
 
 
 class SupervisedState:
@@ -204,55 +193,3 @@ def sample(said: Conversation) -> Sample:
     """A conversation that no engine has sampled."""
     nothing = np.zeros(len(said.tokens) - said.prompt_length, np.float32)
     return Sample(said.tokens, said.prompt_length, nothing, "stop", loss_mask=said.loss_mask)
-
-
-def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
-    """The checks that supervised stages share.
-
-    Args:
-        config: of the stage.
-        head: of the model that is trained.
-        sides: responses that stay together in a micro-batch.
-
-    Returns:
-        The model's tokenizer.
-
-    Raises:
-        ConfigError: with the dotted key.
-    """
-    hf, section, learn = check_model(config, head), config.section, config.learn
-    if sides * learn.max_tokens > learn.micro_batch_tokens:
-        raise ConfigError(
-            f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
-            f"{section}.max_tokens={learn.max_tokens}"
-        )
-    if learn.max_tokens > hf["max_position_embeddings"]:
-        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
-    if learn.batch_size < config.layout.dp:
-        raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
-    check_fits(config)
-    tokenizer = load_tokenizer(config.model.path)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
-    return tokenizer
-
-
-def check_held_out(config: LearnConfig, count: int) -> None:
-    """ConfigError where the held-out source has too little for the ranks."""
-    if count < config.layout.dp:
-        raise ConfigError(f"data.eval: holds {count}, less than one for each of {config.layout.dp} data-parallel ranks")
-
-
-def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
-    """All checks of a stage that learns from pairs; its pairs."""
-    tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
-
-    def pairs(source: PreferenceSource, key: str) -> list[Preference]:
-        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
-
-    held_out = pairs(data.eval, "data.eval")
-    check_held_out(config, len(held_out))
-    train = pairs(data.train, "data.train") if config.learn.steps else []
-    if train:
-        check_resume(config, config.section, len(train))
-    return Pairs(train, held_out)

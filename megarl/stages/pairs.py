@@ -6,22 +6,19 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.session import ray_session
-from megarl.config import ConfigError, ModelReward, PairsConfig
+from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
-from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
-from megarl.rewards.sources import check as check_reward
 from megarl.rollout.generate import Sampling
-from megarl.stages.checks import check_engines_alone, check_prompts
+from megarl.stages.engine_checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
@@ -41,39 +38,6 @@ def pairs(config: PairsConfig) -> None:
         for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):
             metrics = write_pairs(config, run.directory / f"{name}.jsonl", prompts, engines, reward, run, number)
             run.held_out(name, metrics, number)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The prompts of both files."""
-
-    train: list[Prompt]
-    eval: list[Prompt]
-
-
-def check_pairs(config: PairsConfig) -> Asked:
-    """All checks of `megarl pairs`; the prompts of both files."""
-    check_engines_alone(config, "pairs")
-    if isinstance(config.reward.source, ModelReward):
-        raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
-    for key in ("normalise", "overlong", "eval"):
-        if getattr(config.reward, key) is not None:
-            raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
-    check_reward(config.reward)
-    data = Asked(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
-    if config.pairs.answers:
-        tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
-        for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):
-            for number, tokens in enumerate(encode(tokenizer, [prompt.answer for prompt in prompts], special=False)):
-                if len(tokens) > most:
-                    raise ConfigError(
-                        f"pairs.answers: the answer of {key}, prompt {number}, has {len(tokens)} tokens, more than "
-                        f"rollout.max_response_tokens={most}"
-                    )
-    return data
 
 
 def write_pairs(

@@ -8,12 +8,8 @@ from pathlib import Path
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import RmConfig
 from megarl.rewards.scale import ScoreRange, write_range
-from megarl.stages.learning import Pairs, check_preferences, learn_pairs
-
-
-def check_rm(config: RmConfig) -> Pairs:
-    """All checks of `megarl rm`; its pairs."""
-    return check_preferences(config, "value")
+from megarl.stages.learning import learn_pairs
+from megarl.stages.rank_checks import check_rm
 
 
 def rm(config: RmConfig) -> None:

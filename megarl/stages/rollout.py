@@ -163,6 +163,8 @@ class Collection:
         """What is missing. The draws of a prompt depend on the step and on its number among those that are asked for in it."""
         ctx, wanted = self._ctx, self.buffer.wanted
         rollout, engines = ctx.config.rollout, ctx.engines
+        if self.buffer.missing:
+            engines.take_turn()  # a reward model may just have had it
         for place, prompt in self._draw(self.buffer.missing):
             number = self.buffer.asked
             seed = call_seed(ctx.config.seed, self._step, number // wanted)

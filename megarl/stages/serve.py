@@ -16,10 +16,10 @@ from megarl.batch import Sample
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
-from megarl.data.tokenizer import check_size, check_template, encode, load_tokenizer
+from megarl.data.tokenizer import check_size, encode, load_tokenizer
 from megarl.http_client import token_of
 from megarl.rewards.server import Server
-from megarl.stages.checks import check_model, check_trained_head
+from megarl.stages.rank_checks import TOKEN_KEY, check_serve
 from megarl.workers.demand import demand, processes
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
@@ -27,8 +27,6 @@ from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TOKEN_KEY = "serve.token_env"
 
 
 class Service:
@@ -68,22 +66,6 @@ class Service:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
             read.append(Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length"))
         return read
-
-
-def check_serve(config: ServeConfig) -> None:
-    """All checks of `megarl serve`."""
-    hf = check_model(config, "value")
-    check_trained_head(config.model.path, "model.path")
-    token_of(config.serve.token_env, TOKEN_KEY)
-    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
-    if config.data.chat and not tokenizer.chat_template:
-        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
-    if config.data.chat:
-        check_template(tokenizer, "data.chat")
-    if limit > config.serve.micro_batch_tokens:
-        raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
-    if limit > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
 
 
 def serve(config: ServeConfig) -> None:

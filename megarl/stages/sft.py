@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megarl.algorithms.sft import Sft
-from megarl.config import ConfigError, ConversationSource, SftConfig, SftMixture, SftSource
-from megarl.data.conversations import Conversation, answered, load_conversations
-from megarl.data.mixture import mixed
-from megarl.data.prompts import load_prompts
-from megarl.stages.learning import check_held_out, check_learn, learn, sample
-from megarl.stages.saving import check_resume
+from megarl.config import SftConfig
+from megarl.data.conversations import Conversation
+from megarl.stages.learning import learn, sample
+from megarl.stages.rank_checks import check_sft
 from megarl.workers.learner import MiniBatch, mini_batch
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Conversations that passed every check."""
-
-    train: list[Conversation]
-    held_out: list[Conversation]
-
-
-def check_sft(config: SftConfig) -> Conversations:
-    """All checks of `megarl sft`; its conversations."""
-    tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
-
-    def conversations(source: SftSource, key: str) -> list[Conversation]:
-        if isinstance(source, SftMixture):
-            parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
-            return mixed(parts, source.seed)
-        if isinstance(source, ConversationSource):
-            if not data.chat:
-                raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-            return load_conversations(source, tokenizer, limit, key, data.system)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system)
-        return answered(prompts, tokenizer, limit, key)
-
-    held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
-    if data.eval is not None:
-        check_held_out(config, len(held_out))
-    elif not config.sft.steps:
-        raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
-    train = conversations(data.train, "data.train") if config.sft.steps else []
-    if train:
-        check_resume(config, config.section, len(train))
-    return Conversations(train, held_out)
 
 
 def sft(config: SftConfig) -> None:

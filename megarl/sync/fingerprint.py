@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     from megarl.sync.wire import Name
 
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}  # dtype -> integer view
+_BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16"}  # dtype -> integer view
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU.
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+_STRETCH = 1 << 13  # places of rearranged matrices whose keys stay in a CPU's cache while those of all matrices are hashed
 _ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
 
 
@@ -99,9 +99,10 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     chunk = _CHUNK[device.type]
     together = max(1, chunk // max(1, rows * columns))
     step = max(1, chunk // max(1, columns))
+    patterns = _Patterns(stack_BRC, min(count, together) * min(rows, step) * columns)
     for first in range(0, count, together):
         for start in range(0, rows, step):
-            bits = _bits(stack_BRC[first : first + together, start : start + step])
+            bits = patterns.of(stack_BRC[first : first + together, start : start + step])
             total_B[first : first + together] += _weighted(_weighted(bits, key_C), key_R[start : start + step])
     return total_B
 
@@ -124,21 +125,38 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
     count, places = stack_BP.shape
     total_B = torch.zeros(count, dtype=torch.int64, device=stack_BP.device)
     chunk = _CHUNK[stack_BP.device.type]
-    together = max(1, chunk // max(1, places))
-    for first in range(0, count, together):
-        for start in range(0, places, chunk):
-            bits = _bits(stack_BP[first : first + together, start : start + chunk])
-            total_B[first : first + together] += _weighted(bits, key_P[start : start + chunk])
+    step = max(1, min(places, max(_STRETCH, chunk // max(1, count))))
+    together = max(1, chunk // step)
+    patterns = _Patterns(stack_BP, min(count, together) * step)
+    for start in range(0, places, step):
+        for first in range(0, count, together):
+            bits = patterns.of(stack_BP[first : first + together, start : start + step])
+            total_B[first : first + together] += _weighted(bits, key_P[start : start + step])
     return total_B
 
 
-def _bits(elements: Tensor) -> Tensor:
-    """The raw patterns as int64, zeros and subnormal numbers as 0. Raises TypeError for another dtype than `_BITS` has."""
-    if elements.dtype not in _BITS:
-        raise TypeError(f"no fingerprint for dtype {elements.dtype}")
-    info = torch.finfo(elements.dtype)
-    flushed = torch.nn.functional.hardshrink(elements.detach(), info.smallest_normal * (1 - info.eps))  # the largest subnormal number
-    return flushed.contiguous().view(_BITS[elements.dtype]).to(torch.int64)
+class _Patterns:
+    """The raw patterns of elements as int64, zeros and subnormal numbers as 0; in memory that each call uses again.
+
+    Args:
+        like: of their dtype, on their device. Raises TypeError for a dtype that `_BITS` has not.
+        room: the most elements of a call.
+    """
+
+    def __init__(self, like: Tensor, room: int) -> None:
+        dtype = str(like.dtype).removeprefix("torch.")
+        if dtype not in _BITS:
+            raise TypeError(f"no fingerprint for dtype {like.dtype}")
+        info = torch.finfo(like.dtype)
+        self._subnormal, self._integer = info.smallest_normal * (1 - info.eps), getattr(torch, _BITS[dtype])  # the largest one
+        self._flushed = torch.empty(room, dtype=like.dtype, device=like.device)
+        self._numbers = torch.empty(room, dtype=torch.int64, device=like.device)
+
+    def of(self, elements: Tensor) -> Tensor:
+        """Int64 of the elements' shape, valid until the next call."""
+        flushed = self._flushed[: elements.numel()].view(elements.shape)
+        torch.hardshrink(elements.detach(), self._subnormal, out=flushed)
+        return self._numbers[: elements.numel()].view(elements.shape).copy_(flushed.view(self._integer))
 
 
 def _weighted(numbers: Tensor, key_C: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack
+from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack, unpack_stacks
 
 
 class WeightError(ValueError):
@@ -69,9 +69,13 @@ class BucketReceiver:
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
 
-    def receive(self, header: Header) -> list[tuple[Name, Tensor]]:
+    def receive(self, header: Header) -> list[tuple[str, Tensor]]:
         """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
         return unpack(self._bytes(header), header)
+
+    def receive_stacks(self, header: Header) -> list[tuple[Name, Tensor]]:
+        """As `receive`, with the stacks as they were sent."""
+        return unpack_stacks(self._bytes(header), header)
 
     def _bytes(self, header: Header) -> Tensor:
         if not header.relayed:

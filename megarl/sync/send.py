@@ -27,7 +27,7 @@ from megarl.shared_memory import SharedMemory
 from megarl.sync import wire
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
-Watch = Callable[[wire.Name, Tensor], None]
+Watch = Callable[[Any, Tensor], None]  # (wire.Name, tensor)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,14 @@ def each(name: Name, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
 
 
-def unpack(bytes_B: Tensor, header: Header) -> list[tuple[Name, Tensor]]:
+def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
     """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor): valid as long as the bytes are."""
-    views = []
+    return [one for name, tensor in unpack_stacks(bytes_B, header) for one in each(name, tensor)]
+
+
+def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[Name, Tensor]]:
+    """As `unpack`, with the stacks as they were sent."""
+    views: list[tuple[Name, Tensor]] = []
     for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
         kind = DTYPES[dtype]
         views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))

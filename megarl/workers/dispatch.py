@@ -97,18 +97,18 @@ class Dispatcher:
         """How many prompts are not finished."""
         return len(self._queue) + len(self._calls)
 
-    def finished(self) -> dict[Any, list[Response]]:
-        """The responses to prompts that are finished; waits for the first, a second at most.
+    def finished(self, longest_s: float = LOOK_S) -> dict[Any, list[Response]]:
+        """The responses to prompts that are finished; waits for the first, but no longer than `longest_s`.
 
         What an engine raises that no other would do without is raised. NoEngine where none is left.
         """
         self._hand_out()
         self._charge()
-        ready, _ = ray.wait(list(self._calls), timeout=LOOK_S) if self._calls else ([], [])
+        ready, _ = ray.wait(list(self._calls), timeout=longest_s) if self._calls else ([], [])
         more, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0) if ready else ([], [])
         self._charge()
         found = {}
-        for reference in [one for one in self._calls if one in {*ready, *more}]:
+        for reference in dict.fromkeys([*ready, *more]):
             if reference not in self._calls:
                 continue  # its engine is lost
             call = self._calls[reference]
@@ -139,14 +139,15 @@ class Dispatcher:
         living = [engine for engine in range(len(actors)) if engine not in self.lost]
         if self._queue and not living:
             raise NoEngine
+        load = dict.fromkeys(living, 0)
+        for call in self._calls.values():
+            load[call.engine] += call.wanted.responses
         while self._queue:
-            load = {engine: 0 for engine in living}
-            for call in self._calls.values():
-                load[call.engine] += call.wanted.responses
-            engine = min(living, key=lambda one: load[one])
+            engine = min(living, key=load.__getitem__)
             if load[engine] >= AHEAD * self._settings.max_num_seqs:
                 return
             wanted = self._queue.popleft()
+            load[engine] += wanted.responses
             references = wanted.ask(actors[engine], self._playing)
             self._calls[references[0]] = _Call(wanted, engine, references, time.monotonic() + self._settings.timeout_s)
 

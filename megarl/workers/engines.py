@@ -121,6 +121,7 @@ class Engines:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
         """The responses to every prompt, in the order of the prompts."""
+        self.take_turn()
         work, answers = self.work(), dict[Any, list[Response]]()
         with self.finishing(work):
             for number, prompt in enumerate(prompts):
@@ -142,10 +143,13 @@ class Engines:
         return Wanted(key, Start(number, prompt.tokens, prompt.seed, prompt.task), sampling.within(self.settings), experts)
 
     def work(self) -> Dispatcher:
-        """Takes prompts for the engines, whose turn it is now."""
+        """Takes prompts for the engines. It is their turn then (`take_turn`)."""
+        return Dispatcher(self.group, self.settings, self.playing)
+
+    def take_turn(self) -> None:
+        """Before prompts are asked for: the ranks leave the devices, where they are shared."""
         if self.turns is not None:
             self.turns.to_engines()
-        return Dispatcher(self.group, self.settings, self.playing)
 
     @contextmanager
     def finishing(self, work: Dispatcher, *, refill: bool = True) -> Iterator[None]:
@@ -175,8 +179,8 @@ class Engines:
         with self._replacements(refill) as lost:
             for engine, fault in work.lost.items():
                 lost(engine, fault)
-        if work.lost and self.turns is not None:
-            self.turns.to_engines()
+        if work.lost:
+            self.take_turn()
 
     def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
         """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.

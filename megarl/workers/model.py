@@ -15,11 +15,10 @@ from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.families import family_of
-from megarl.models.megatron_fields import DTYPES
 from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
-from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.build import DTYPES, build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.export import export_stacks, save_hf

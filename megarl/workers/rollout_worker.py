@@ -19,7 +19,7 @@ from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, joined, play
-from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed
+from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
 from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Print
 
@@ -195,7 +195,8 @@ class RolloutWorker:
             requests.append(replace(request, by_position=True))
         said = await self._responder.all(requests, self._timeout_s)
         whole = [joined([before, more], more.finish_reason) for before, more in zip(begun, said, strict=True)] if begun else said
-        told = [(int(start.id), index, sample, self._text(sample, sampling), None) for index, sample in zip(indices, whole, strict=True)]
+        texts = [text_of(sample, sampling, self._tokenizer) for sample in whole]
+        told = [(int(start.id), index, sample, text, None) for index, sample, text in zip(indices, whole, texts, strict=True)]
         return self._told(told, sampling, experts)
 
     def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
@@ -227,7 +228,7 @@ class RolloutWorker:
     async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
-            (int(generated.prompt_id), index, sample, self._text(sample, sampling), None)
+            (int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer), None)
             for generated in await generate(self._responder, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
@@ -238,22 +239,16 @@ class RolloutWorker:
                 self._host[1].close()
             self._host = playing.environment, open_host(playing.environment)
 
-        def text_of(turn: Sample) -> str:
-            return self._text(turn, sampling)
+        def said(turn: Sample) -> str:
+            return text_of(turn, sampling, self._tokenizer)
 
         turns = TurnTokens(self._tokenizer, playing.system)
-        played = await play(self._responder, self._host[1], turns, text_of, share, sampling, playing.limits, self._timeout_s)
+        played = await play(self._responder, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)
         return [
             (int(start.id), index, one.sample, one.text, self._episode(one))
             for start, episodes in zip(share, played, strict=True)
             for index, one in enumerate(episodes)
         ]
-
-    def _text(self, said: Sample, sampling: Sampling) -> str:
-        """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
-        tokens = said.tokens[said.prompt_length :].tolist()
-        ends = (self._tokenizer.eos_token_id, *sampling.stop_token_ids)
-        return decode(self._tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
 
     def _episode(self, played: Played) -> Episode:
         sample, opening, rest = played.sample, "", ""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings
+from megarl.errors import SaveError
 from megarl.models.hf import Checkpoint, read_config
 from megarl.parallel import export
 from megarl.parallel.backend import choose
@@ -121,6 +122,38 @@ def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert [place.name for place in tmp_path.iterdir()] == ["out"]
+
+
+def saved_after_a_fault(grid: Grid, path: Path, target: Path) -> str:
+    """The second stage cannot write."""
+    chunks, hf = loaded(grid, path)
+    with pytest.MonkeyPatch.context() as patch:
+        if grid.pp_rank == 1:
+            patch.setattr(export.ShardWriter, "close", lambda self: (self._folder / "gone" / "0.safetensors").touch())
+        with pytest.raises(SaveError) as failed:
+            export.save_hf(chunks, hf, grid, source=path, target=target)
+    return str(failed.value)
+
+
+def test_each_stage_writes_its_own_and_what_one_cannot_write_leaves_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for fault in pool.run(saved_after_a_fault, Layout(ranks=2, pp=2), path, target):
+        assert "rank 1: FileNotFoundError" in fault
+    assert list(tmp_path.iterdir()) == []
+    pool.run(saved, Layout(ranks=2, pp=2), path, target)
+    with Checkpoint(target) as checkpoint:
+        files = {info.file.name for info in checkpoint.tensors.values()}
+        first, last = (checkpoint.tensors[name].file.name for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert files == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} and (first, last) == tuple(sorted(files))
+    for refused in pool.run(refused_over_something, Layout(ranks=2, pp=2), path, target):
+        assert refused == f"{target} already exists: not overwritten"
+
+
+def refused_over_something(grid: Grid, path: Path, target: Path) -> str:
+    chunks, hf = loaded(grid, path)
+    with pytest.raises(ConfigError) as refused:
+        export.save_hf(chunks, hf, grid, source=path, target=target)
+    return str(refused.value)
 
 
 def loaded_without_query_norm(grid: Grid, path: Path) -> str:

@@ -143,7 +143,8 @@ def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
     lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     """While it answers, while it sleeps, and while it gets weights."""
-    random, phases = np.random.default_rng(SEED), ("rollout", "update", "sync")
+    phases: tuple[Phase, ...] = ("rollout", "update", "sync")
+    random = np.random.default_rng(SEED)
     job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS["shared"])).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())

@@ -14,8 +14,7 @@ import torch
 from megarl.config import DpoConfig, RmConfig, load
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
-from megarl.stages.dpo import check_dpo
-from megarl.stages.rm import check_rm
+from megarl.stages.rank_checks import check_dpo, check_rm
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 

@@ -21,7 +21,8 @@ from megarl.errors import Alarmed
 from megarl.observe.metrics import scalars
 from megarl.observe.run import Run
 from megarl.rewards.scale import ScoreRange, write_range
-from megarl.stages.pairs import check_pairs, write_pairs
+from megarl.stages.engine_checks import check_pairs
+from megarl.stages.pairs import write_pairs
 from megarl.stages.reward import open_scorers
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab

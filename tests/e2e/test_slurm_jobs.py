@@ -102,7 +102,7 @@ def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, t
     job = Job(tmp_path, tiny_model, (*OVERRIDES, "cluster.still_timeout_s=3600"))
     first = Submitted(slurm, job)
     first.wait_for_step(2)
-    [rank] = [pid for pid, words in slurm.processes("n2").items() if words.startswith("ray::ModelWorker")]
+    rank = next(pid for pid, words in slurm.processes("n2").items() if words.startswith("ray::ModelWorker"))
     os.kill(rank, signal.SIGSTOP)  # the step lasts as long as this test wants
     done, head = len(job.steps()), first.logs / f"{first.number}-0" / "head.json"
     told = json.loads(head.read_text())
@@ -161,8 +161,9 @@ def cut_off_head(submitted: Submitted) -> None:
 
 
 def die(submitted: Submitted) -> None:
-    """All that the run has on such a node is killed."""
-    for pid in submitted.slurm.processes(submitted.further()):
+    """All that the run has on such a node is killed; Slurm's own lives on."""
+    run = {pid: words for pid, words in submitted.slurm.processes(submitted.further()).items() if "slurmstepd" not in words}
+    for pid in run:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -23,10 +23,13 @@ DRIVERS = {
     "failed": "exit 1",
     "saved": "exit 138",
     "lost": '((restart)) && exit 0; echo "$here died" >$allocation/lost; echo died >$allocation/bad-$here; exit 1',
+    # The other node's part ends by itself, as where srun has given it up.
+    "stepless": "[[ ${!#} == *=* ]] || exit 1; ((restart)) && exit 0; sleep 2; "
+    'for n in 1 2 3; do echo died >$allocation/bad-n$n; done; echo "all died" >$allocation/lost; exit 1',
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
-OPTIONS = {"spare": {"spare": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
+OPTIONS = {"spare": {"spare": 2}, "stepless": {"nodes": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
 SUBMIT = """
     import sys
     from dataclasses import replace
@@ -85,6 +88,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "failed": [("FAILED", "1:0", "0")],
         "saved": [("FAILED", "138:0", "2")],
         "lost": [("COMPLETED", "0:0", "1")],
+        "stepless": [("COMPLETED", "0:0", "1")],
         "warned": [("COMPLETED", "0:0", "1")],
         "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
     }, "\n".join(map(text, jobs))
@@ -92,6 +96,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     assert "not queued again after 2 restarts (--max-restarts)" in text("saved")
     first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
     assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
+    assert slurm.job(jobs["stepless"][0], "ExcNodeList") == "(null)"
     assert "the next job of the chain goes on" in text("chained") and text("chained").count("nothing to do: the run is finished") == 1
     slurm.wait_until_clean()
 

@@ -14,7 +14,8 @@ import pytest
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
-from megarl.stages.checks import check_gap, check_gpus, check_train
+from megarl.stages.checks import check_gpus, check_train
+from megarl.stages.gap import check_gap
 from megarl.workers.worker_group import rank_environment
 from tests.e2e.job import Job
 

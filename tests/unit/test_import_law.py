@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli import VERBS
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "megarl").rglob("*.py"))
 ALLOWED = {
@@ -23,7 +25,8 @@ ALLOWED = {
     "vllm": ("megarl/rollout/vllm/",),
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
-ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.algorithms")
+VLLM = "megarl.rollout.vllm.engine"  # which a check looks up by name
+ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.lazy_torch", "megarl.algorithms")
 
 
 @cache
@@ -103,6 +106,15 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
 )
 def test_what_starts_often_imports_nothing_heavy(start: str, packages: tuple[str, ...]) -> None:
     code = f"import sys, {start}; print([name for name in {packages} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_check_imports_neither_torch_nor_ray() -> None:
+    """A configuration is checked in a second or two, of which torch alone would take as much again."""
+    places = sorted({place.partition(":")[0] for verb in VERBS.values() for place in (verb.config, verb.check)} | {VLLM})
+    code = (
+        f"import sys, importlib; [importlib.import_module(one) for one in {places}]; print(sorted({{'torch', 'ray'}} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -1,14 +1,16 @@
-"""Imports without garbage collection."""
+"""Imports without garbage collection, and without a package's own `__init__`."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from megarl.imports import uncollected
+from megarl import imports
+from megarl.imports import parts_alone, uncollected
 
 
 def test_the_collector_rests_and_leaves_alone_what_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,18 @@ def test_the_collector_comes_back_after_a_failure() -> None:
     with pytest.raises(ModuleNotFoundError), uncollected():
         importlib.import_module("no_such_module_anywhere")
     assert gc.isenabled()
+
+
+def test_a_module_comes_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "heavy_package").mkdir()
+    (tmp_path / "heavy_package/__init__.py").write_text("from heavy_package.part import VERSION, Kind\nwhole = True")
+    (tmp_path / "heavy_package/part.py").write_text("from heavy_package import __version__ as VERSION\nclass Kind: ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports, "version", {"heavy_package": "1.2"}.__getitem__)
+    with parts_alone("heavy_package"):
+        part = importlib.import_module("heavy_package.part")
+    assert part.VERSION == "1.2" and "heavy_package" not in sys.modules
+    package = importlib.import_module("heavy_package")
+    assert package.whole and package.Kind is part.Kind
+    with parts_alone("heavy_package"):
+        assert sys.modules["heavy_package"] is package

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout.vllm.arguments import check_arguments
 
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
 
 
@@ -30,14 +31,28 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         raise ConfigError(
             f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
         )
+    if (size := head_dim(hf)) not in HEAD_SIZES:
+        raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
-    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
-    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim * (4 if dtype == "float32" else 2)
-    longest = settings.max_prompt_tokens + settings.max_response_tokens
-    needed = token_bytes * _BLOCK * (-(-longest // _BLOCK) + 1)  # one block stays empty
-    if needed > settings.kv_cache_mb << 20:
+    needed = cache_mb(hf, dtype, settings, sequences=1)
+    if needed > settings.kv_cache_mb:
+        longest = settings.max_prompt_tokens + settings.max_response_tokens
         raise ConfigError(
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
-            f"needs {-(-needed // 2**20)}"
+            f"needs {needed}"
         )
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Of an attention head; vLLM's attention layers have no other where config.json does not say it."""
+    return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+
+
+def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
+    """What a CPU engine needs for so many of the longest sequences."""
+    kv_heads = int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim(hf) * (4 if dtype == "float32" else 2)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    blocks = sequences * -(-longest // _BLOCK) + 1  # one stays empty
+    return -(-token_bytes * _BLOCK * blocks >> 20)

@@ -45,7 +45,7 @@ class WeightLoader:
 
     def load_bucket(self, header: Header) -> None:
         """Takes one bucket and loads it. Raises WeightError naming a tensor that does not fit."""
-        tensors = self._buckets.receive(header)  # even where one is refused: the other end is sending
+        tensors = self._buckets.receive_stacks(header)  # even where one is refused: the other end is sending
         if self._inventory is None:
             raise WeightError(f"{header.first}: came outside of an update")
         for name, tensor in tensors:

@@ -119,6 +119,7 @@ class WorkerExtension:
         repeat the noise of the beginning.
         """
         runner = self.model_runner
+        assert hasattr(runner.input_batch, "generators"), "vLLM draws in another way than v1/worker/gpu_model_runner.py does"
         sample: Callable[..., Any] = runner._sample
 
         def seeded(*arguments: Any, **options: Any) -> Any:

@@ -72,3 +72,20 @@ def test_what_contradicts_itself_is_told_at_once(tmp_path: Path) -> None:
     assert [line.partition("=")[0].partition(":")[0] for line in str(refused.value).splitlines()] == [
         *("train.mini_batches", "critic", "train.best", "placement.reward", "train.micro_batch_tokens"),
     ]
+
+
+def test_a_value_at_fault_hides_no_contradiction_of_others(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    faults = ["train.mini_batches=7", "train.best=eval/x/avg@1", "rollout.top_p=2", "log.samplse=1", "train.micro_batch_tokens=many"]
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "a.yaml", faults, TrainConfig)
+    assert [line.partition("=")[0].partition(":")[0] for line in str(refused.value).splitlines()] == [
+        *("log.samplse", "rollout.top_p", "train.micro_batch_tokens", "train.mini_batches", "train.best"),
+    ]
+
+
+def test_the_default_of_a_value_at_fault_contradicts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as refused:  # mini_batches=64 would be too many for the default of prompts_per_step
+        load(tmp_path / "a.yaml", ["train.mini_batches=1000", "train.prompts_per_step=lots"], TrainConfig)
+    assert [line.partition(":")[0] for line in str(refused.value).splitlines()] == ["train.prompts_per_step"]

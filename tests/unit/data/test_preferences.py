@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from examples.make_data import WORDS, corrupted, preferences
 from megarl import cli
-from megarl.config import ConfigError, PreferenceData, PreferenceSource, ReasoningGymSource
+from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
@@ -103,6 +103,24 @@ def test_columns_have_the_names_that_the_source_says(load: Load) -> None:
     keys = {"prompt_key": "question", "chosen_key": "answers.good", "rejected_key": "answers.bad", "margin_key": "by"}
     assert plain(load(row, **keys)) == plain(load({**ROW, "margin": 2.0}))
     assert [pair.margin for pair in load({**ROW, "margin": 0.5}, ROW)] == [0.5, 0.0]
+
+
+def test_several_sources_are_mixed_by_weight(load: Load, tmp_path: Path) -> None:
+    for name, words in (("a", "ab cd ef gh"), ("b", "uv wx")):
+        rows = ({"prompt": word, "chosen": word[::-1], "rejected": word} for word in words.split())
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    a, b = ({"path": tmp_path / f"{name}.jsonl"} for name in "ab")
+    mixture = PreferenceMixture.model_validate({"parts": [{"source": a, "weight": 0.5}, {"source": b, "weight": 2}]})
+    few, rest = plain(load(source=mixture))[:2], plain(load(source=mixture))[2:]
+    assert rest == 2 * plain(load(source=PreferenceSource.model_validate(b)))
+    assert all(pair in plain(load(source=PreferenceSource.model_validate(a))) for pair in few) and few[0] != few[1]
+    data = PreferenceData.model_validate({"train": a, "eval": mixture.model_dump()})
+    assert data.train == PreferenceSource.model_validate(a) and data.eval == mixture, "a source without a type is a file"
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}')
+    with pytest.raises(
+        ConfigError, match=r"^data\.train\.parts\.1\.source\.path: .*b\.jsonl:1: no value for data\.train\.parts\.1\.source\.chosen_key"
+    ):
+        load(source=mixture)
 
 
 @pytest.mark.parametrize(

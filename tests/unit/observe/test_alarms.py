@@ -95,6 +95,7 @@ DEAD = {
     "kl_runs_away": {"actor/reference_kl": 11.0},
     "steps_too_large": {"actor/ppo_kl": 0.3},
     "engine_differs": {"rollout_corr/kl": 0.2},
+    "responses_too_old": {"rollout_corr/kl": 0.2, "rollout/lag_mean": 1.0},
     "length_runs_away": {"response_length/mean": 50.0, "response_length/clip_ratio": 0.6},
     "length_collapse": {"response_length/mean": 1.9, "actor/reference_kl": 0.1},
 }

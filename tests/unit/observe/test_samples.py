@@ -78,3 +78,13 @@ def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Pa
 def test_few_responses_of_many_are_of_as_many_prompts_as_possible() -> None:
     assert spread(64, 4) == [0, 16, 32, 48]  # 16 prompts of 4 responses
     assert spread(3, 8) == [0, 1, 2] and spread(3, 0) == []
+
+
+def test_an_episode_says_its_turns_and_rows_of_earlier_versions_have_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run, 13, [replace(PLAIN, turns=3)])
+    assert shown(capsys, run, "--step", 13) == ["--- step 13, training: reward 1 (raw 0.5), 3 tokens, ended by itself after 3 turns"]
+    [file] = [one for one in files(run) if one.step == 13]
+    row = json.loads(file.path.read_text())
+    assert row.pop("turns") == 3 and "after 3 turns: " in line(next(file.records()))
+    file.path.write_text(json.dumps(row) + "\n")
+    assert [record.turns for record in file.records()] == [1]

@@ -55,6 +55,9 @@ class Engines:
     def work(self) -> Engines:
         return self
 
+    def take_turn(self) -> None:
+        pass
+
     @contextmanager
     def finishing(self, work: Engines, *, refill: bool = True) -> Iterator[None]:
         yield
@@ -87,7 +90,7 @@ class Engines:
         said = Response(place, f"{place}/{index}", 3, length, length, length == whole, sample, index, weight_versions=tuple(versions))
         return replace(said, experts=[experts[:, stage] for stage in STAGES] if said.finished else None)
 
-    def finished(self, work: Engines | None = None) -> dict[Any, list[Response]]:
+    def finished(self, work: object = None) -> dict[Any, list[Response]]:
         if self.dead:
             raise NoEngine
         key = max(self.waiting)
@@ -127,6 +130,7 @@ class Loop:
             while self.state.step < until:
                 self.saved.append((self.state.state(), dict(self.state.files())))
                 collected = source.next_batch()
+                assert self.state.files() == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
                 self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
                 self.state.step += 1
@@ -176,6 +180,17 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
             assert np.array_equal(one.payload.tokens, other.payload.tokens) and len(one.experts) == 2
             assert all(np.array_equal(mine, other_) for mine, other_ in zip(one.experts, other.experts, strict=True))
     assert bool(straight.saved[1][1]) == (mode != "sync")
+
+
+def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
+    loop = make(*MODES["ahead"]).run(2)
+    other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
+    other.take(loop.state.files())
+    assert other.ahead is not None
+    for response in other.ahead.batch().responses:
+        assert response.experts is not None
+        first, rest = response.experts
+        assert set(first.flat) == {0} and first.shape[1] == 1 and [set(rest[:, n].flat) for n in (0, 1)] == [{1}, {2}]
 
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:

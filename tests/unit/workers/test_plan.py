@@ -96,6 +96,9 @@ class Answers:
     def work(self) -> Answers:
         return self
 
+    def take_turn(self) -> None:
+        pass
+
     @contextmanager
     def finishing(self, work: Answers) -> Iterator[None]:
         yield

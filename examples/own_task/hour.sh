@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# A stranger's hour: a model, a tokenizer, prompts, a reward, conversations and preferences of one's own, through every verb. Some minutes.
+#
+#     bash examples/own_task/hour.sh DIRECTORY     (README.md says what each command does)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+out=${1:?a directory to work in, such as runs/own}
+
+python "$here/make.py" "$out"
+cp "$here/my_reward.py" "$here/eval.yaml" "$out"
+cd "$out"
+
+megarl init tiny talks.jsonl --cpu --out sft.yaml
+megarl sft sft.yaml name=sft optimizer.lr=3e-3 sft.steps=200 sft.batch_size=32
+megarl generate runs/sft/model "Capitals: cat" --n 4 --max-tokens 8
+
+megarl init runs/sft/model prompts.jsonl --cpu --out rl.yaml
+megarl train rl.yaml name=rl optimizer.lr=3e-4 rollout.samples_per_prompt=8 rollout.max_response_tokens=8 train.prompts_per_step=16
+
+megarl init runs/sft/model pairs.jsonl --cpu --out dpo.yaml
+megarl dpo dpo.yaml name=dpo data.eval.path=pairs_heldout.jsonl dpo.steps=30
+
+megarl eval eval.yaml
+megarl eval eval.yaml name=eval-dpo model.path=runs/dpo/model
+megarl samples runs/rl --worst --most 2
+megarl compare runs/rl runs/dpo

@@ -1,0 +1,68 @@
+"""The checks of the verbs whose engines work without ranks: eval, pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import ConfigError, EvalConfig, ModelReward, PairsConfig
+from megarl.data.prompts import Prompt
+from megarl.data.tokenizer import encode, load_tokenizer
+from megarl.environments.checks import check_environment
+from megarl.rewards.sources import check as check_reward
+from megarl.rollout.registry import check_engine
+from megarl.stages.checks import HeldOut, check_length, check_model, check_prompts, check_sets, check_stops
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of both files."""
+
+    train: list[Prompt]
+    eval: list[Prompt]
+
+
+def check_eval(config: EvalConfig) -> list[HeldOut]:
+    """All checks of `megarl eval`; its prompts."""
+    check_engines_alone(config, "eval")
+    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
+        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
+    check_reward(config.reward)
+    check_environment(config)
+    return check_sets(config)
+
+
+def check_pairs(config: PairsConfig) -> Asked:
+    """All checks of `megarl pairs`; the prompts of both files."""
+    check_engines_alone(config, "pairs")
+    if isinstance(config.reward.source, ModelReward):
+        raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
+    for key in ("normalise", "overlong", "eval"):
+        if getattr(config.reward, key) is not None:
+            raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
+    check_reward(config.reward)
+    data = Asked(
+        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
+        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
+    )
+    if config.pairs.answers:
+        tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
+        for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):
+            for number, tokens in enumerate(encode(tokenizer, [prompt.answer for prompt in prompts], special=False)):
+                if len(tokens) > most:
+                    raise ConfigError(
+                        f"pairs.answers: the answer of {key}, prompt {number}, has {len(tokens)} tokens, more than "
+                        f"rollout.max_response_tokens={most}"
+                    )
+    return data
+
+
+def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
+    """ConfigError where engines without ranks beside them could not run the model."""
+    hf = check_model(config)
+    if config.model.weights is not None:
+        raise ConfigError(
+            f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
+        )
+    check_length(hf, config.rollout)
+    check_stops(hf, config.rollout)
+    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)

@@ -1,0 +1,310 @@
+"""`megarl generate MODEL`: what a model says to a prompt, to those of a file, or in a chat, through the engine that training has."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pydantic import ValidationError
+
+from megarl.cluster.machine import gpus_here
+from megarl.config import ConfigError, RolloutSettings
+from megarl.data.files import at, read_rows
+from megarl.data.prompts import Prompt, Row, checked, tokenised
+from megarl.data.tokenizer import Message, load_tokenizer
+from megarl.imports import find
+from megarl.models.families import check_checkpoint
+from megarl.rollout.engine import Engine, RolloutError
+from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
+from megarl.rollout.registry import ENGINES, check_engine
+from megarl.rollout.responder import Responder
+from megarl.rollout.vllm.checks import cache_mb
+from megarl.stdout import say
+from megarl.text import escaped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOGETHER = 32  # sequences that the engine decodes at a time
+PROMPTS = 256  # asked in one call
+CACHE_MB = 4096  # of a CPU engine, unless one sequence needs more
+RESPONSE = 512  # tokens, where nothing is said of it and the model has room
+OPTIONS = {  # what the options are called where they are checked
+    "model.path": "MODEL",
+    "rollout.max_response_tokens": "--max-tokens",
+    "max_response_tokens": "--max-tokens",
+    "rollout.tp": "--tp",
+    "data.chat": "MODEL",
+    "data.template": "--template",
+    "FILE.path": "--file",
+    "FILE.prompt_key": "--prompt-key",
+    "samples_per_prompt": "--n",
+    **{key: f"--{key.replace('_', '-')}" for key in ("tp", "top_p", "top_k", "min_p", "stop")},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What passed every check."""
+
+    model: Path
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]  # none in a chat
+    settings: RolloutSettings
+    sampling: Sampling
+    dtype: str
+    gpu: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answers. Raises ConfigError for what cannot be used, RolloutError where the engine fails."""
+    given = parser().parse_args(list(arguments))
+    try:
+        job = check(given)
+    except ConfigError as error:
+        raise ConfigError(_in_options(str(error))) from None
+    with Speaker(job) as speaker:
+        if given.chat:
+            chat(speaker, given.system)
+        else:
+            answer(speaker, given.out)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    top = argparse.ArgumentParser(
+        prog="megarl generate",
+        usage="megarl generate MODEL [PROMPT | --file FILE | --chat] [options]",
+        description="Responses of a Hugging Face directory, through the engine that training samples with. A prompt goes through the "
+        "model's chat template where it has one. What a terminal would obey is shown as \\x1b and the like.",
+    )
+    top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
+    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="what is asked")
+    top.add_argument("--file", type=Path, metavar="FILE", help="prompts: .jsonl, .parquet, or a directory of `datasets`")
+    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="their column (prompt)")
+    top.add_argument("--chat", action="store_true", help="a conversation, a line a turn; /new begins anew, Ctrl-D ends")
+    top.add_argument("--system", metavar="TEXT", help="a system message before each")
+    top.add_argument("--template", metavar="TEXT", help='instead of the chat template, such as "Question: {prompt} Answer:"')
+    top.add_argument("--n", type=int, default=1, metavar="N", help="responses to each prompt (1)")
+    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
+    top.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this probability together")
+    top.add_argument("--top-k", type=int, metavar="K", help="draw from so many likeliest tokens")
+    top.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least this share as likely as the likeliest")
+    top.add_argument("--stop", action="append", metavar="TEXT", help="ends a response; may be given several times")
+    top.add_argument("--max-tokens", type=int, metavar="N", help=f"longest response ({RESPONSE}, or what the model has room for)")
+    top.add_argument("--seed", type=int, default=1, metavar="N", help="of the random draws (1)")
+    top.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (bfloat16 on GPUs, float32 on the CPU)")
+    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (1)")
+    top.add_argument("--cpu", action="store_true", help="on the CPU, though there are GPUs")
+    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines into this file, which must not exist")
+    return top
+
+
+def check(given: argparse.Namespace) -> Job:
+    """Everything that can be refused before the engine starts. ConfigError, in the words of a configuration."""
+    if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
+        raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
+    if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
+        why = "a chat is not written" if given.chat else "is there already" if given.out.exists() else "its directory does not exist"
+        raise ConfigError(f"--out {given.out}: {why}")
+    if given.chat and given.n != 1:
+        raise ConfigError(f"--n {given.n}: a chat has one response a turn")
+    if given.chat and given.template is not None:
+        raise ConfigError("--template: a chat goes through the model's chat template")
+    if not 0 <= given.temperature < math.inf:
+        raise ConfigError(f"--temperature {given.temperature:g}: must be 0 or more")
+    if not 0 <= given.seed < 1 << 63:
+        raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^63")
+    gpu = gpus_here() > 0 and not given.cpu
+    if given.tp > 1 and gpu and given.tp > gpus_here():
+        raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
+    model = given.model.absolute()
+    hf, tokenizer = check_checkpoint(model), load_tokenizer(model)
+    if given.system is not None and (given.template is not None or not tokenizer.chat_template):
+        raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
+    if given.chat and not tokenizer.chat_template:
+        raise ConfigError("--chat: the tokenizer has no chat template")
+    room = int(hf["max_position_embeddings"])
+    prompts = [] if given.chat else tokens_of(tokenizer, _rows(given), given.system, given.template, room - 1)
+    longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
+    response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
+    if given.chat:
+        longest = room - response
+    if longest < 1 or longest + response > room:
+        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model takes ({room})")
+    settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
+    dtype = given.dtype or ("bfloat16" if gpu else "float32")
+    if not gpu:
+        most = cache_mb(hf, dtype, settings, settings.max_num_seqs)
+        settings = settings.model_copy(update={"kv_cache_mb": max(min(most, CACHE_MB), cache_mb(hf, dtype, settings, 1))})
+    check_engine(hf, dtype, settings, gpu=gpu)
+    sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
+    return Job(model, tokenizer, prompts, settings, sampling, dtype, gpu)
+
+
+def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
+    names = ("tp", "top_p", "top_k", "min_p", "stop")
+    tree = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    lengths = {"max_prompt_tokens": longest, "max_response_tokens": response, "samples_per_prompt": given.n}
+    try:
+        return RolloutSettings.model_validate({**tree, **lengths, "max_num_seqs": max(1, together)})
+    except ValidationError as error:
+        faults = [f"{OPTIONS[str(one['loc'][0])]}: {one['msg']} (got {one['input']!r})" for one in error.errors()]
+        raise ConfigError("\n".join(faults)) from None
+
+
+def _in_options(message: str) -> str:
+    """A refusal in the words of the command line."""
+    keys = "|".join(re.escape(key) for key in OPTIONS if "." in key)
+    return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
+
+
+def _rows(given: argparse.Namespace) -> Iterator[Row]:
+    if given.prompt is not None:
+        yield Row("PROMPT", checked(given.prompt, "PROMPT"), "", {})
+        return
+    place = ""
+    for place, row in read_rows(given.file, "FILE"):
+        yield Row(place, checked(at(row, given.prompt_key, place, "FILE.prompt_key"), place), "", {})
+    if not place:
+        raise ConfigError(f"--file: {given.file} holds no prompts")
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
+    """The rows as the model reads them: through `template`, else its chat template, else as they stand."""
+    through_chat = template is None and bool(tokenizer.chat_template)
+    return tokenised(rows, tokenizer, through_chat, template or "{prompt}", most, "FILE", "the model's room", system)
+
+
+class Speaker:
+    """An engine of this process with the job's model; a context. What it writes to stderr is shown where it fails, and else nowhere."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
+        make: Any = find(ENGINES[job.settings.engine.type])
+        self._engine: Engine = make("the engine")
+        self._responder = Responder(self._engine, job.settings.timeout_s)
+
+    def __enter__(self) -> Speaker:
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # it has the cores to itself
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its process is forked, which the tokenizer would warn of
+        job, self._stderr = self.job, os.dup(2)
+        os.dup2(self._log, 2)
+        try:
+            self._runner.run(self._engine.start(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._runner.run(self._engine.close())
+        finally:
+            self._runner.close()
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+            if isinstance(error, RolloutError):
+                sys.stderr.write(os.pread(self._log, os.fstat(self._log).st_size, 0).decode(errors="replace"))
+            os.close(self._log)
+
+    def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
+        """To each prompt `sampling.n`: text, finish_reason and length in tokens."""
+        job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
+        sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
+        said = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s))
+        return [
+            [
+                {
+                    "response": text_of(sample, sampling, job.tokenizer),
+                    "finish_reason": sample.finish_reason,
+                    "length": len(sample.tokens) - sample.prompt_length,
+                }
+                for sample in one.samples
+            ]
+            for one in said
+        ]
+
+
+def answer(speaker: Speaker, out: Path | None) -> None:
+    """Prints, or writes as JSON lines, the responses to all prompts; a file is there whole or not at all."""
+    if out is None:
+        for _ in _answered(speaker, None):
+            pass
+        return
+    partial = out.with_name(out.name + ".partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            count = sum(1 for _ in _answered(speaker, file))
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    say(f"megarl: wrote {count:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
+
+
+def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
+    """The rows of all responses, which it writes or prints."""
+    prompts, n = speaker.job.prompts, speaker.job.sampling.n
+    for first in range(0, len(prompts), PROMPTS):
+        part = prompts[first : first + PROMPTS]
+        for prompt, responses in zip(part, speaker.responses(part), strict=True):
+            for number, response in enumerate(responses):
+                row = {"prompt": prompt.given, "sample": number, **response}
+                if file is not None:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                elif len(prompts) == n == 1:
+                    say(escaped(response["response"]))
+                else:
+                    say(*_shown(prompt, row, n))
+                yield row
+
+
+def _shown(prompt: Prompt, row: dict[str, Any], n: int) -> Iterator[str]:
+    ended = "ended by itself" if row["finish_reason"] == "stop" else "cut by the length limit"
+    which = f", response {row['sample'] + 1} of {n}" if n > 1 else ""
+    yield f"--- prompt {prompt.id + 1}{which}: {row['length']} tokens, {ended}"
+    yield from _spoken("prompt", prompt.text)
+    yield from _spoken("response", row["response"])
+
+
+def _spoken(who: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(escaped(text).split("\n")):
+        yield f"{who if number == 0 else '':>8} | {line}"
+
+
+def chat(speaker: Speaker, system: str | None) -> None:
+    """A conversation with the model, until the input ends."""
+    job, said = speaker.job, list[Message]()
+    for turn in range(1 << 30):
+        try:
+            line = input(f"{'you':>8} | ")
+        except EOFError:
+            say("")
+            return
+        if line.strip() == "/new":
+            said = []
+        if not line.strip() or line.strip() == "/new":
+            continue
+        said.append({"role": "user", "content": line})
+        try:
+            [prompt] = tokens_of(job.tokenizer, iter([Row("chat", list(said), "", {})]), system, None, job.settings.max_prompt_tokens)
+        except ConfigError as error:
+            said.pop()
+            say(f"megarl: {escaped(str(error))} (/new begins anew)")
+            continue
+        [[response]] = speaker.responses([prompt], job.sampling.seed + turn)
+        said.append({"role": "assistant", "content": response["response"]})
+        cut = " [cut by --max-tokens]" if response["finish_reason"] == "length" else ""
+        say(*_spoken("model", response["response"] + cut))

@@ -1,0 +1,154 @@
+"""The checks of the verbs whose ranks work without engines: sft, rm, dpo, serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.config import (
+    ConfigError,
+    ConversationSource,
+    DpoConfig,
+    LearnConfig,
+    PairSource,
+    RmConfig,
+    ServeConfig,
+    SftConfig,
+    SftMixture,
+    SftSource,
+)
+from megarl.data.conversations import Conversation, answered, load_conversations
+from megarl.data.mixture import mixed
+from megarl.data.preferences import Preference, load_preferences
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import check_template, load_tokenizer
+from megarl.http_client import token_of
+from megarl.models.weight_map import HeadKind
+from megarl.plan.fits import check_fits
+from megarl.stages.checks import check_model, check_trained_head
+from megarl.stages.saving import check_resume
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKEN_KEY = "serve.token_env"
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations that passed every check."""
+
+    train: list[Conversation]
+    held_out: list[Conversation]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs that passed every check."""
+
+    train: list[Preference]  # none where the model is only measured
+    held_out: list[Preference]
+
+
+def check_sft(config: SftConfig) -> Conversations:
+    """All checks of `megarl sft`; its conversations."""
+    tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
+
+    def conversations(source: SftSource, key: str) -> list[Conversation]:
+        if isinstance(source, SftMixture):
+            parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
+            return mixed(parts, source.seed)
+        if isinstance(source, ConversationSource):
+            if not data.chat:
+                raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
+            return load_conversations(source, tokenizer, limit, key, data.system)
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system)
+        return answered(prompts, tokenizer, limit, key)
+
+    held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
+    if data.eval is not None:
+        check_held_out(len(held_out), config.layout.dp)
+    elif not config.sft.steps:
+        raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
+    train = conversations(data.train, "data.train") if config.sft.steps else []
+    if train:
+        check_resume(config, config.section, len(train))
+    return Conversations(train, held_out)
+
+
+def check_rm(config: RmConfig) -> Pairs:
+    """All checks of `megarl rm`; its pairs."""
+    return check_preferences(config, "value")
+
+
+def check_dpo(config: DpoConfig) -> Pairs:
+    """All checks of `megarl dpo`; its pairs."""
+    return check_preferences(config, "lm")
+
+
+def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
+    """All checks of a stage that learns from pairs; its pairs."""
+    tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
+
+    def pairs(source: PairSource, key: str) -> list[Preference]:
+        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
+
+    held_out = pairs(data.eval, "data.eval")
+    check_held_out(len(held_out), config.layout.dp)
+    train = pairs(data.train, "data.train") if config.learn.steps else []
+    if train:
+        check_resume(config, config.section, len(train))
+    return Pairs(train, held_out)
+
+
+def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
+    """The checks that supervised stages share.
+
+    Args:
+        config: of the stage.
+        head: of the model that is trained.
+        sides: responses that stay together in a micro-batch.
+
+    Returns:
+        The model's tokenizer.
+
+    Raises:
+        ConfigError: with the dotted key.
+    """
+    hf, section, learn = check_model(config, head), config.section, config.learn
+    if sides * learn.max_tokens > learn.micro_batch_tokens:
+        raise ConfigError(
+            f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
+            f"{section}.max_tokens={learn.max_tokens}"
+        )
+    if learn.max_tokens > hf["max_position_embeddings"]:
+        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
+    if learn.batch_size < config.layout.dp:
+        raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
+    check_fits(config)
+    tokenizer = load_tokenizer(config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
+    return tokenizer
+
+
+def check_held_out(count: int, ranks: int) -> None:
+    """ConfigError where the held-out source has too little for the data-parallel ranks."""
+    if count < ranks:
+        raise ConfigError(f"data.eval: holds {count}, less than one for each of {ranks} data-parallel ranks")
+
+
+def check_serve(config: ServeConfig) -> None:
+    """All checks of `megarl serve`."""
+    hf = check_model(config, "value")
+    check_trained_head(config.model.path, "model.path")
+    token_of(config.serve.token_env, TOKEN_KEY)
+    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
+    if config.data.chat and not tokenizer.chat_template:
+        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
+    if config.data.chat:
+        check_template(tokenizer, "data.chat")
+    if limit > config.serve.micro_batch_tokens:
+        raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
+    if limit > int(hf["max_position_embeddings"]):
+        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")

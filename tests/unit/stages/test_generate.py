@@ -1,0 +1,67 @@
+"""`megarl generate`: what it refuses before an engine starts, in the words of its options, and what it would ask the engine for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.stages.generate import CACHE_MB, RESPONSE, check, parser
+
+REFUSED = [
+    (["{model}"], "generate: give a PROMPT, --file FILE or --chat"),
+    (["{model}", "x", "--chat"], "generate: give a PROMPT, --file FILE or --chat"),
+    (["{here}/none", "x"], "MODEL: no such directory"),
+    (["{model}", "  "], "PROMPT: the prompt is empty"),
+    (["{model}", "x", "--n", "0"], "--n: Input should be greater than 0 (got 0)"),
+    (["{model}", "--chat", "--n", "2"], "--n 2: a chat has one response a turn"),
+    (["{model}", "x", "--top-p", "1.5"], "--top-p: Input should be less than or equal to 1 (got 1.5)"),
+    (["{model}", "x", "--stop", ""], "--stop: String should have at least 1 character"),
+    (["{model}", "x", "--temperature", "nan"], "--temperature nan: must be 0 or more"),
+    (["{model}", "x", "--seed", "-1"], "--seed -1: must be 0 or more"),
+    (["{model}", "x", "--max-tokens", "0"], "--max-tokens: Input should be greater than 0 (got 0)"),
+    (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999: with the longest prompt's 3 tokens more than the model takes (512)"),
+    (["{model}", "x" * 600], "prompt of 602 tokens is longer than the model's room=511"),
+    (["{model}", "x", "--tp", "3"], "--tp 3: does not divide the model's 4 attention heads and 2 KV heads"),
+    (["{model}", "x", "--template", "no place"], "--template: 'no place' has no {{prompt}} in it"),
+    (["{model}", "x", "--template", "{{prompt}}", "--system", "y"], "--system: is part of a chat"),
+    (["{model}", "--chat", "--template", "{{prompt}}"], "--template: a chat goes through the model's chat template"),
+    (["{model}", "--file", "{here}/none.jsonl"], "--file: no such file"),
+    (["{model}", "--file", "{here}/rows.jsonl"], "rows.jsonl:1: no value for --prompt-key 'prompt'; the row has question"),
+    (["{model}", "--file", "{here}/empty.jsonl"], "--file: {here}/empty.jsonl holds no prompts"),
+    (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: is there already"),
+    (["{model}", "x", "--out", "{here}/none/out.jsonl"], "--out {here}/none/out.jsonl: its directory does not exist"),
+    (["{model}", "--chat", "--out", "{here}/out.jsonl"], "--out {here}/out.jsonl: a chat is not written"),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    rows = [{"question": "one?"}, {"question": "and two?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "empty.jsonl").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[message[:24] for _, message in REFUSED])
+def test_bad_input_is_refused_in_one_line(
+    arguments: list[str], message: str, here: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"here": here, "model": tiny_model}
+    assert main(["generate", *(one.format(**names) for one in arguments)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message.format(**names) in line
+
+
+def test_what_the_engine_is_asked_for(here: Path, tiny_model: Path) -> None:
+    given = [str(tiny_model), "--file", str(here / "rows.jsonl"), "--prompt-key", "question", "--n", "3", "--top-k", "5", "--stop", "!"]
+    job = check(parser().parse_args([*given, "--cpu"]))
+    assert [prompt.text for prompt in job.prompts] == ["one?", "and two?"] and job.dtype == "float32" and not job.gpu
+    longest = max(len(prompt.ids) for prompt in job.prompts)
+    assert (job.settings.max_prompt_tokens, job.settings.max_num_seqs) == (longest, 6)
+    assert job.sampling.max_tokens == 512 - longest < RESPONSE and 0 < (job.settings.kv_cache_mb or 0) <= CACHE_MB
+    assert (job.sampling.n, job.sampling.temperature, job.sampling.top_k, job.sampling.stop) == (3, 1.0, 5, ["!"])
+    system = check(parser().parse_args([*given, "--cpu", "--system", "Be brief."]))
+    assert len(system.prompts[0].ids) > len(job.prompts[0].ids)

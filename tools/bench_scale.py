@@ -1,0 +1,182 @@
+"""What grows with the job, without a cluster: `python -m tools.bench_scale [--rounds 3]`.
+
+Three jobs: Qwen3-30B-A3B on 32 ranks, Qwen3-235B-A22B on 256, DeepSeek-V3 on 1,024. Each part runs megarl's own code with as many objects
+as the job has (tensors, responses, calls, files) and a few bytes in each of them, in one process, so that what is measured is the cost of
+handling an object. It is printed in CPU microseconds an object, the least of the rounds, which alternate between the jobs. A cost that
+grows faster than its number of objects fails: at 1,024 ranks an object may cost no more than `GROWTH` times what it costs at 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import torch
+
+from megarl.checkpoints.files import FileRecord, write_file
+from megarl.checkpoints.steps import MANIFEST, Manifest, encode, step_name, verify
+from megarl.cluster.actor_group import ActorGroup
+from megarl.models.families import family_of
+from megarl.models.hf import ShardWriter
+from megarl.sync.fingerprint import Fingerprinter, compare
+from megarl.sync.receive import Inventory
+from megarl.sync.send import Sender
+from megarl.sync.wire import Header, Name, map_shared, unpack_stacks
+from megarl.workers.plan import split_step
+from tests.published_models import MODELS
+
+GROWTH = 2.0
+WRITERS, PROMPT_TOKENS, CAPACITY = 2, 512, 16384  # files of each rank for a model; tokens
+
+
+class Job(NamedTuple):
+    model: str
+    ranks: int
+    data_parallel: int
+    responses: int  # of a step
+
+
+JOBS = [Job("Qwen3-30B-A3B", 32, 8, 4096), Job("Qwen3-235B-A22B", 256, 16, 8192), Job("DeepSeek-V3", 1024, 64, 16384)]
+
+
+class Cost(NamedTuple):
+    objects: int
+    seconds: float  # CPU
+
+
+def stacks(model: str) -> list[Name]:
+    """The names of a model's tensors as they are exported: experts of a layer and kind together."""
+    published = MODELS[model]
+    hf = {**published.config, "architectures": [published.architecture], "model_type": published.kind}
+    names, experts = list[Name](), dict[tuple[int | None, str, int], list[str]]()
+    for weight in family_of(hf).weights(hf):
+        for index, name in enumerate(weight.hf if not weight.alias else ()):
+            if weight.expert is None:
+                names.append(name)
+            else:
+                experts.setdefault((weight.layer, type(weight.op).__name__, index), []).append(name)
+    return [*names, *experts.values()]
+
+
+def sync(job: Job) -> Cost:
+    """An update in shared memory, from the stream to the comparison of fingerprints; the engine's end but for vLLM."""
+    names = stacks(job.model)
+    stream = [(name, torch.ones(4, 4) if isinstance(name, str) else torch.ones(len(name), 4, 4)) for name in names]
+    flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
+    sent, held, inventory = Fingerprinter(), Fingerprinter(), Inventory(dict.fromkeys(flat, ([4, 4], "float32")))
+
+    def announce(plain: dict[str, Any]) -> Callable[[], object]:
+        header = Header.parse(plain)
+        assert header.path is not None
+        for name, tensor in unpack_stacks(map_shared(header.path, header.nbytes), header):
+            for one in [name] if isinstance(name, str) else name:
+                inventory.take(one, tensor.shape[-2:], "float32")
+            held.add(name, tensor)
+        return lambda: None
+
+    sender = Sender("shm", workers=1, host="", bucket_mb=1, timeout_s=60.0, device=torch.device("cpu"))
+    begun = time.process_time()
+    sender.send(stream, announce, sent.add)
+    inventory.complete()
+    assert compare(sent.digest(), {name: [one] for name, one in held.digest().items()}) == []
+    seconds = time.process_time() - begun
+    sender.close()
+    return Cost(len(flat), seconds)
+
+
+def planner(job: Job) -> Cost:
+    """The split of a step's responses over data-parallel ranks and micro-batches."""
+    length_N = (PROMPT_TOKENS + torch.randint(1, 8192, (job.responses,), generator=torch.Generator().manual_seed(1))).tolist()
+    begun = time.process_time()
+    split_step(length_N, 4, job.data_parallel, CAPACITY)
+    return Cost(job.responses, time.process_time() - begun)
+
+
+@ray.remote
+class Rank:
+    """Stands in for all ranks of a job."""
+
+    def forward(self, plan: Any) -> int:
+        return len(plan)
+
+
+def driver(job: Job) -> Cost:
+    """A step's plan to every rank through the object store, and their answers; on the driver."""
+    plan = torch.zeros(job.responses, 64)
+    begun = time.process_time()
+    group = ActorGroup("rank", [_actors[0]] * job.ranks)
+    answers = group.wait(group.start("forward", ray.put(plan)), "forward", 120.0)
+    assert answers == [job.responses] * job.ranks
+    return Cost(job.ranks, time.process_time() - begun)
+
+
+_actors: list[Any] = []
+
+
+def manifests(job: Job) -> Cost:
+    """A checkpoint's manifest: written, read, and compared with names and sizes in the directory."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / step_name(1)
+        (folder / "policy").mkdir(parents=True)
+        files = dict[str, FileRecord]()
+        for rank in range(job.ranks):
+            for writer in range(WRITERS):
+                name = f"policy/__{rank}_{writer}.distcp"
+                (folder / name).write_bytes(b"megarl")
+                files[name] = FileRecord(6, "0" * 64)
+        begun = time.process_time()
+        write_file(folder / MANIFEST, encode(Manifest(1, job.ranks, {}, {}, {"policy": {"optimizer": None}}, files)))
+        assert verify(folder, contents=False).verified is not None
+        return Cost(len(files), time.process_time() - begun)
+
+
+def hugging_face(job: Job) -> Cost:
+    """A Hugging Face directory's tensors, as one stage would write all of them."""
+    flat = [one for name in stacks(job.model) for one in ([name] if isinstance(name, str) else name)]
+    with tempfile.TemporaryDirectory() as folder:
+        writer, tensor = ShardWriter(Path(folder)), torch.ones(4, 4)
+        begun = time.process_time()
+        for name in flat:
+            writer.add(name, tensor)
+        writer.close()
+        return Cost(len(flat), time.process_time() - begun)
+
+
+PARTS: dict[str, tuple[str, Callable[[Job], Cost]]] = {
+    "weight sync": ("tensor", sync),
+    "planner": ("response", planner),
+    "plan to ranks": ("rank", driver),
+    "manifest": ("file", manifests),
+    "Hugging Face save": ("tensor", hugging_face),
+}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(prog="bench_scale", description=__doc__)
+    options.add_argument("--rounds", type=int, default=3)
+    rounds = options.parse_args().rounds
+    torch.set_num_threads(1)
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    _actors.append(Rank.remote())  # type: ignore[attr-defined]
+    ray.get(_actors[0].forward.remote([]))
+    failed = False
+    print(f"{'':18}" + "".join(f"{f'{job.ranks} ranks':>24}" for job in JOBS) + f"{'growth':>10}")
+    for part, (unit, work) in PARTS.items():
+        costs = [[work(job) for job in JOBS] for _ in range(rounds)]
+        best = [min(column, key=lambda cost: cost.seconds) for column in zip(*costs, strict=True)]
+        each_us = [cost.seconds / cost.objects * 1e6 for cost in best]
+        growth = each_us[-1] / each_us[0]
+        failed |= growth > GROWTH
+        cells = "".join(f"{f'{cost.seconds:.3f} s, {us:.1f} us':>24}" for cost, us in zip(best, each_us, strict=True))
+        print(f"{part:18}{cells}{growth:9.2f}x  a {unit}, of {best[0].objects} to {best[-1].objects}", flush=True)
+    print(f"an object costs at most {GROWTH:g} times as much: {'MISSED' if failed else 'kept'}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""A weight update of a CPU engine beside vLLM's own reload of the same tensors: `python -m tools.bench_sync [--rounds 5]`.
+
+One vLLM engine and one sender over shared memory, a mixture of experts of random weights, float32. Each figure is the median of rounds that
+alternate, in CPU seconds of the processes that do the work, so that a busy machine changes them little. The peer is vLLM's layerwise reload
+as `load_weights` drives it, one call for each tensor, with what mends its packing on a CPU; it is given its tensors in memory, and moves
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.config import RolloutSettings
+from megarl.models.families import family_of
+from megarl.models.hf import read_config
+from megarl.rollout.vllm.engine import VllmEngine
+from megarl.rollout.vllm.launch import environment
+from megarl.sync.fingerprint import Fingerprinter, check
+from megarl.sync.send import Sender
+from megarl.sync.wire import Name
+from tools.make_tiny_model import build
+
+TIMEOUT_S = 600.0
+RELOAD = 5.0  # times cheaper than vLLM's own for each expert's tensor, at least, where tensors are small
+VERIFY = 0.10  # of an update's CPU seconds, at most
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"layers": 4, "hidden": 128, "experts": 64, "expert_hidden": 64},
+    "large": {"layers": 4, "hidden": 512, "experts": 16, "expert_hidden": 512},
+}
+
+
+class BenchEngine(VllmEngine):
+    extension = "tools.bench_sync_extension.BenchExtension"
+
+    async def cpu(self) -> float:
+        return sum(await self._call("bench_cpu", timeout_s=TIMEOUT_S))
+
+    async def experts(self, own: bool) -> float:
+        stacks = [(names, [len(names), *self._expected[names[0]][0]]) for names in expert_stacks(self._expected)]
+        return sum(await self._call("bench_experts", own, stacks, timeout_s=TIMEOUT_S))
+
+
+class Round(NamedTuple):
+    """CPU seconds."""
+
+    own: float  # vLLM's reload of the experts
+    stacks: float  # ours
+    move: float  # of an update, both sides: all tensors into the engine
+    verify: float  # of an update, both sides: fingerprints
+
+
+def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
+    """The names of the experts' tensors, by layer and kind."""
+    stacks: dict[str, list[str]] = {}
+    for name in expected:
+        before, _, after = name.partition(".experts.")
+        if after:
+            stacks.setdefault(before + after.partition(".")[2], []).append(name)
+    return list(stacks.values())
+
+
+def stream(path: Path, seed: int) -> Iterator[tuple[Name, Tensor]]:
+    """Random weights as a trainer exports them."""
+    hf = read_config(path)
+    shapes = {name: [list(shape)] for weight in family_of(hf).weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
+    stacks, generator = expert_stacks(shapes), torch.Generator().manual_seed(seed)
+    experts = {name for names in stacks for name in names}
+    for name, [shape] in shapes.items():
+        if name not in experts:
+            yield name, torch.randn(shape, generator=generator)
+    for names in stacks:
+        yield names, torch.randn(len(names), *shapes[names[0]][0], generator=generator)
+
+
+async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int, int]:
+    """The rounds, the experts' tensors, and the bytes of an update."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        build(path, **shape, seed=1)
+        engine = BenchEngine("engine 0")
+        settings = RolloutSettings(max_prompt_tokens=32, max_response_tokens=32, timeout_s=TIMEOUT_S, kv_cache_mb=64)
+        await engine.start(path, "float32", settings, 1, gpu=False)
+        try:
+            sender = Sender("shm", workers=1, host="", bucket_mb=256, timeout_s=TIMEOUT_S, device=torch.device("cpu"))
+            loop, found = asyncio.get_running_loop(), list[Round]()
+
+            def do(work: Coroutine[Any, Any, None]) -> Callable[[], object]:
+                return asyncio.run_coroutine_threadsafe(work, loop).result
+
+            for number in range(1 + rounds):
+                own, stacks = await engine.experts(True), await engine.experts(False)
+                tensors, prints = list(stream(path, number)), Fingerprinter()
+                begun = time.process_time() + await engine.cpu()
+                await engine.start_update(TIMEOUT_S)
+                moved = await asyncio.to_thread(sender.send, tensors, lambda header: do(engine.load_bucket(header, TIMEOUT_S)))
+                await engine.finish_update(number + 1, TIMEOUT_S)
+                loaded = time.process_time() + await engine.cpu()
+                for name, tensor in tensors:
+                    prints.add(name, tensor)
+                check(prints.digest(), await engine.fingerprints(TIMEOUT_S), "the engine")
+                found.append(Round(own, stacks, loaded - begun, time.process_time() + await engine.cpu() - loaded))
+            sender.close()
+        finally:
+            await engine.close()
+    return found[1:], sum(len(name) for name, _ in tensors if not isinstance(name, str)), moved.nbytes
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(prog="bench_sync", description=__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    rounds, missed = options.parse_args().rounds, False
+    torch.set_num_threads(1)  # an engine is forked, and threads are not
+    os.environ.update(environment(gpu=False))
+    for label, shape in SHAPES.items():
+        found, experts, nbytes = asyncio.run(measure(shape, rounds))
+        middle = Round(*(statistics.median(values) for values in zip(*found, strict=True)))
+        spread = max(one.own / one.stacks for one in found) - min(one.own / one.stacks for one in found)
+        cheaper, share = middle.own / middle.stacks, middle.verify / (middle.move + middle.verify)
+        missed |= (label == "small" and cheaper < RELOAD) or share > VERIFY
+        print(f"{label}: {experts} tensors of experts, {nbytes / 2**20:.0f} MiB an update")
+        ours, theirs = (seconds / experts * 1e6 for seconds in (middle.stacks, middle.own))
+        print(f"  a tensor of an expert   {ours:6.0f} us, vLLM's own {theirs:.0f} us: {cheaper:.1f}x cheaper (spread {spread:.1f})")
+        print(f"  move, both sides        {middle.move:6.3f} s CPU, {nbytes / middle.move / 1e9:.2f} GB/s")
+        print(f"  verification            {middle.verify:6.3f} s CPU, {nbytes / middle.verify / 1e9:.2f} GB/s: {share:.0%} of the update")
+    print(f"bounds: {RELOAD:g}x for small tensors, verification {VERIFY:.0%}: {'MISSED' if missed else 'kept'}")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

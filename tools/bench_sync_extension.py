@@ -1,0 +1,35 @@
+"""What `tools/bench_sync.py` asks the process of an engine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from megarl.rollout.vllm import weight_loader
+from megarl.rollout.vllm.worker_extension import WorkerExtension
+from megarl.sync.wire import each
+
+
+class BenchExtension(WorkerExtension):
+    """What the engine's process is asked for beside an update."""
+
+    def bench_cpu(self) -> float:
+        """CPU seconds of this process so far."""
+        return time.process_time()
+
+    def bench_experts(self, own: bool, stacks: list[tuple[list[str], list[int]]]) -> float:
+        """CPU seconds of loading random experts, by vLLM's own calls or by stacks; the rest of the model stays as it is."""
+        model, loader = self.get_model(), self._megarl_loader()
+        tensors = [(names, torch.rand(shape)) for names, shape in stacks]
+        begun = time.process_time()
+        with set_current_vllm_config(self.vllm_config):
+            weight_loader.reset_moe_kernels(model)
+            weight_loader.initialize_layerwise_reload(model)
+            if own:
+                model.load_weights(iter([one for names, stack in tensors for one in each(names, stack)]))
+            else:
+                assert all([loader._experts.load(names, stack) for names, stack in tensors])
+            weight_loader.finalize_layerwise_reload(model, self.vllm_config.model_config)
+        return time.process_time() - begun
