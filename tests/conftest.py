@@ -22,10 +22,10 @@ with uncollected():
     from tests.rank_pool import Pool
     from tools.make_tiny_model import build
 
-# The suite runs on two processes. One takes all that shares the lab's session, engine and ranks; the other one file after the other, the
-# long ones first.
+# The suite runs on three processes, of which some wait most of the time. One takes all that shares the lab's session, engine and ranks;
+# the others one file after the other, the long ones first.
 E2E = "tests/e2e/"
-ORDER = (E2E, "tests/distributed/", "tests/rollout/", "tests/slurm/", "tests/")
+ORDER = (E2E, "tests/slurm/", "tests/distributed/", "tests/rollout/", "tests/unit/cluster/", "tests/")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,5 +76,5 @@ def pool() -> Iterator[Pool]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3-MoE with random weights and its tokenizer."""
     out = tmp_path_factory.mktemp("models") / "tiny"
-    build(out, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)
+    build(out, layers=2, hidden=128, experts=8, expert_hidden=64, seed=1)
     return out

@@ -39,4 +39,4 @@ slurm
 part lint 60 .venv/bin/ruff check megarl tests tools examples
 part format 60 .venv/bin/ruff format --check megarl tests tools examples
 part types 300 .venv/bin/mypy
-part tests 4200 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 "$@"
+part tests 4200 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -47,7 +47,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary that two ranks do not divide: it is padded inside, and the padding never comes out."""
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", vocab_size=127)
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", vocab_size=127, num_experts=8)
 
 
 def stored(path: Path) -> dict[str, Tensor]:

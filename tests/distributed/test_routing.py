@@ -137,7 +137,7 @@ def learns(grid: Grid, job: Job) -> Seen:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "top2", num_experts_per_tok=TOPK)
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "top2", num_experts=EXPERTS, num_experts_per_tok=TOPK)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
     good = saved / "step_000002"
     other = {
-        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[4, 8, 128, 128\], and the model's is \[4, 8, 64, 128\]"),
+        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[4, 4, 128, 128\], and the model's is \[4, 4, 64, 128\]"),
         "shallow": ({"num_hidden_layers": 2}, r"has shape \[4, .*\], and the model's is \[2, "),
         "words": ({"vocab_size": 120}, r"policy: vocab_size is 128, and the model's is 120"),
     }

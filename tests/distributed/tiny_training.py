@@ -42,8 +42,8 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 8,  # every expert takes every token: no near-ties for a layout to break differently
+    "num_experts": 4,
+    "num_experts_per_tok": 4,  # every expert takes every token: no near-ties for a layout to break differently
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],

@@ -13,13 +13,16 @@ from megarl.workers.model_groups import ModelGroups
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tools.bench_routing import jittered_sync
+from tools.make_tiny_model import build
 
 SHORT = ("train.steps=3", "algorithm={type: grpo}")
 JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4")
 
 
-def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path) -> None:
     """Of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
+    model = tmp_path / "model"
+    build(model, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)  # two stages of two pieces each
     more = (
         "train.steps=2",
         "layout={ranks: 2, pp: 2, vpp: 2}",
@@ -30,7 +33,7 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path, t
         "model.recompute=full",
     )
     routing = "routing={replay: r3, reference: true, critic: true}"
-    job = lab.run(Job(tmp_path, tiny_model, (*more, routing)))
+    job = lab.run(Job(tmp_path, model, (*more, routing)))
     for row in job.steps():
         assert row["routing/replay_hit_rate"] == 1.0
         assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0

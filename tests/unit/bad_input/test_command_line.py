@@ -88,8 +88,8 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),
         ("layout.ranks=4 layout.tp=4", "layout.tp=4: model has 2 key-value heads, not divisible by 4"),
         ("layout.ranks=3 layout.ep=3", "layout.ep=3: model has 8 experts, not divisible by 3"),
-        ("layout.ranks=3 layout.pp=3", "layout.pp=3: model has 4 layers, not divisible by 3"),
-        ("layout.ranks=2 layout.pp=2 layout.vpp=4", r"layout.vpp=4: model has 4 layers, not divisible by pp\*vpp=2\*4=8"),
+        ("layout.ranks=3 layout.pp=3", "layout.pp=3: model has 2 layers, not divisible by 3"),
+        ("layout.ranks=2 layout.pp=2 layout.vpp=4", r"layout.vpp=4: model has 2 layers, not divisible by pp\*vpp=2\*4=8"),
         ("rollout.max_prompt_tokens=3", "data.train: item 0: prompt of [0-9]+ tokens is longer than rollout.max_prompt_tokens=3"),
         (
             "rollout.max_response_tokens=600 train.micro_batch_tokens=700",
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model:
     for file in tiny_model.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tiny_model / "model.safetensors")
-    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
     if fault == "missing":
         del tensors[name]
     else:

@@ -408,7 +408,7 @@ def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path)
 
 
 def test_memory_is_twice_the_largest_layer_whatever_the_model(tmp_path: Path) -> None:
-    hf = {**config_of(MODELS["Qwen3-30B-A3B"]), "hidden_size": 512, "num_hidden_layers": 16, "vocab_size": 4096, "num_experts": 8}
+    hf = {**config_of(MODELS["Qwen3-30B-A3B"]), "hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 4096, "num_experts": 8}
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(hf))
@@ -416,7 +416,7 @@ def test_memory_is_twice_the_largest_layer_whatever_the_model(tmp_path: Path) ->
     save_file(tensors, source / WEIGHTS)
     items, _ = plan.planned(source, None, None, 1, 1)
     size, layer = sum(item.size for item in items), plan.largest_layer(items).size
-    assert size > 15 * layer > 300 << 20
+    assert size > 7 * layer > 140 << 20
     del tensors
     measure = (
         "from pathlib import Path; import megarl.convert.to_hf, megarl.convert.to_megatron; from megarl.cli import main\n"
