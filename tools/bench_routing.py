@@ -65,7 +65,8 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
         def stream(dtype: Any) -> Any:
             generator = torch.Generator().manual_seed(version)
             for name, tensor in plain(policy, dtype):
-                noise = JITTER * torch.randn(tensor.shape, generator=generator) if name.endswith("mlp.gate.weight") else 0.0
+                router = isinstance(name, str) and name.endswith("mlp.gate.weight")  # several names: a stack of experts
+                noise = JITTER * torch.randn(tensor.shape, generator=generator) if router else 0.0
                 yield name, (tensor + noise).to(tensor.dtype)
 
         policy.stream = stream
