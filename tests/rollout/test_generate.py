@@ -94,7 +94,7 @@ async def _complete(tiny: Path) -> None:
                 and sample.routed_experts.max() < 8
             )
             assert sample.weight_versions == (VersionSpan(0, 0),)
-        with pytest.raises(ValueError, match=r"request \(5, 0\): 40 tokens and up to 96 more; the engine takes 1 \+ 1 to 128 in all"):
+        with pytest.raises(ValueError, match=r"request \d+: 40 tokens and up to 96 more; the engine takes 1 \+ 1 to 128 in all"):
             await generate(engine, [TokenPrompt(5, [3] * 40)], Sampling(n=1, temperature=1.0, max_tokens=96, seed=3))
         with pytest.raises(ValueError, match="same id"):
             await generate(engine, [PROMPTS[0], PROMPTS[0]], Sampling(n=1, temperature=1.0, max_tokens=9, seed=3))

@@ -31,10 +31,10 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         raise ConfigError(
             f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
         )
-    if (size := head_dim(hf)) not in HEAD_SIZES:
-        raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
+    if (size := head_dim(hf)) not in HEAD_SIZES:
+        raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
     needed = cache_mb(hf, dtype, settings, sequences=1)
     if needed > settings.kv_cache_mb:
         longest = settings.max_prompt_tokens + settings.max_response_tokens
