@@ -19,7 +19,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", num_hidden_layers=2)
+    return make_checkpoint(tmp_path / "model", num_hidden_layers=2, num_experts=8)
 
 
 def file_of(header: bytes, data: bytes, length: int | None = None) -> bytes:

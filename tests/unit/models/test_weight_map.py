@@ -16,8 +16,11 @@ from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain
 from megarl.parallel.weights import canonical
-from tests.distributed.tiny_training import TINY, make_checkpoint
+from tests.distributed import tiny_training
+from tests.distributed.tiny_training import make_checkpoint
 
+EIGHT = {"num_experts": 8}
+TINY = {**tiny_training.TINY, **EIGHT}
 OPS: dict[str, Op] = {
     "replicated": Plain((12,)),
     "column": Plain((12, 5), 0),
@@ -98,7 +101,7 @@ def test_names_of_both_layer_specs_become_canonical(built: str, name: str) -> No
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model")
+    return make_checkpoint(tmp_path / "model", **EIGHT)
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -152,7 +155,7 @@ CLASSIFIER: dict[str, Any] = {"architectures": ["Qwen3MoeForSequenceClassificati
 
 
 def test_critic_may_come_from_a_language_model_or_from_a_classifier_with_one_label(path: Path, tmp_path: Path) -> None:
-    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    critic = make_checkpoint(tmp_path / "critic", **EIGHT, **CLASSIFIER)
     assert "score.weight" in load_file(critic / "model.safetensors")
     for directory in (path, critic):
         check_layout(check_checkpoint(directory, "value"), Layout(ranks=2, tp=2))
@@ -176,7 +179,7 @@ def test_critic_may_come_from_a_language_model_or_from_a_classifier_with_one_lab
 def test_critic_of_another_size_or_head_is_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
-    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    critic = make_checkpoint(tmp_path / "critic", **EIGHT, **CLASSIFIER)
     rewrite(critic, **tensors)
     (critic / "config.json").write_text(json.dumps({**TINY, **CLASSIFIER, **changes}))
     with pytest.raises(ConfigError) as refused:
@@ -185,7 +188,7 @@ def test_critic_of_another_size_or_head_is_refused_by_name(
 
 
 def test_critic_is_no_policy(tmp_path: Path) -> None:
-    critic = make_checkpoint(tmp_path / "critic", **CLASSIFIER)
+    critic = make_checkpoint(tmp_path / "critic", **EIGHT, **CLASSIFIER)
     expected = r"critic is a Qwen3MoeForSequenceClassification: a critic or reward model, where a language model \(Qwen3MoeForCausalLM\)"
     with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected} is needed$"):
         check_checkpoint(critic)
