@@ -121,7 +121,7 @@ TABLE = [
         for key in ("algorithm.kl_coef", "algorithm.kl_target", "algorithm.entropy_coef", "algorithm.clip_high", "optimizer.lr")
     ),
     *(
-        Case(f"engines ahead: {key}", "train", given(*given_), rf"^{key}: .*{said}")
+        Case(f"engines ahead: {' '.join(given_)}", "train", given(*given_), rf"^{key}: .*{said}")
         for key, given_, said in (
             ("rollout[.]mode=ahead", ("rollout.mode=ahead",), "nothing corrects for it; algorithm[.]correction"),
             (
