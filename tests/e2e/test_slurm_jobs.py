@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pytest tests/e2e/test_slurm_jobs.py --long
 
-The suite's own time has one run, which is warned twice.
+None is part of the suite's own time: tests/slurm/test_script.py has the scripts, signals and requeues without a training run.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
     return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, OVERRIDES))
 
 
-def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.slow
+def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, long: bool, tmp_path: Path, tiny_model: Path) -> None:
+    if not long:
+        pytest.skip("a command of its own: --long")
     job = Job(tmp_path, tiny_model, (*OVERRIDES, "cluster.still_timeout_s=3600"))
     first = Submitted(slurm, job)
     first.wait_for_step(2)
