@@ -158,12 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (here := os.getcwd()) not in sys.path:  # the console script's own folder stands there instead, and functions are named by module
         sys.path.insert(0, here)
     try:
-        if arguments and arguments[0] in TOOLS:
-            return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
-        if not arguments or arguments[0] not in VERBS:
-            parser().parse_args(arguments[:1])  # help, the version, or what is wrong with it
-        given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
-        return _guarded(lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check))
+        with termination.raised():
+            if arguments and arguments[0] in TOOLS:
+                return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
+            if not arguments or arguments[0] not in VERBS:
+                parser().parse_args(arguments[:1])  # help, the version, or what is wrong with it
+            given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
+            return _guarded(lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check))
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -62,9 +62,21 @@ def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
     global _may_raise
     before, _may_raise = _may_raise, now
     try:
-        yield
+        with raised():
+            yield
     finally:
         _may_raise = before
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Gives a signal its exception back: one that comes within ray.get or ray.wait leaves them as SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
+    try:
+        yield
+    except SystemExit as stop:
+        if _asked is None or isinstance(stop, Terminated):
+            raise
+        raise Terminated(_asked) from None
 
 
 def _take(number: int, frame: FrameType | None) -> None:
