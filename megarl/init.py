@@ -18,7 +18,7 @@ from megarl.data.files import find, read_rows
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
-from megarl.models.hf import read_config
+from megarl.models.families import check_checkpoint
 from megarl.plan.devices import device_of
 from megarl.plan.search import search
 from megarl.plan.whole import models_of
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     given = top.parse_args(list(arguments))
     if given.out.exists():
         raise ConfigError(f"init: {given.out} is there already; --out names another file")
+    if not given.out.absolute().parent.is_dir():
+        raise ConfigError(f"init: --out {given.out}: its directory does not exist")
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
     columns = columns_of(given.data)
@@ -110,7 +112,7 @@ def columns_of(data: Path) -> Columns:
 
 def proposed(model: Path, data: Path, columns: Columns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
     """The tree, and notes by key."""
-    hf = read_config(model.absolute())
+    hf = check_checkpoint(model.absolute())
     tokenizer = load_tokenizer(model.absolute())
     room, chat = int(hf["max_position_embeddings"]), bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
+    shutil.copytree(tiny_model, folder / "endless")
+    config = json.loads((tiny_model / "config.json").read_text())
+    (folder / "endless" / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "max_position_embeddings"}))
     for arguments, line in (
         (
             ["init", str(tiny_model), "text.jsonl"],
@@ -68,6 +72,11 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
             wrote(folder, SUMS, Path("Qwen/Qwen3-0.6B")),
             f"megarl: error: model.path: no such directory: {folder}/Qwen/Qwen3-0.6B (a name of the Hugging Face Hub? "
             "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B)",
+        ),
+        (wrote(folder, SUMS, folder / "endless"), "megarl: error: model.path: config.json lacks max_position_embeddings"),
+        (
+            wrote(folder, SUMS, tiny_model, "--out", "none/own.yaml"),
+            "megarl: error: init: --out none/own.yaml: its directory does not exist",
         ),
     ):
         assert main(arguments) == 2
