@@ -15,10 +15,12 @@ else:
         """Stands for a module."""
 
         def __init__(self, name: str) -> None:
-            self._name = name
+            self._name, self._module = name, None
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self._name), name)
+            if self._module is None:
+                self._module = importlib.import_module(self._name)
+            return getattr(self._module, name)
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
     Tensor = Any  # in annotations alone

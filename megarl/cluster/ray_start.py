@@ -120,7 +120,8 @@ def _free_ports(count: int) -> list[int]:
         port = first + secrets.randbelow(middle - first)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
-            found += [port] if port not in found else []
+            if port not in found:
+                found.append(port)
     return found
 
 
