@@ -45,9 +45,14 @@ class SharedMemory:
 
 
 def mapped(path: str, size: int) -> Tensor:
-    """What another process of this machine has at `path`. Changes stay here."""
+    """The first `size` bytes that another process of this machine has at `path`, as uint8 [size], without a copy. Changes stay here.
+
+    ValueError where there are fewer.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if (there := os.fstat(descriptor).st_size) < size:
+            raise ValueError(f"shared memory {path} has {there} bytes, and {size} are announced")
         return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)

@@ -23,10 +23,11 @@ from megarl.checkpoints.steps import MANIFEST, Manifest, encode, step_name, veri
 from megarl.cluster.actor_group import ActorGroup
 from megarl.models.families import family_of
 from megarl.models.hf import ShardWriter
+from megarl.shared_memory import mapped
 from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
 from megarl.sync.send import Sender
-from megarl.sync.wire import Header, Name, map_shared, unpack_stacks
+from megarl.sync.wire import Header, Name, unpack_stacks
 from megarl.workers.plan import split_step
 from tests.published_models import MODELS
 
@@ -73,7 +74,7 @@ def sync(job: Job) -> Cost:
     def announce(plain: dict[str, Any]) -> Callable[[], object]:
         header = Header.parse(plain)
         assert header.path is not None
-        for name, tensor in unpack_stacks(map_shared(header.path, header.nbytes), header):
+        for name, tensor in unpack_stacks(mapped(header.path, header.nbytes), header):
             for one in [name] if isinstance(name, str) else name:
                 inventory.take(one, tensor.shape[-2:], "float32")
             held.add(name, tensor)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, map_shared, open_cuda, place_of, unpack, unpack_stacks
+from megarl.shared_memory import mapped
+from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, open_cuda, place_of, unpack, unpack_stacks
 
 
 class WeightError(ValueError):
@@ -87,7 +88,7 @@ class BucketReceiver:
     def _own(self, header: Header) -> Tensor:
         if header.path is not None:
             self._require(header, torch.device("cpu"), "shm")
-            return map_shared(header.path, header.nbytes).clone()
+            return mapped(header.path, header.nbytes).clone()
         if header.handle is not None:
             self._require(header, self._device, "cuda_ipc")
             bytes_B = open_cuda(header.handle, self._device.index).clone()

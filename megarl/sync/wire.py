@@ -8,7 +8,6 @@ shape may travel as a stack, which costs everyone who handles it as much as one 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -136,18 +135,6 @@ def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[Name, Tensor]]:
         kind = DTYPES[dtype]
         views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))
     return views
-
-
-def map_shared(path: str, nbytes: int) -> Tensor:
-    """The first `nbytes` of a shared file as uint8 [nbytes], without a copy. The file must be at least that long."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size < nbytes:
-            raise ValueError(f"shared bucket {path} has {size} bytes, and {nbytes} are announced")
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def place_of(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid, connect_store
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
+from megarl.shared_memory import mapped
 from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
@@ -215,7 +216,7 @@ def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, 
         elif message:
             header = wire.Header.parse(message)
             if header.path is not None:
-                bytes_B = wire.map_shared(header.path, header.nbytes)
+                bytes_B = mapped(header.path, header.nbytes)
             else:
                 assert group is not None
                 bytes_B = torch.empty(header.nbytes, dtype=torch.uint8)
@@ -256,7 +257,7 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
     receiver, got = BucketReceiver(torch.device("cpu")), dict[str, Tensor]()
     with pytest.MonkeyPatch.context() as patch:
         if grid.rank:
-            patch.setattr("megarl.sync.receive.map_shared", None)
+            patch.setattr("megarl.sync.receive.mapped", None)
         while message := json.loads(grid.store.get(key := next(keys))):
             if "world" in message:
                 assert message["world"] == engines
