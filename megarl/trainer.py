@@ -113,7 +113,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     state.step += 1
     with run.phase("update"):
         metrics |= models.update(plan, policy=not critic_only)
-    source.settle()
+    source.settle(sync_follows=not critic_only)
     metrics |= source.metrics()
     if critic_only:
         state.pretraining.observe(metrics)

@@ -88,6 +88,7 @@ class Flow:
         self._arrived: deque[tuple[Asked, list[Response], list[Score] | None]] = deque()
         self._scores: list[Score] = []  # since the last step
         self._error: BaseException | None = None
+        self._counted_s = 0.0  # of what engines had to do
         for group in state.pool:
             frozen = state.step - state.learned
             versions = [span.version for response in group.responses for span in response.weight_versions]
@@ -110,11 +111,13 @@ class Flow:
                 self._mend(self._error)
             time.sleep(POLL_S)
 
-    def settle(self) -> None:
-        """The step has learned from its groups."""
+    def settle(self, *, sync_follows: bool) -> None:
+        """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
         self._gather(ranks=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
-        self._ctx.engines.busy_s, self._work.busy_s = self._ctx.engines.busy_s + self._work.busy_s, 0.0
+        self._ctx.engines.replace(self._work, refill=not sync_follows)
+        busy_s = self._work.busy_s
+        self._ctx.engines.busy_s, self._counted_s = self._ctx.engines.busy_s + busy_s - self._counted_s, busy_s
 
     def stop(self) -> None:
         """Nothing of it is wanted any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -61,16 +61,19 @@ class RolloutSource:
         self._waited_s += time.monotonic() - begun
         return collected
 
-    def settle(self) -> None:
-        """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights."""
+    def settle(self, *, sync_follows: bool) -> None:
+        """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights.
+
+        sync_follows: they will be. If not, those that are replaced need the weights of the last sync.
+        """
         if self._flow is not None:
-            self._flow.settle()
+            self._flow.settle(sync_follows=sync_follows)
             return
         begun, background, self._background = time.monotonic(), self._background, None
         self._state.ahead, self._state.pool = None, self._pool
         if background is not None:
             with self._ctx.run.phase("rollout"):
-                self._finish(background.progress, background.wait)
+                self._finish(background, sync_follows)
         self._waited_s += time.monotonic() - begun
 
     def _begin(self, step: int, pool: Sequence[Group]) -> InProgress:
@@ -79,12 +82,12 @@ class RolloutSource:
             return Rounds(ctx, state.draw, step, state.scale, pool)
         return Collection(ctx, state.draw, step, state.scale)
 
-    def _finish(self, progress: InProgress, wait: Callable[[], None]) -> None:
+    def _finish(self, background: _Background, sync_follows: bool) -> None:
         """What was begun becomes the batch ahead. Where it cannot be scored `next_batch` says so, and its prompts are drawn again."""
-        ctx, state = self._ctx, self._state
+        ctx, state, progress = self._ctx, self._state, background.progress
         try:
-            with ctx.engines.finishing(progress.work, refill=False):
-                wait()
+            with ctx.engines.finishing(progress.work, refill=not sync_follows):
+                background.wait()
                 while progress.proceed(lambda work: work.finished(), ranks=True):
                     pass
             ctx.run.failures(progress.scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, answ
 LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # what another engine would do without
 AHEAD = 2  # times rollout.max_num_seqs: an engine has so many responses to give, that it need not wait for more
 DOING = "generate"
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Wanted:
 class _Call:
     wanted: Wanted
     engine: int
+    actor: Any  # that the engine was
     references: list[Any]
     deadline: float
 
@@ -70,27 +72,35 @@ class NoEngine(Exception):
 class Dispatcher:
     """The prompts of one piece of work. What an engine that is lost had to do, the others do.
 
+    One thread asks, and one takes what is finished; it may be another one. A third may replace engines.
+
     Args:
         group: the engines' actors.
         settings: of the engines.
         playing: how responses become episodes, if they do.
+        starting: engines that are not asked: they have not started, or have not the weights of the others. Whoever starts them changes it.
 
     Attributes:
-        lost: engines that are, and how; one that is replaced takes part again.
         busy_s: seconds in which engines had something to do, added up.
     """
 
-    def __init__(self, group: ActorGroup, settings: RolloutSettings, playing: Playing | None) -> None:
-        self._group, self._settings, self._playing = group, settings, playing
+    def __init__(
+        self, group: ActorGroup, settings: RolloutSettings, playing: Playing | None, starting: Container[int] = frozenset()
+    ) -> None:
+        self._group, self._settings, self._playing, self._starting = group, settings, playing, starting
         self._queue: deque[Wanted] = deque()
         self._calls: dict[Any, _Call] = {}  # by the reference that is ready when the responses are
-        self._dead: dict[int, Any] = {}  # the actors that they were
-        self.lost: dict[int, Exception] = {}
+        self._lost: dict[int, tuple[Any, Exception]] = {}  # engines with the actors that they were
         self.busy_s, self._since = 0.0, time.monotonic()
 
     def ask(self, wanted: Wanted) -> None:
         """Queues a prompt behind those that wait."""
         self._queue.append(wanted)
+
+    @property
+    def lost(self) -> dict[int, Exception]:
+        """The engines that are, and how; one that is replaced is so no longer."""
+        return {engine: fault for engine, (actor, fault) in self._lost.copy().items() if actor is self._group.actors[engine]}
 
     @property
     def open(self) -> int:
@@ -104,7 +114,11 @@ class Dispatcher:
         """
         self._hand_out()
         self._charge()
-        ready, _ = ray.wait(list(self._calls), timeout=longest_s) if self._calls else ([], [])
+        ready: list[Any] = []
+        if self._calls:
+            ready, _ = ray.wait(list(self._calls), timeout=longest_s)
+        else:  # an engine is starting
+            time.sleep(min(POLL_S, longest_s))
         more, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0) if ready else ([], [])
         self._charge()
         found = {}
@@ -115,15 +129,17 @@ class Dispatcher:
             try:
                 responses = ray.get(reference)
             except RayError as error:
-                self._lose(call.engine, cause_of(error, f"{self._group.kind} {call.engine}", DOING))
+                self._lose(call.engine, call.actor, cause_of(error, f"{self._group.kind} {call.engine}", DOING))
             else:
                 del self._calls[reference]
                 found[call.wanted.key] = answered(responses, call.references[1:], call.wanted.experts)
-        for engine, fault in watch.still(DOING, self._group.kind, self._group.actors).items():
-            self._lose(engine, fault)
+        actors = list(self._group.actors)
+        for engine, fault in watch.still(DOING, self._group.kind, actors).items():
+            self._lose(engine, actors[engine], fault)
         for call in [one for one in self._calls.values() if time.monotonic() > one.deadline]:
             limit_s = self._settings.timeout_s
-            self._lose(call.engine, WorkerLate(f"{DOING}: no answer within {limit_s:g} s from {self._group.kind} {call.engine}", limit_s))
+            late = f"{DOING}: no answer within {limit_s:g} s from {self._group.kind} {call.engine}"
+            self._lose(call.engine, call.actor, WorkerLate(late, limit_s))
         watch.check(DOING, {})
         return found
 
@@ -134,30 +150,29 @@ class Dispatcher:
         self._calls.clear()
 
     def _hand_out(self) -> None:
-        actors = self._group.actors
-        self.lost = {engine: fault for engine, fault in self.lost.items() if actors[engine] is self._dead[engine]}  # others are replaced
-        living = [engine for engine in range(len(actors)) if engine not in self.lost]
-        if self._queue and not living:
+        actors, lost = list(self._group.actors), self.lost
+        if self._queue and len(lost) == len(actors):
             raise NoEngine
-        load = dict.fromkeys(living, 0)
+        load = {engine: 0 for engine in range(len(actors)) if engine not in lost and engine not in self._starting}
         for call in self._calls.values():
-            load[call.engine] += call.wanted.responses
-        while self._queue:
-            engine = min(living, key=load.__getitem__)
+            if call.engine in load and call.actor is actors[call.engine]:
+                load[call.engine] += call.wanted.responses
+        while self._queue and load:
+            engine = min(load, key=load.__getitem__)
             if load[engine] >= AHEAD * self._settings.max_num_seqs:
                 return
             wanted = self._queue.popleft()
             load[engine] += wanted.responses
             references = wanted.ask(actors[engine], self._playing)
-            self._calls[references[0]] = _Call(wanted, engine, references, time.monotonic() + self._settings.timeout_s)
+            self._calls[references[0]] = _Call(wanted, engine, actors[engine], references, time.monotonic() + self._settings.timeout_s)
 
-    def _lose(self, engine: int, fault: Exception) -> None:
+    def _lose(self, engine: int, actor: Any, fault: Exception) -> None:
+        """What the engine that the actor was had to do waits again. Raises a fault that another engine would not do without."""
         if not isinstance(fault, LOST):
             raise fault
-        if engine in self.lost:
-            return
-        self.lost[engine], self._dead[engine] = fault, self._group.actors[engine]
-        back = {reference: call for reference, call in self._calls.items() if call.engine == engine}
+        if engine not in self.lost:
+            self._lost[engine] = actor, fault
+        back = {reference: call for reference, call in self._calls.items() if call.actor is actor}
         for reference in back:
             del self._calls[reference]
         self._queue.extendleft(call.wanted for call in reversed(back.values()))

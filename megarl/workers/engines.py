@@ -94,6 +94,7 @@ class Engines:
     ) -> None:
         self.playing = playing
         self.group, self.settings, self.turns, self.starter, self._restarts = group, settings, turns, starter, restarts
+        self.starting: set[int] = set()  # those that take the place of lost ones, until they have the weights of the others
         self.busy_s = 0.0  # seconds in which engines had prompts to respond to, added up
         self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all of them
         if turns is not None:
@@ -144,7 +145,7 @@ class Engines:
 
     def work(self) -> Dispatcher:
         """Takes prompts for the engines. It is their turn then (`take_turn`)."""
-        return Dispatcher(self.group, self.settings, self.playing)
+        return Dispatcher(self.group, self.settings, self.playing, self.starting)
 
     def take_turn(self) -> None:
         """Before prompts are asked for: the ranks leave the devices, where they are shared."""
@@ -176,11 +177,13 @@ class Engines:
 
     def replace(self, work: Dispatcher, *, refill: bool = True) -> None:
         """Replaces the engines that were lost in the work; `refill`: with the weights of the last sync."""
+        faults = work.lost
+        if not faults:
+            return
         with self._replacements(refill) as lost:
-            for engine, fault in work.lost.items():
+            for engine, fault in faults.items():
                 lost(engine, fault)
-        if work.lost:
-            self.take_turn()
+        self.take_turn()
 
     def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
         """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.
@@ -255,11 +258,13 @@ class Engines:
                 self.turns.admit()
             if refill:
                 self.refill()
+                self.starting.clear()
 
     def _start_another(self, index: int) -> Any:
         """Ends an engine and starts another one in its place, which is opening."""
         assert self.starter is not None
         end([self.group.actors[index]])
+        self.starting.add(index)  # first: a dispatcher may be at work in another thread
         self.group.actors[index] = self.starter.create(index)
         if self.turns is not None:
             self.turns.make_room()

@@ -142,6 +142,7 @@ class ModelGroups:
 
         metrics = engines.keeping("sync", work, refill=False)
         engines.refill = lambda: self.sync(engines, version)
+        engines.starting.clear()
         return metrics
 
     def restart(self, engines: Engines, with_engines: bool = False) -> bool:

@@ -51,6 +51,7 @@ class Engines:
         self.version, self.asked, self.busy_s = 0, list[tuple[int, int]](), 0.0
         self.waiting: dict[Any, list[Response]] = {}
         self.dead, self.lost = False, {0: WorkerDied("engine 0 died")}
+        self.refills = list[bool]()  # whether engines that were replaced got the weights of the last sync
 
     def work(self) -> Engines:
         return self
@@ -61,6 +62,10 @@ class Engines:
     @contextmanager
     def finishing(self, work: Engines, *, refill: bool = True) -> Iterator[None]:
         yield
+        self.replace(work, refill=refill)
+
+    def replace(self, work: Engines, *, refill: bool = True) -> None:
+        self.refills.append(refill)
 
     def cancel(self) -> None:
         self.waiting.clear()
@@ -125,7 +130,7 @@ class Loop:
         self.lags: list[dict[str, float]] = []
         self.saved: list[tuple[dict[str, Any], dict[str, bytes]]] = []
 
-    def run(self, until: int = STEPS) -> Loop:
+    def run(self, until: int = STEPS, *, sync_follows: bool = True) -> Loop:
         with RolloutSource(self.ctx, self.state) as source:
             while self.state.step < until:
                 self.saved.append((self.state.state(), dict(self.state.files())))
@@ -134,7 +139,7 @@ class Loop:
                 self.learned.append(collected)
                 self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
                 self.state.step += 1
-                source.settle()
+                source.settle(sync_follows=sync_follows)
                 self.state.learned += 1
                 self.engines.version += 1
                 source.metrics()
@@ -241,6 +246,14 @@ def test_a_reward_that_fails_behind_the_ranks_is_told_before_the_next_step_and_c
     loop.run(4)
     places = [[group.place for group in done.groups] for done in loop.learned]
     assert places == [[group.place for group in done.groups] for done in straight.learned][:4]
+
+
+@pytest.mark.parametrize("mode", [MODES["ahead"], ("rollout.mode=free", "rollout.max_lag=1")], ids=["ahead", "free"])
+def test_engines_that_are_replaced_behind_the_ranks_get_the_weights_that_follow_or_those_of_the_last_sync(make: Any, mode: Any) -> None:
+    """While a critic is pretrained no sync follows a step."""
+    for sync_follows in (True, False):
+        loop = make(*mode).run(3, sync_follows=sync_follows)
+        assert loop.engines.refills[-2:] == [not sync_follows] * 2
 
 
 def test_without_an_engine_that_has_the_weights_the_run_goes_back(make: Any) -> None:

@@ -78,6 +78,29 @@ def test_what_a_lost_engine_had_to_do_another_does_first_and_in_order(calls: Cal
     assert calls.asked[8:] == [("another", 6)] and work.lost == {}
 
 
+def test_the_late_death_of_an_engine_is_not_that_of_the_one_in_its_place(calls: Calls) -> None:
+    """Somebody else has seen it first, and has replaced it before its calls fail here."""
+    work = dispatcher(4, max_num_seqs=6)
+    work.finished()
+    work._group.actors[0] = "another"
+    work.ask(Wanted(4, Start(4, [1], 0), Sampling(4, 1.0, 8, 0)))
+    work.finished()
+    assert calls.asked[4:] == [("another", 4)], "which has nothing to do yet"
+    calls.done = {0: ActorDiedError()}
+    assert work.finished() == {} and work.lost == {}
+    work.finished()
+    assert calls.asked[5:] == [("another", 0), ("another", 2)], "what the other one had; 4 is asked for once"
+
+
+def test_an_engine_that_starts_in_the_place_of_another_is_not_asked_before_it_is_ready(calls: Calls) -> None:
+    work, starting = dispatcher(2, max_num_seqs=6), {0, 1}
+    work._starting = starting
+    assert work.finished() == {} and calls.asked == [] and work.open == 2, "it is waited for; none is lost"
+    starting.remove(1)
+    work.finished()
+    assert calls.asked == [("b", 0), ("b", 1)]
+
+
 def test_without_engines_and_for_faults_that_any_engine_would_have_it_ends(calls: Calls) -> None:
     work = dispatcher(2, max_num_seqs=6)
     work.finished()
