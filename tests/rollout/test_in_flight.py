@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,21 @@ SIZES: dict[str, Any] = {"max_prompt_tokens": 32, "max_response_tokens": 160, "m
 SETTINGS = TrainRolloutSettings(mode="free", max_lag=1, **SIZES)
 
 
+async def _until(there: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not there():
+            await asyncio.sleep(0)
+
+
 async def _updated(tiny: Path) -> list[Sample]:
-    """24 responses, of which 8 at most are under way when the second weights come, and 4 that are asked for in the meantime."""
+    """24 responses, of which 8 at most are under way when the second weights come, and 4 that are asked for when the update is about to
+    begin."""
     engine = VllmEngine("engine 0")
     await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
     trainer, responder = Trainer(engine, "shm"), Responder(engine, TIMEOUT_S)
 
     def requests(numbers: range) -> list[Request]:
         return [Request(number, [5 + number % 8, 40, 77], 160, 0.9, 1000 + number) for number in numbers]
-
-    async def late() -> list[Sample]:
-        while not engine._updating:
-            await asyncio.sleep(0)
-        return await responder.all(requests(range(24, 28)), TIMEOUT_S)
 
     try:
         await trainer.update(checkpoint(other_weights(tiny, 1)))
@@ -42,7 +45,12 @@ async def _updated(tiny: Path) -> list[Sample]:
         while len(counts) < 8 or min(counts) < 12:
             [found] = await engine._call("megarl_counts", timeout_s=TIMEOUT_S)
             counts = list(found.values())
-        _, between, before = await asyncio.gather(trainer.update(checkpoint(other_weights(tiny, 2))), late(), first)
+        async with engine._lock:  # for which both wait, the update first
+            update = asyncio.create_task(trainer.update(checkpoint(other_weights(tiny, 2))))
+            await _until(lambda: len(engine._lock._waiters or ()) == 1)
+            late = asyncio.create_task(responder.all(requests(range(24, 28)), TIMEOUT_S))
+            await _until(lambda: len(engine._lock._waiters or ()) == 2)
+        _, between, before = await asyncio.gather(update, late, first)
         return [*before, *between]
     finally:
         trainer.close()

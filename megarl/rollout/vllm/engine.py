@@ -153,24 +153,30 @@ class VllmEngine(Engine):
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """To an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
         from its own generator. So the same requests go through the same batches to the same bits."""
-        if self._in_flight:
-            await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
-        async with self._lock:
-            self.check_health()
-            if self._updating:
-                raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
-            if self._asleep:
-                raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
-            taken = set(self._open)
-            for request in requests:
-                check_request(request, self._limit)
-                if request.id in taken:
-                    raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
-                taken.add(request.id)
-            if not self._by_position and any(request.by_position for request in requests):
-                await self._call("megarl_draw_by_position", timeout_s=timeout_s)
-                self._by_position = True
-            await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
+        while True:
+            if self._in_flight:
+                await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
+            async with self._lock:
+                if not (self._in_flight and self._updating):  # another update may have been first
+                    await self._take(requests, timeout_s)
+                    return
+
+    async def _take(self, requests: Sequence[Request], timeout_s: float) -> None:
+        self.check_health()
+        if self._updating:
+            raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
+        if self._asleep:
+            raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
+        taken = set(self._open)
+        for request in requests:
+            check_request(request, self._limit)
+            if request.id in taken:
+                raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
+            taken.add(request.id)
+        if not self._by_position and any(request.by_position for request in requests):
+            await self._call("megarl_draw_by_position", timeout_s=timeout_s)
+            self._by_position = True
+        await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
 
     async def _add(self, requests: Sequence[Request]) -> None:
         idle = not self._open
