@@ -116,16 +116,16 @@ class Collection:
         draw: gives the prompts.
         step: that they are for; with the number of a prompt in it, it decides the random draws.
         scale: of the rewards, if they have one.
+        rounds: of the buffer.
 
     Attributes:
         scores: of all responses so far, those of groups that are set aside too.
     """
 
-    def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None) -> None:
-        config = ctx.config
+    def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, rounds: int | None = None) -> None:
         self._ctx, self._draw, self._step = ctx, draw, step
         self._reward = ctx.train_reward.on(scale)
-        self.buffer = RolloutBuffer(config.train.prompts_per_step, config.train.dynamic_sampling_rounds)
+        self.buffer = RolloutBuffer(ctx.config.train.prompts_per_step, rounds)
         self.work: Dispatcher = ctx.engines.work()
         self.scores: list[Score] = []
         self._asked: dict[int, tuple[int, Prompt]] = {}  # by number

@@ -80,7 +80,7 @@ class RolloutSource:
         ctx, state = self._ctx, self._state
         if ctx.config.rollout.mode == "budget":
             return Rounds(ctx, state.draw, step, state.scale, pool)
-        return Collection(ctx, state.draw, step, state.scale)
+        return Collection(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
 
     def _finish(self, background: _Background, sync_follows: bool) -> None:
         """What was begun becomes the batch ahead. Where it cannot be scored `next_batch` says so, and its prompts are drawn again."""

@@ -131,22 +131,24 @@ def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
     return plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
 
 
-def sampled(config: TrainConfig, reward: dict[int, list[float]], **order: Any) -> tuple[RolloutBatch, Answers]:
+def sampled(
+    config: TrainConfig, reward: dict[int, list[float]], *, rounds: int | None = None, prompts: int = 1000, **order: Any
+) -> tuple[RolloutBatch, Answers]:
     """A step's rollouts over prompts 0, 1, 2, ..."""
-    table, numbers = Answers(reward, **order), iter(range(1000))
+    table, numbers = Answers(reward, **order), iter(range(prompts))
     ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
 
     def draw(count: int) -> list[tuple[int, Prompt]]:
         return [(number, Prompt(number, "", [1], "", {})) for number in islice(numbers, count)]
 
-    return finish(ctx, Collection(ctx, draw, 1, None)).batch(), table
+    return finish(ctx, Collection(ctx, draw, 1, None, rounds)).batch(), table
 
 
 @pytest.mark.parametrize("order", [min, max, lambda open_: open_[len(open_) // 2]], ids=["first", "last", "middle"])
 def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finished_first(config: TrainConfig, order: Any) -> None:
-    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 4}, rollout={"samples_per_prompt": 2})
+    config = changed(config, train={"prompts_per_step": 2}, rollout={"samples_per_prompt": 2})
     reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
-    batch, table = sampled(config, reward, order=order)
+    batch, table = sampled(config, reward, rounds=4, order=order)
     assert table.asked == [0, 1, 2, 3]
     assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
     assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
@@ -154,13 +156,20 @@ def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finishe
 
 
 def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
-    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
-    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)})
+    config = changed(config, train={"prompts_per_step": 2}, rollout={"samples_per_prompt": 2})
+    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)}, rounds=3)
     assert table.asked == [0, 1, 2, 3, 4, 5]
     assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
     assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
     plan = plan_of(config, batch)
     assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
+
+
+def test_held_out_prompts_are_those_that_there_are_whatever_the_steps_draw(config: TrainConfig) -> None:
+    """As many as a step has (`megarl value`), and none in the place of another."""
+    config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
+    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(2)}, prompts=2)
+    assert table.asked == [0, 1] and scalars(batch.metrics) == {}
 
 
 def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
