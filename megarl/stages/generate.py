@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import math
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -124,8 +127,16 @@ def check(given: argparse.Namespace) -> Job:
         raise ConfigError("--template: a chat goes through the model's chat template")
     if not 0 <= given.temperature < math.inf:
         raise ConfigError(f"--temperature {given.temperature:g}: must be 0 or more")
-    if not 0 <= given.seed < 1 << 63:
-        raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^63")
+    if not 0 <= given.seed < 1 << 32:
+        raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^32")
+    for option, texts in (
+        ("PROMPT", [given.prompt]),
+        ("--system", [given.system]),
+        ("--template", [given.template]),
+        ("--stop", given.stop),
+    ):
+        if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # what Python makes of such bytes
+            raise ConfigError(f"{option}: is not UTF-8")
     gpu = gpus_here() > 0 and not given.cpu
     if given.tp > 1 and gpu and given.tp > gpus_here():
         raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
@@ -244,14 +255,14 @@ def answer(speaker: Speaker, out: Path | None) -> None:
         for _ in _answered(speaker, None):
             pass
         return
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
     try:
         with partial.open("x", encoding="utf-8") as file:
-            count = sum(1 for _ in _answered(speaker, file))
+            responses = sum(1 for _ in _answered(speaker, file))
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
-    say(f"megarl: wrote {count:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
+    say(f"megarl: wrote {responses:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
 
 
 def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
@@ -287,7 +298,9 @@ def _spoken(who: str, text: str) -> Iterator[str]:
 def chat(speaker: Speaker, system: str | None) -> None:
     """A conversation with the model, until the input ends."""
     job, said = speaker.job, list[Message]()
-    for turn in range(1 << 30):
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # of what is no UTF-8
+    for turn in count():
         try:
             line = input(f"{'you':>8} | ")
         except EOFError:

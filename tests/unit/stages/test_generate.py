@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megarl.cli import main
-from megarl.stages.generate import CACHE_MB, RESPONSE, check, parser
+from megarl.data.prompts import Prompt
+from megarl.rollout.engine import RolloutError
+from megarl.stages.generate import CACHE_MB, RESPONSE, answer, check, parser
 
 REFUSED = [
     (["{model}"], "generate: give a PROMPT, --file FILE or --chat"),
@@ -21,6 +25,9 @@ REFUSED = [
     (["{model}", "x", "--stop", ""], "--stop: String should have at least 1 character"),
     (["{model}", "x", "--temperature", "nan"], "--temperature nan: must be 0 or more"),
     (["{model}", "x", "--seed", "-1"], "--seed -1: must be 0 or more"),
+    (["{model}", "x", "--seed", "4294967296"], "--seed 4294967296: must be 0 or more, and below 2^32"),
+    (["{model}", "x\udcff"], "PROMPT: is not UTF-8"),
+    (["{model}", "x", "--stop", "a", "--stop", "\udcff"], "--stop: is not UTF-8"),
     (["{model}", "x", "--max-tokens", "0"], "--max-tokens: Input should be greater than 0 (got 0)"),
     (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999: with the longest prompt's 3 tokens more than the model takes (512)"),
     (["{model}", "x" * 600], "prompt of 602 tokens is longer than the model's room=511"),
@@ -53,6 +60,32 @@ def test_bad_input_is_refused_in_one_line(
     assert main(["generate", *(one.format(**names) for one in arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message.format(**names) in line
+
+
+def test_a_file_is_there_whole_or_not_at_all_and_nobody_elses_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two commands write into one folder; the other one's file is not finished."""
+    others = tmp_path / ".out.jsonl.partial-0"
+    others.write_text("half")
+    prompts = [Prompt(number, "one?", [1], "", {}, "one?") for number in range(2)]
+
+    class Speaker:
+        job = SimpleNamespace(prompts=prompts, sampling=SimpleNamespace(n=1))
+
+        def responses(self, asked: list[Prompt]) -> list[Any]:
+            if self.broken:
+                raise RolloutError("gone")
+            return [[{"response": "two", "finish_reason": "stop", "length": 3}] for _ in asked]
+
+        broken = True
+
+    speaker: Any = Speaker()
+    with pytest.raises(RolloutError):
+        answer(speaker, tmp_path / "out.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [others.name]
+    speaker.broken = False
+    answer(speaker, tmp_path / "out.jsonl")
+    assert [json.loads(line)["sample"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 0]
+    assert others.read_text() == "half" and "wrote 2 responses to 2 prompts" in capsys.readouterr().out
 
 
 def test_what_the_engine_is_asked_for(here: Path, tiny_model: Path) -> None:
