@@ -44,6 +44,10 @@ class StandsStill(Stopped):
         self.session, self.seconds = session, seconds
 
 
+class WatchFailed(RuntimeError):
+    """Nobody would see any more that a process stands still."""
+
+
 @dataclass(frozen=True)
 class Still:
     """A process that is stopped."""
@@ -133,6 +137,7 @@ class Watch:
         self._spared: Sequence[Any] = ()  # actors: see `spare`
         self._scans = dict[str, tuple[Callable[[], list[Still]], Callable[[], object]]]()  # what stands still there, and what ends it
         self.renew()
+        self._failure: Exception | None = None  # of the watch itself
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -174,17 +179,24 @@ class Watch:
         return still, lambda: ray.get(actor.end.remote(), timeout=self._limit_s)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._limit_s / POLLS):
-            seen, still, fault = self._seen, list[Still](), None
-            for place, (scan, _) in dict(self._scans).items():
-                try:
-                    still += scan()
-                except RayError as error:
-                    fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
-            seen.still, seen.fault = still, seen.fault or fault  # of the time before `renew` nobody asks any more
+        try:
+            while not self._ended.wait(self._limit_s / POLLS):
+                self._look()
+        except Exception as error:
+            if not self._ended.is_set():  # else it is the session that ends under it
+                self._failure = error
+
+    def _look(self) -> None:
+        seen, still, fault = self._seen, list[Still](), None
+        for place, (scan, _) in dict(self._scans).items():
+            try:
+                still += scan()
+            except RayError as error:
+                fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
+        seen.still, seen.fault = still, seen.fault or fault  # of the time before `renew` nobody asks any more
 
     def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-        """StandsStill where something of the session stands still; named as one of the actors where it is.
+        """StandsStill where something of the session stands still; named as one of the actors where it is. WatchFailed where nobody looks.
 
         Args:
             doing: the work that is waited for.
@@ -193,6 +205,8 @@ class Watch:
         for kind, process in self._own.items():
             if process.poll() is not None:
                 raise StandsStill(f"{doing}: Ray's {kind} has ended (exit code {process.returncode})", session=True)
+        if self._failure is not None:
+            raise WatchFailed(f"{doing}: the watch over the run's processes has ended: {self._failure!r}") from self._failure
         if self._seen.fault is not None:
             raise StandsStill(f"{doing}: {self._seen.fault}", seconds=self._limit_s)
         names = {self._pid(actor): f"{kind} {index}: " for kind, actors in groups.items() for index, actor in enumerate(actors)}
