@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from megarl.config import ConfigError, RunSettings, dump
-from megarl.slurm.commands import call
+from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
 
@@ -20,7 +20,7 @@ def submit(job: Job, config: RunSettings) -> list[str]:
         The numbers of the jobs.
 
     Raises:
-        ConfigError: Slurm refuses the script.
+        ConfigError: Slurm refuses the script; where it has taken others of a chain before, their numbers are named.
     """
     scripts = _new(config.directory / "slurm")
     try:
@@ -33,7 +33,18 @@ def submit(job: Job, config: RunSettings) -> list[str]:
     except BaseException:
         shutil.rmtree(scripts)
         raise
-    return [call("sbatch", "--parsable", str(script)).partition(";")[0] for _ in range(job.chain)]
+    numbers = list[str]()
+    for _ in range(job.chain):
+        try:
+            numbers.append(call("sbatch", "--parsable", str(script)).partition(";")[0])
+        except NoAnswer as error:
+            if not numbers:
+                raise
+            there = " ".join(numbers)
+            raise NoAnswer(
+                f"{error}; {len(numbers)} of --chain {job.chain} are submitted: {there} (scancel {there} takes them back)"
+            ) from None
+    return numbers
 
 
 def _new(logs: Path) -> Path:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config import TrainConfig, load
 from megarl.errors import ConfigError
 from megarl.slurm.checks import Partition, check_partition
 from megarl.slurm.job import Job
 from megarl.slurm.main import main
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
+from megarl.slurm.submit import submit
 from tests.e2e.job import RL
 
 JOB = Job(
@@ -132,6 +134,32 @@ def test_bad_input_is_said_before_anything_is_written(
         with pytest.raises(ConfigError, match=re.escape(line)):
             main(command)
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+SBATCH = """#!/bin/sh
+[ "$1" = --test-only ] && exit 0
+n=$(($(cat {count}) + 1))
+echo $n > {count}
+[ $n -lt 3 ] || {{ echo "sbatch: error: Batch job submission failed: job limit" >&2; exit 1; }}
+echo "$((100 + n));cluster"
+"""
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
+    taken: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "count").write_text(str(2 - taken))
+    (tmp_path / "sbatch").write_text(SBATCH.format(count=tmp_path / "count"))
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    config = load(tmp_path / "job.yaml", [], TrainConfig)
+    with pytest.raises(ConfigError) as refused:
+        submit(replace(JOB, chain=4, nodes=1, directory=config.directory), config)
+    said = "slurm: sbatch: sbatch: error: Batch job submission failed: job limit"
+    chain = "; 2 of --chain 4 are submitted: 101 102 (scancel 101 102 takes them back)"
+    assert str(refused.value) == said + (chain if taken else "")
 
 
 def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
