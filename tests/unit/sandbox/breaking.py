@@ -8,40 +8,31 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.unit.sandbox.attacks import hostile
+from tests.unit.sandbox.attacks import HOSTILE, hostile
 
 
-@hostile
-def end_at_once(meta: dict[str, Any]) -> None:
-    os._exit(3)
+def raises(error: type[BaseException]) -> Callable[[dict[str, Any]], Any]:
+    def attack(meta: dict[str, Any]) -> None:
+        raise error
+
+    return attack
 
 
-@hostile
-def leave(meta: dict[str, Any]) -> None:
-    sys.exit()
-
-
-@hostile
-def interrupt(meta: dict[str, Any]) -> None:
-    raise KeyboardInterrupt
-
-
-@hostile
-def stop_iterating(meta: dict[str, Any]) -> None:
-    raise GeneratorExit
-
-
-@hostile
-def crash(meta: dict[str, Any]) -> None:
-    ctypes.string_at(0)
-
-
-@hostile
-def abort(meta: dict[str, Any]) -> None:
-    os.abort()
+HOSTILE.update(
+    end_at_once=lambda meta: os._exit(3),
+    leave=lambda meta: sys.exit(),
+    interrupt=raises(KeyboardInterrupt),
+    stop_iterating=raises(GeneratorExit),
+    crash=lambda meta: ctypes.string_at(0),
+    abort=lambda meta: os.abort(),
+    ten_gigabytes=lambda meta: len(bytearray(10 << 30)),
+    memory_piece_by_piece=lambda meta: len([bytearray(1 << 28) for _ in range(40)]),
+    a_large_number=lambda meta: len(str(10 ** (10**8))),
+)
 
 
 @hostile
@@ -82,21 +73,6 @@ def exit_from_a_thread(meta: dict[str, Any]) -> float:
     thread.start()
     thread.join()
     return 1.0
-
-
-@hostile
-def ten_gigabytes(meta: dict[str, Any]) -> int:
-    return len(bytearray(10 << 30))
-
-
-@hostile
-def memory_piece_by_piece(meta: dict[str, Any]) -> int:
-    return len([bytearray(1 << 28) for _ in range(40)])
-
-
-@hostile
-def a_large_number(meta: dict[str, Any]) -> int:
-    return len(str(10 ** (10**8)))
 
 
 @hostile

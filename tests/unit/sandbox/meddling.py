@@ -21,10 +21,22 @@ def fork_and_return_twice(meta: dict[str, Any]) -> float:
 
 @hostile
 def a_child_that_stays(meta: dict[str, Any]) -> float:
-    if os.fork() == 0:
-        time.sleep(600)
-        os._exit(0)
-    return 0.25
+    return _children(1)
+
+
+@hostile
+def forty_children(meta: dict[str, Any]) -> float:
+    return _children(40)
+
+
+@hostile
+def a_fork_bomb(meta: dict[str, Any]) -> float:
+    return _children(1000)
+
+
+@hostile
+def a_child_that_dies_later(meta: dict[str, Any]) -> float:
+    return _children(1, seconds=0.05, status=9)
 
 
 @hostile
@@ -40,57 +52,24 @@ def a_daemon(meta: dict[str, Any]) -> float:
 
 
 @hostile
-def forty_children(meta: dict[str, Any]) -> float:
-    for _ in range(40):
-        if os.fork() == 0:
-            time.sleep(600)
-            os._exit(0)
-    return 0.25
-
-
-@hostile
-def a_fork_bomb(meta: dict[str, Any]) -> float:
-    for _ in range(1000):
-        if os.fork() == 0:
-            time.sleep(600)
-            os._exit(0)
-    return 1.0
-
-
-@hostile
-def a_child_that_dies_later(meta: dict[str, Any]) -> float:
-    if os.fork() == 0:
-        time.sleep(0.05)
-        os._exit(9)
-    return 0.25
-
-
-@hostile
 def garbage_on_every_descriptor(meta: dict[str, Any]) -> float:
-    for descriptor in range(3, 64):
-        _send(descriptor, b"\x00\x00\x00\x05hello")
-    return 1.0
+    return _send(b"\x00\x00\x00\x05hello")
 
 
 @hostile
 def a_pickle_on_every_descriptor(meta: dict[str, Any]) -> float:
     payload = f"cposix\nsystem\n(S'touch {meta['touched']}'\ntR.".encode()
-    for descriptor in range(3, 64):
-        _send(descriptor, struct.pack("!i", len(payload)) + payload)
-    return 1.0
+    return _send(struct.pack("!i", len(payload)) + payload)
 
 
 @hostile
 def an_endless_message(meta: dict[str, Any]) -> float:
-    for descriptor in range(3, 64):
-        _send(descriptor, b"\xff\xff\xff\xff" + b"x" * 100_000)
-    return 1.0
+    return _send(b"\xff\xff\xff\xff" + b"x" * 100_000)
 
 
 @hostile
 def half_a_message(meta: dict[str, Any]) -> None:
-    for descriptor in range(3, 64):
-        _send(descriptor, b"\x00\x00\x10\x00")
+    _send(b"\x00\x00\x10\x00")
     time.sleep(60)
 
 
@@ -137,13 +116,23 @@ def close_every_descriptor(meta: dict[str, Any]) -> float:
     return 1.0
 
 
-def _send(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        os.write(descriptor, data)
+def _children(count: int, seconds: float = 600, status: int = 0) -> float:
+    """Children that sleep, and then end with this status."""
+    for _ in range(count):
+        if os.fork() == 0:
+            time.sleep(seconds)
+            os._exit(status)
+    return 0.25
+
+
+def _send(data: bytes) -> float:
+    """On every descriptor, before the score."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
+    return 1.0
 
 
 def _say(message: bytes) -> float:
-    """A message in the run's own form on every descriptor, before the score."""
-    for descriptor in range(3, 64):
-        _send(descriptor, struct.pack("!I", len(message)) + message)
-    return 1.0
+    """A message in the run's own form."""
+    return _send(struct.pack("!I", len(message)) + message)
