@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megarl.data.prompts import Prompt
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
@@ -100,16 +102,16 @@ class Flow:
         state = self._state
         for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
             self._add(Group(place, prompt, [], [], None, (state.step + 1, number)), state.learned)
-        while True:
+        self._gather(ranks=True)
+        while (chosen := self._schedule.take(state.learned)) is None:
+            while not self._arrived:
+                if self._error is not None:
+                    self._mend(self._error)
+                time.sleep(POLL_S)
             self._gather(ranks=True)
-            chosen = self._schedule.take(state.learned)
-            if chosen is not None:
-                self._ctx.run.failures(self._scores)
-                self._scores = []
-                return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
-            if self._error is not None:
-                self._mend(self._error)
-            time.sleep(POLL_S)
+        self._ctx.run.failures(self._scores)
+        self._scores = []
+        return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
     def settle(self, *, sync_follows: bool) -> None:
         """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
@@ -143,10 +145,11 @@ class Flow:
         while self._arrived:
             asked, responses, scores = self._arrived.popleft()
             self._keep(asked, responses, scores)
-        if self._reward.scorer is None and ranks:
-            for asked, group in list(self._pool.items()):
-                if group.responses and not group.scores:
-                    self._keep(asked, group.responses, *scored(self._ctx.config, self._reward, [group.prompt], [group.responses]))
+        waiting = {asked: group for asked, group in self._pool.items() if group.responses and not group.scores}
+        if waiting and ranks:
+            scores = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
+            for (asked, group), own in zip(waiting.items(), scores, strict=True):
+                self._keep(asked, group.responses, own)
 
     def _keep(self, asked: Asked, responses: list[Response], scores: list[Score] | None) -> None:
         self._pool[asked] = replace(self._pool[asked], responses=responses, scores=scores or [])
@@ -174,10 +177,12 @@ class Flow:
                     time.sleep(POLL_S)
                     continue
                 found = self._work.finished(LOOK_S)
-                for asked, responses in found.items():
-                    scores = None
-                    if self._reward.scorer is not None:
-                        [scores] = scored(self._ctx.config, self._reward, [self._pool[asked].prompt], [responses])
-                    self._arrived.append((asked, responses, scores))
+                scores: Sequence[list[Score] | None] = [None] * len(found)
+                if self._reward.scorer is not None and found:
+                    scores = self._scored([self._pool[asked].prompt for asked in found], list(found.values()))
+                self._arrived.extend((asked, responses, own) for (asked, responses), own in zip(found.items(), scores, strict=True))
         except BaseException as error:
             self._error = error
+
+    def _scored(self, prompts: Sequence[Prompt], answers: Sequence[list[Response]]) -> list[list[Score]]:
+        return scored(self._ctx.config, self._reward, prompts, answers)

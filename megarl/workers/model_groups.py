@@ -210,7 +210,10 @@ class ModelGroups:
         running = []
         for group in self._trainers:
             folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
-            running.append(group.group.start("checkpoint", folder, step, keep, dict(extra) if group is self.policy else {}))
+            first = group.group.actors[0] if group is self.policy else None  # who writes `extra`, which holds whole batches
+            running.append(
+                [actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.group.actors]
+            )
         self._wait(running, "checkpoint")
 
     def copy(self, step: int, record: object) -> None:
