@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.e2e.test_faults import FAULTS, chosen
 from tests.unit.bad_input.test_table import CPU_S, MEMORY_MB
 from tests.unit.bad_input.test_table import TABLE as INPUTS
-from tests.unit.sandbox.test_hostile import EXPECTED, NOTHING
+from tests.unit.sandbox.test_hostile import EXPECTED, NOTHING, Beginnings
 
 PAGE = Path(__file__).parents[1] / "tests" / "README.md"
 BEGIN, END = "<!-- attacks: written by tools/list_attacks.py -->", "<!-- end of the attacks -->"
@@ -41,11 +41,14 @@ def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
     yield from ("<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", "")
 
 
-def score(value: float, error: str | None) -> str:
+def score(value: float, error: Beginnings) -> str:
     """What a hostile sample comes to."""
     if (value, error) == NOTHING:
         return "0: it got nothing"
-    return f"{value:g}" if error is None else f"0: {'worker died, or late' if not error else error.strip(' :')}"
+    if error is None:
+        return f"{value:g}"
+    errors = error if isinstance(error, tuple) else (error,)
+    return f"0: {' or '.join(one.strip(' :') for one in errors)}"
 
 
 def attacks() -> str:
