@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.workers.demand import processes
 from megarl.workers.keeper import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
-
-if TYPE_CHECKING:
-    pass
 
 
 class SupervisedState:

@@ -77,8 +77,8 @@ class Nonsense(BaseHTTPRequestHandler):
             return
         if answer == "slow":  # a byte now and then is never late by itself
             with suppress(OSError):
-                for _ in range(20):
-                    self.wfile.write(b"HTTP/1.0 200 OK\r\n" if _ == 0 else b"X: y\r\n")
+                for line in [b"HTTP/1.0 200 OK\r\n", *[b"X: y\r\n"] * 19]:
+                    self.wfile.write(line)
                     time.sleep(STEP_S / 2)
             return
         self.send_response(answer if isinstance(answer, int) else 200)
