@@ -147,8 +147,8 @@ class Flow:
             self._keep(asked, responses, scores)
         waiting = {asked: group for asked, group in self._pool.items() if group.responses and not group.scores}
         if waiting and ranks:
-            scores = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
-            for (asked, group), own in zip(waiting.items(), scores, strict=True):
+            found = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
+            for (asked, group), own in zip(waiting.items(), found, strict=True):
                 self._keep(asked, group.responses, own)
 
     def _keep(self, asked: Asked, responses: list[Response], scores: list[Score] | None) -> None:

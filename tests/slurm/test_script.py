@@ -17,19 +17,24 @@ from tests.unit.slurm.test_submission import JOB
 
 # Called as the driver's python is: its last argument is cluster.allocation=LOGS/JOB-RESTART.
 HERE = "allocation=${!#}; allocation=${allocation#*=}; restart=${allocation##*-}; here=$SLURMD_NODENAME"
+# Begins what stands in the place of the other nodes, too.
+OTHER = "((restart)) && exit 0; if [[ ${!#} != *=* ]]; then until [[ -e $allocation/head.json ]]; do sleep .1; done;"
 DRIVERS = {
     "spare": "exit 0",  # the first, while all nodes are free
     "refused": "exit 2",
     "failed": "exit 1",
     "saved": "exit 138",
     "lost": '((restart)) && exit 0; echo "$here died" >$allocation/lost; echo died >$allocation/bad-$here; exit 1',
-    # The other node's part ends by itself, as where srun has given it up.
-    "stepless": "[[ ${!#} == *=* ]] || exit 1; ((restart)) && exit 0; sleep 2; "
+    # The other node's part ends while the session is open, as where srun has given it up; and as it should, before the driver does.
+    "stepless": f"{OTHER} exit 1; fi; touch $allocation/head.json; sleep 3; "
     'for n in 1 2 3; do echo died >$allocation/bad-n$n; done; echo "all died" >$allocation/lost; exit 1',
+    "left": f"{OTHER} echo $here >$allocation/other; while [[ -e $allocation/head.json ]]; do sleep .1; done; exit 0; fi; "
+    "touch $allocation/head.json; sleep 2; rm $allocation/head.json; sleep 4; other=$(<$allocation/other); "
+    'echo died >$allocation/bad-$other; echo "$other died" >$allocation/lost; exit 1',
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
-OPTIONS = {"spare": {"spare": 2}, "stepless": {"nodes": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
+OPTIONS = {"spare": {"spare": 2}, "stepless": {"nodes": 2}, "left": {"nodes": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
 SUBMIT = """
     import sys
     from dataclasses import replace
@@ -89,6 +94,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "saved": [("FAILED", "138:0", "2")],
         "lost": [("COMPLETED", "0:0", "1")],
         "stepless": [("COMPLETED", "0:0", "1")],
+        "left": [("COMPLETED", "0:0", "1")],
         "warned": [("COMPLETED", "0:0", "1")],
         "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
     }, "\n".join(map(text, jobs))
@@ -97,6 +103,8 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
     assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
     assert slurm.job(jobs["stepless"][0], "ExcNodeList") == "(null)"
+    [lost] = re.findall(r": (n\d) died: queued again", text("left"))
+    assert slurm.job(jobs["left"][0], "ExcNodeList") == lost
     assert "the next job of the chain goes on" in text("chained") and text("chained").count("nothing to do: the run is finished") == 1
     slurm.wait_until_clean()
 
