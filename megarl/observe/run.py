@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
+from megarl.observe.run_directory import claim, set_aside
 from megarl.observe.writers import Writers, open_writers, read_json_lines
 from megarl.restarts import RESTART, Restart
 from megarl.rewards.score import RewardUnavailable, Score
@@ -51,7 +51,6 @@ UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
 SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
 WORTH_SAVING = 50  # steps
 METRICS = "metrics.jsonl"
-LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
 USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
 REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
@@ -86,15 +85,15 @@ class Run:
         self._console = Console(config.name, _steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
-        self._lock = _claim(self.directory, 0.0 if self._config.cluster.allocation is None else LOCK_S)
+        self._lock = claim(self.directory, patient=self._config.cluster.allocation is not None)
         try:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                self._aside = _set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
             else:
                 self._go_on(self._resumed)
-                _set_aside(self.directory, self._config, RESULTS)
+                set_aside(self.directory, self._config, RESULTS)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
@@ -359,44 +358,3 @@ def _steps(config: RunSettings) -> int:
 
 def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:
     return {f"timing_s/{name}": Sum(seconds) for name, seconds in phases.items()}
-
-
-def _claim(directory: Path, patience_s: float) -> int:
-    """Makes the directory and locks it for this process; returns the lock's descriptor.
-
-    ConfigError where another process holds it for longer than `patience_s`.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except OSError:
-            if time.monotonic() >= deadline:
-                os.close(lock)
-                raise ConfigError(f"name: {directory} is in use by another run") from None
-        time.sleep(POLL_S)
-
-
-def _set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
-
-    ConfigError where this run reads its model from there.
-    """
-    left = [directory / name for name in names if (directory / name).exists()]
-    for path in left:
-        if config.model.path.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
-    if not left:
-        return None
-    number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
-    aside = directory / f"earlier-{number}"
-    aside.mkdir()
-    for path in left:
-        path.rename(aside / path.name)
-    return aside

@@ -255,7 +255,7 @@ def answer(speaker: Speaker, out: Path | None) -> None:
         for _ in _answered(speaker, None):
             pass
         return
-    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    partial = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("x", encoding="utf-8") as file:
             responses = sum(1 for _ in _answered(speaker, file))

@@ -94,6 +94,8 @@ class Rounds:
 
     def _score(self) -> None:
         ready = [index for index, group in enumerate(self._pool) if self._done(group) and not group.scores]
+        if not ready:
+            return
         groups = [self._pool[index] for index in ready]
         found = scored(self._ctx.config, self._reward, [group.prompt for group in groups], [group.responses for group in groups])
         for index, scores in zip(ready, found, strict=True):

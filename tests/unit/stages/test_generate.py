@@ -64,7 +64,7 @@ def test_bad_input_is_refused_in_one_line(
 
 def test_a_file_is_there_whole_or_not_at_all_and_nobody_elses_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two commands write into one folder; the other one's file is not finished."""
-    others = tmp_path / ".out.jsonl.partial-0"
+    others = tmp_path / "out.jsonl.0.partial"
     others.write_text("half")
     prompts = [Prompt(number, "one?", [1], "", {}, "one?") for number in range(2)]
 

@@ -1,0 +1,54 @@
+"""The directory of a run: one run at a time writes to it, and what an earlier one left is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import ConfigError, RunSettings
+
+LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
+
+
+def claim(directory: Path, *, patient: bool) -> int:
+    """Makes the directory and locks it for this process; returns the lock's descriptor.
+
+    ConfigError where another process holds it. `patient`: still after LOCK_S.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
+    deadline = time.monotonic() + (LOCK_S if patient else 0.0)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if time.monotonic() >= deadline:
+                os.close(lock)
+                raise ConfigError(f"name: {directory} is in use by another run") from None
+        time.sleep(POLL_S)
+
+
+def set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
+
+    ConfigError where this run reads its model from there.
+    """
+    left = [directory / name for name in names if (directory / name).exists()]
+    for path in left:
+        if config.model.path.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
+    if not left:
+        return None
+    number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
+    aside = directory / f"earlier-{number}"
+    aside.mkdir()
+    for path in left:
+        path.rename(aside / path.name)
+    return aside
