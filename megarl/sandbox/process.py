@@ -118,9 +118,10 @@ class SandboxedProcess:
 
     def stopped(self) -> bool:
         """Whether a signal has stopped one of its processes."""
-        with suppress(psutil.Error):  # it has ended
-            outer = psutil.Process(self._child.pid)
-            return any(process.status() == psutil.STATUS_STOPPED for process in (outer, *outer.children(recursive=True)))
+        for pid in _with_children(self._child.pid):
+            with suppress(psutil.Error):  # it has ended
+                if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                    return True
         return False
 
     def death(self) -> str:
@@ -148,6 +149,14 @@ class SandboxedProcess:
         self._prints.join(PRINTS_S)
         if self._scratch is not None:
             self._scratch.remove()
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    """A process and what it has started. psutil would read every process of the machine for that, of each sandbox."""
+    yield pid
+    with suppress(OSError):  # it has ended, or the kernel has no such file
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield from _with_children(int(child))
 
 
 def _show(prints: IO[bytes]) -> None:
