@@ -73,7 +73,7 @@ class TrainRolloutSettings(RolloutSettings):
     on under the next weights. free: the engines never wait, and what is not done goes on under new weights as they come; two runs differ.
     Beside sync algorithm.correction must say what to do about older weights, or train.old_logp=rollout."""
     budget_tokens: PositiveInt | None = None
-    """budget: most tokens of a response in one round. No token is older than max_response_tokens / budget_tokens + 1 updates."""
+    """budget: most tokens of a response in one round. No token is older than ceil(max_response_tokens / budget_tokens) + 1 updates."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
     """free: most updates by which a token may be older than the weights that learn from it."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import Job
+from tests.e2e.kill_at import done, titled
 from tests.e2e.lab import Lab
 
 EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
@@ -53,3 +59,32 @@ def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny
     assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_engines_that_never_wait_are_replaced(replicas: int, long: bool, tmp_path: Path, tiny_model: Path) -> None:
+    """The last one, or one of two; at any moment. Nothing is older than before, and no prompt is lost."""
+    if not long:
+        pytest.skip("a command of its own: --long")
+    free = ("rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4", f"rollout.replicas={replicas}")
+    job, random = Job(tmp_path, tiny_model, (*EACH, *free, "train.steps=12", "save.every=0")).start(), np.random.default_rng(replicas)
+    try:
+        for number in range(3):
+            job.wait_for(f"step {2 + 3 * number}", lambda: done(job) >= 2 + 3 * number, pause_s=0.02)  # noqa: B023
+            time.sleep(random.uniform(0, 0.5))
+            os.kill(int(random.choice(engine_cores(job))), signal.SIGKILL)
+            job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    rows = job.updates()
+    assert [row["step"] for row in rows] == list(range(1, 13)) and all(row["rollout/lag_max"] <= 2 for row in rows)
+    assert all(row["routing/replay_hit_rate"] == 1.0 and row["rollout/waiting"] == 8.0 for row in rows)
+    assert sum(row.get("events/restart/engine", 0.0) for row in job.rows()) == 3.0
+
+
+def engine_cores(job: Job) -> list[int]:
+    """The processes of vLLM's cores, forks that keep the title of their parents."""
+    titled_so = titled(job, "ray::RolloutWorker")
+    return [pid for pid in titled_so if psutil.Process(pid).ppid() in titled_so]
