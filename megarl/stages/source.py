@@ -66,11 +66,12 @@ class RolloutSource:
 
         sync_follows: they will be. If not, those that are replaced need the weights of the last sync.
         """
-        if self._flow is not None:
-            self._flow.settle(sync_follows=sync_follows)
-            return
         begun, background, self._background = time.monotonic(), self._background, None
-        self._state.ahead, self._state.pool = None, self._pool
+        if self._flow is not None:
+            with self._ctx.run.phase("rollout"):
+                self._flow.settle(sync_follows=sync_follows)
+        else:
+            self._state.ahead, self._state.pool = None, self._pool
         if background is not None:
             with self._ctx.run.phase("rollout"):
                 self._finish(background, sync_follows)
