@@ -70,7 +70,7 @@ def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Gives a signal its exception back: ray.get and ray.wait make SystemExit(1) of one that comes within (ray 2.60.0, _raylet.pyx:712)."""
+    """Gives a signal its exception back: within ray.get and ray.wait it becomes a SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
     try:
         yield
     except SystemExit as stop:

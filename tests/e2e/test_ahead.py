@@ -61,12 +61,10 @@ def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_engines_that_never_wait_are_replaced(replicas: int, long: bool, tmp_path: Path, tiny_model: Path) -> None:
+def test_engines_that_never_wait_are_replaced(replicas: int, tmp_path: Path, tiny_model: Path) -> None:
     """The last one, or one of two; at any moment. Nothing is older than before, and no prompt is lost."""
-    if not long:
-        pytest.skip("a command of its own: --long")
     free = ("rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4", f"rollout.replicas={replicas}")
     job, random = Job(tmp_path, tiny_model, (*EACH, *free, "train.steps=12", "save.every=0")).start(), np.random.default_rng(replicas)
     try:

@@ -77,10 +77,8 @@ def chosen() -> list[tuple[str, Fault, Phase]]:
 
 
 @pytest.fixture(scope="module")
-def straight(lab: Lab, long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str], Job]:
+def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str], Job]:
     """The run of a layout that nothing happens to."""
-    if not long:
-        pytest.skip("a command of its own: --long")
     runs = tmp_path_factory.mktemp("straight")
     return cache(lambda name: lab.run(Job(runs / name, tiny_model, (*EVERYTHING, *LAYOUTS[name]))))
 
@@ -94,7 +92,7 @@ def pid_of(job: Job, victim: str, processes: Processes) -> int:
     return pid
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "fault", "phase"), chosen(), ids=lambda part: getattr(part, "name", part))
 def test_a_signal_to_any_process(
     layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
@@ -122,7 +120,7 @@ def test_a_signal_to_any_process(
     assert_same(job, straight(layout), "model", "critic")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_while_ranks_start_again(lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, EVERYTHING).start()
     try:
@@ -138,7 +136,7 @@ def test_sigterm_while_ranks_start_again(lab: Lab, straight: Callable[[str], Job
     assert_same(job, straight("one"), "model", "critic")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
     lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:

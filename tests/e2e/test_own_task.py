@@ -66,9 +66,8 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert job.tokenizer.decode(job.prompts[0].tokens) == "<user>Capitals: cat<assistant>"
 
 
-def test_the_hour_itself(tmp_path: Path, long: bool) -> None:
-    if not long:
-        pytest.skip("six runs in processes of their own: some minutes (--long)")
+@pytest.mark.long
+def test_the_hour_itself(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name, command in (("python", ""), ("megarl", "-m megarl.cli")):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')

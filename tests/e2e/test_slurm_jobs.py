@@ -98,10 +98,8 @@ def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
     return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, OVERRIDES))
 
 
-@pytest.mark.slow
-def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, long: bool, tmp_path: Path, tiny_model: Path) -> None:
-    if not long:
-        pytest.skip("a command of its own: --long")
+@pytest.mark.long
+def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, (*OVERRIDES, "cluster.still_timeout_s=3600"))
     first = Submitted(slurm, job)
     first.wait_for_step(2)
@@ -129,12 +127,10 @@ def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, l
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cancelled_run_leaves_nothing_and_goes_on_once_submitted_again(
-    slurm: Cluster, straight: Job, long: bool, tmp_path: Path, tiny_model: Path
+    slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
 ) -> None:
-    if not long:
-        pytest.skip("a command of its own: --long")
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
     first = Submitted(slurm, job)
     first.wait_for_step(3)
@@ -193,7 +189,7 @@ def run_out_of_time(submitted: Submitted) -> None:
     submitted.limit(60 * hours + minutes + 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interrupt", "options"),
     [(requeue, ()), (preempt, ()), (cut_off, ()), (cut_off_head, ()), (run_out_of_time, ("--time", 60, "--grace", 110))],
@@ -203,12 +199,9 @@ def test_a_run_goes_on_after(
     options: tuple[str, ...],
     slurm: Cluster,
     straight: Job,
-    long: bool,
     tmp_path: Path,
     tiny_model: Path,
 ) -> None:
-    if not long:
-        pytest.skip("a command of its own: --long")
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
     submitted = Submitted(slurm, job, *options)
     submitted.wait_for_step(3)
@@ -227,13 +220,11 @@ def test_a_run_goes_on_after(
         assert lost in before and lost not in after
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lose", [cut_off, die])
 def test_a_lost_node_is_replaced_by_the_spare_one(
-    lose: Callable[[Submitted], None], slurm: Cluster, straight: Job, long: bool, tmp_path: Path, tiny_model: Path
+    lose: Callable[[Submitted], None], slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
 ) -> None:
-    if not long:
-        pytest.skip("a command of its own: --long")
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
     wait_until_idle(slurm)  # else the job would not wait for the spare one
     submitted = Submitted(slurm, job, "--spare", 1)
