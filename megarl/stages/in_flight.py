@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from megarl.workers.rollout_worker import Episode, Response
 ARRAYS = ("tokens", "rollout_logp", "routed_experts", "loss_mask")  # of a sample
 EXPERTS = "experts"
 
-
 Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""
 
@@ -31,18 +31,21 @@ def dump(collected: Collected, stages: Stages) -> bytes:
     stages: as which the experts are kept.
     """
     order = np.argsort([layer for stage in stages for layer in stage])
+    every = [response for group in collected.groups for response in group.responses]
+    samples: Iterator[Sample] = iter(ray.get([response.payload for response in every]))
+    experts = iter(ray.get([part for response in every for part in response.experts or ()]))
     arrays: dict[str, np.ndarray] = {}
     groups = []
     for group in collected.groups:
         responses = []
         for response in group.responses:
             number = str(len(arrays))  # of the first array; names need only be unique
-            sample: Sample = ray.get(response.payload)
+            sample = next(samples)
             for name in ARRAYS:
                 if (value := getattr(sample, name)) is not None:
                     arrays[f"{number}.{name}"] = value
             if response.experts is not None:
-                arrays[f"{number}.{EXPERTS}"] = np.concatenate(ray.get(list(response.experts)), axis=1)[:, order]
+                arrays[f"{number}.{EXPERTS}"] = np.concatenate(list(islice(experts, len(response.experts))), axis=1)[:, order]
             plain = asdict(replace(response, payload=None, experts=None))
             sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
             responses.append({"response": plain, "sample": sampled, "arrays": number})
