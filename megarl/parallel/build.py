@@ -55,10 +55,10 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
         **backend.transformer_overrides,
         **_recompute(model.recompute),
     }
-    torchs = {field: known[fixed[field]] for field, known in _NAMED.items()}
+    from_torch = {field: known[fixed[field]] for field, known in _NAMED.items()}
     kind = MLATransformerConfig if fixed.get("multi_latent_attention") else TransformerConfig
     try:
-        return kind(**{**free, **model.megatron, **fixed, **torchs})
+        return kind(**{**free, **model.megatron, **fixed, **from_torch})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model.megatron: refused by Megatron: {one_line(str(error)) or type(error).__name__}") from error
 
