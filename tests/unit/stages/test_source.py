@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,12 +105,14 @@ class Engines:
 
 class Reward:
     def __init__(self) -> None:
-        self.scorer, self.gone = self, False
+        self.scorer: Reward | None = self
+        self.gone, self.threads = False, set[str]()
 
     def on(self, _: None) -> Reward:
         return self
 
     def scores(self, prompts: Any, responses: list[Response]) -> list[Score]:
+        self.threads.add(threading.current_thread().name)
         if self.gone:
             raise RewardUnavailable("gone")
         return [Score(float(response.length)) for response in responses]
@@ -214,6 +217,19 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> N
     left = [group.place for group in again.state.pool]
     assert len(learned) == STEPS * 4 and len(left) == 8
     assert sorted(learned + left) == sorted(make(*free).state.sampler.take(STEPS * 4 + 8))
+
+
+@pytest.mark.parametrize("mode", [MODES["ahead"], ("rollout.mode=free", "rollout.max_lag=2")], ids=["ahead", "free"])
+def test_a_reward_model_reads_responses_when_its_ranks_are_free(make: Any, mode: Any) -> None:
+    """In the thread of the ranks alone; verifiers score in the engines' thread, too."""
+    model, verifier = make(*mode), make(*mode)
+    model.reward.scorer = None
+    for loop in (model, verifier):
+        loop.run()
+        groups = [group for done in loop.learned for group in done.groups]
+        assert len(groups) == STEPS * 4 and all(len(group.scores) == N for group in groups)
+        assert len({group.place for group in groups}) == STEPS * 4 and all(lag["rollout/lag_max"] <= 2 for lag in loop.lags)
+    assert model.reward.threads == {threading.current_thread().name} and "rollout" in verifier.reward.threads
 
 
 def test_each_mode_has_its_lag(make: Any) -> None:
