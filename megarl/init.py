@@ -112,14 +112,18 @@ def columns_of(data: Path) -> Columns:
 
 def proposed(model: Path, data: Path, columns: Columns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
     """The tree, and notes by key."""
-    hf = check_checkpoint(model.absolute())
+    hf = check_checkpoint(model.absolute(), drop_mtp=True)
     tokenizer = load_tokenizer(model.absolute())
     room, chat = int(hf["max_position_embeddings"]), bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
+    further = bool(hf.get("num_nextn_predict_layers"))
+    tree["model"] |= {"drop_mtp": True} if further else {}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
     notes = {"optimizer": "the rate is a guess by size: a few million parameters take 1e-4, billions 1e-6"}
+    if further:
+        notes["model"] = "its layers for further tokens (multi-token prediction) are left out: they are not trained"
     shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
     if not chat:
         notes["data"] = "the tokenizer has no chat template: what is around a prompt is said in template"

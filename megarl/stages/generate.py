@@ -141,7 +141,7 @@ def check(given: argparse.Namespace) -> Job:
     if given.tp > 1 and gpu and given.tp > gpus_here():
         raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
     model = given.model.absolute()
-    hf, tokenizer = check_checkpoint(model), load_tokenizer(model)
+    hf, tokenizer = check_checkpoint(model, drop_mtp=True), load_tokenizer(model)
     if given.system is not None and (given.template is not None or not tokenizer.chat_template):
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
     if given.chat and not tokenizer.chat_template:

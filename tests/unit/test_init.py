@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
 from megarl.config import TrainConfig, load
+from tools.make_tiny_model import build
 
 SUMS = [{"question": f"{n} + 17?", "solution": str(n + 17), "level": n} for n in range(40)]
 DAPO = [{"prompt": [{"role": "user", "content": row["question"]}], "reward_model": {"ground_truth": row["solution"]}} for row in SUMS]
@@ -42,6 +45,18 @@ def test_what_it_writes_passes_every_check(
     assert capsys.readouterr().out == "megarl: own.yaml passes every check\n"
     assert main(wrote(folder, rows, tiny_model, "--cpu")) == 2
     assert capsys.readouterr().err == "megarl: error: init: own.yaml is there already; --out names another file\n"
+
+
+def test_layers_for_further_tokens_are_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(folder / "glm", layers=2, hidden=128, experts=8, expert_hidden=32, seed=1, family="glm4_moe")
+    config = json.loads((folder / "glm" / "config.json").read_text())
+    (folder / "glm" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "glm" / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.zeros(2)}
+    save_file(tensors, folder / "glm" / "model.safetensors")
+    assert main(wrote(folder, SUMS, folder / "glm", "--cpu")) == 0 and main(["train", "own.yaml", "--check"]) == 0
+    assert load(folder / "own.yaml", [], TrainConfig).model.drop_mtp and "multi-token" in (folder / "own.yaml").read_text()
+    assert main(["generate", str(folder / "glm"), "x", "--cpu", "--n", "0"]) == 2
+    assert capsys.readouterr().err == "megarl: error: --n: Input should be greater than 0 (got 0)\n", "and it can be asked"
 
 
 def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, tiny_model: Path) -> None:
