@@ -90,7 +90,7 @@ def test_recipes(short: Short) -> None:
 
 def test_rlhf(short: Short) -> None:
     with short.lab.stage():
-        pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=700", "data.eval.items=128"))
+        pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
     files = [f"data.{part}.path={short.runs}/rlhf/pairs/{part}.jsonl" for part in ("train", "eval")]
     with short.lab.stage():
         rm(short.config(RmConfig, "rlhf/rm", *files, short.warm, "rm.steps=120", "rm.eval_every=40", "rm.batch_size=48", "layout.ranks=1"))
