@@ -18,10 +18,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
-from megarl.config import Layout
+from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.parallel.backend import choose
+from megarl.parallel.checkpoint import sharded
+from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.grid import Grid
+from megarl.workers.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
     die_in_a_save,
@@ -31,8 +37,8 @@ from tests.distributed.checkpoint_work import (
     plain_tensors,
     save_into,
     save_several,
+    settings,
     stale,
-    take_turns,
     verified,
     wait_for_a_rank_that_never_writes,
 )
@@ -83,6 +89,44 @@ def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_pa
         assert "score.weight" in after if head == "value" else "output_layer.weight" in after
         assert {key for key in before if not key.startswith("optimizer.")} == set(after)
         assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+
+
+def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
+    """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
+    spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
+    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        trained = [(role, model._trainable) for role, model in rank._models.items()]
+        seen.append({role for role, one in trained if one and any(tensor.untyped_storage().nbytes() for tensor in one.state())})
+
+    def looking(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def called(*arguments: Any) -> Any:
+            look()
+            return call(*arguments)
+
+        patch.setattr(owner, name, called)
+
+    for role in ("policy", "critic"):
+        trainable = rank._use(role)._trainable
+        assert trainable is not None
+        trainable.zero_grad()
+        trainable.step()
+    with pytest.MonkeyPatch.context() as patch:
+        looking(StagedWriter, "put")
+        looking(Saver, "_plan")
+        looking(sharded, "put_optimizer")
+        rank.checkpoint(root, 1, settings(), {})
+        step = verified(root / "step_000001")
+        rank.load({"policy": step, "critic": step})
+        rank.checkpoint(root, 2, settings(), {})
+    return seen
 
 
 def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: Pool, path: Path, tmp_path: Path) -> None:
