@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -120,7 +119,6 @@ def _serve(session: Connection, start: Start) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if start == "fork":
         _import_all()
-        gc.freeze()  # what was imported is garbage in no rank: not looked at, nor its pages copied
     session.send_bytes(b"ready")
     while True:
         try:

@@ -96,7 +96,8 @@ def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: 
     assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
 
 
-def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: Path, tmp_path: Path) -> None:
+def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
     dp4 = Layout(ranks=4)  # parameters lie across the borders of the ranks' slices
     saved = save(Job(path, steps=STEPS, dtype="bfloat16"), dp4)
     weight = "decoder.layers.self_attention.linear_qkv.weight"
@@ -109,7 +110,7 @@ def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: P
 
 def test_tied_embeddings_and_a_padded_vocabulary(pool: Pool, save: Save, tmp_path: Path) -> None:
     """Tied weights lie in two stages, in buckets of their own; 129 rows are 130 with tp=2, and 129 again."""
-    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, vocab_size=129)
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True, vocab_size=129)
     saved = save(Job(path, steps=STEPS), Layout(ranks=4, pp=2))
     assert saved.tensors["embedding.word_embeddings.weight"].shape[0] == 129
     resumed = pool.run(resume, Layout(ranks=2, tp=2), saved.job, saved.step, tmp_path / "padded")

@@ -194,8 +194,9 @@ def test_replay_is_the_same_on_every_layout(pool: Pool, path: Path, alone: Seen,
 
 
 @pytest.mark.parametrize("name", ["one", "tp2_ep2"])
-def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, path: Path, name: str) -> None:
+def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, tmp_path: Path, name: str) -> None:
     """Which is where routers waver: other sums of the same tokens choose other experts."""
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, num_experts=EXPERTS, num_experts_per_tok=TOPK)
     layout, job = LAYOUTS.get(name, Layout()), Job(path, dtype="bfloat16")
     ranks = pool.run(replays, layout, job)
     assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")

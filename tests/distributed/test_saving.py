@@ -50,7 +50,7 @@ ONE, TWO = Layout(), Layout(ranks=2, tp=2)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +141,12 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
     good = saved / "step_000002"
     other = {
-        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[4, 4, 128, 128\], and the model's is \[4, 4, 64, 128\]"),
-        "shallow": ({"num_hidden_layers": 2}, r"has shape \[4, .*\], and the model's is \[2, "),
+        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[2, 4, 128, 128\], and the model's is \[2, 4, 64, 128\]"),
+        "shallow": ({"num_hidden_layers": 1}, r"has shape \[2, .*\], and the model's is \[1, "),
         "words": ({"vocab_size": 120}, r"policy: vocab_size is 128, and the model's is 120"),
     }
     for name, (changes, line) in other.items():
-        config = make_checkpoint(tmp_path / name, **changes)
+        config = make_checkpoint(tmp_path / name, **{"num_hidden_layers": 2, **changes})
         assert re.search(line, refusal(pool, load_alone, TWO, config, good, "policy", "lm"))
     assert refusal(pool, load_alone, TWO, path, good, "policy", "value").endswith("policy lacks score.weight of shape [1, 128]")
     assert refusal(pool, load_alone, TWO, path, good, "judge", "lm").endswith("has no model 'judge'; it has critic, policy, reference")
