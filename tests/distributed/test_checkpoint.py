@@ -32,6 +32,11 @@ class Saved:
     then: list[Resumed]  # of each rank: the uninterrupted run
 
 
+def job(path: Path, *layouts: Layout) -> Job:
+    """Training with one micro-batch for each data-parallel rank, and two at least."""
+    return Job(path, steps=STEPS, micro_batches=max(2, *(layout.dp for layout in layouts)))
+
+
 Save = Callable[[Job, Layout], Saved]
 
 
@@ -75,13 +80,13 @@ def assert_continues(pool: Pool, saved: Saved, layout: Layout, root: Path, rel: 
 @pytest.mark.parametrize("name", rows(SAME, ["tp2_ep2", "pp2_vpp2"]))
 def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
     """Bit for bit: losses, gradient norms, log-probs, and what the random states draw next."""
-    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    saved = save(job(path, LAYOUTS[name]), LAYOUTS[name])
     assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
 @pytest.mark.parametrize("name", rows(SAME, ["tp2_ep2", "pp2_vpp2"]))
 def test_a_copy_in_memory_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
-    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    saved = save(job(path, LAYOUTS[name]), LAYOUTS[name])
     assert pool.run(resume_from_memory, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
@@ -92,7 +97,7 @@ PAIRS = list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True))
 @pytest.mark.parametrize(("before", "after"), rows(PAIRS, PAIRS[::2]))
 def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
     layouts = {**LAYOUTS, "one": ONE}
-    saved = save(Job(path, steps=STEPS), layouts[before])
+    saved = save(job(path, layouts[before], layouts[after]), layouts[before])
     assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
 
 
@@ -111,7 +116,7 @@ def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, tmp_pat
 def test_tied_embeddings_and_a_padded_vocabulary(pool: Pool, save: Save, tmp_path: Path) -> None:
     """Tied weights lie in two stages, in buckets of their own; 129 rows are 130 with tp=2, and 129 again."""
     path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True, vocab_size=129)
-    saved = save(Job(path, steps=STEPS), Layout(ranks=4, pp=2))
+    saved = save(job(path, Layout(ranks=4, pp=2)), Layout(ranks=4, pp=2))
     assert saved.tensors["embedding.word_embeddings.weight"].shape[0] == 129
     resumed = pool.run(resume, Layout(ranks=2, tp=2), saved.job, saved.step, tmp_path / "padded")
     assert losses(resumed) == pytest.approx(losses(saved.then), rel=1e-6)

@@ -22,19 +22,17 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.checkpoint_work import build_part, verified
 from tests.distributed.rows import rows
+from tests.distributed.tiny_families import Make
 from tests.rank_pool import Pool
-from tools.make_tiny_model import FAMILIES, build, has_experts
+from tools.make_tiny_model import FAMILIES, has_experts
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(make: Make) -> dict[str, Path]:
     """A model of every family, whose vocabulary tensor parallelism must pad."""
-    root = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        build(root / family, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1, family=family, vocab_size=127)
-    return {family: root / family for family in FAMILIES}
+    return {family: make(family) for family in FAMILIES}
 
 
 def stored(path: Path) -> dict[str, tuple[torch.dtype, bytes]]:

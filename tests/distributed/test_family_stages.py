@@ -53,7 +53,7 @@ def test_checkpoint_of_mixed_layers_continues_on_another_layout(
     """Dense layers, latents and expert biases are in it, whatever stages without experts lack. Every expert takes every token, so that no
     near-tie goes another way."""
     path = make(family, vocab_size=128, num_experts_per_tok=8, n_group=1, topk_group=1, first_k_dense_replace=dense)
-    job = Job(path, steps=STEPS, megatron={"moe_router_bias_update_rate": 0.01})
+    job = Job(path, steps=STEPS, micro_batches=2, megatron={"moe_router_bias_update_rate": 0.01})
     then = pool.run(train_and_save, Layout(ranks=4, tp=2, pp=2), job, tmp_path)
     step = tmp_path / f"step_{STEPS:06d}"
     run = Saved(job, step, pool.run(plain_tensors, Layout(), step / "policy")[0], then)

@@ -56,7 +56,7 @@ def test_flops_of_an_update_are_those_that_torch_counts(pool: Pool, tmp_path: Pa
     """All experts, two of them, tied embeddings; nothing is recomputed."""
     variants: list[dict[str, Any]] = [{}, {"num_experts_per_tok": 2}, {"tie_word_embeddings": True}]
     for index, changes in enumerate(variants):
-        path = make_checkpoint(tmp_path / str(index), **changes)
+        path = make_checkpoint(tmp_path / str(index), num_hidden_layers=2, **changes)
         [(counts, lengths)] = pool.run(counted, Layout(), Job(path, sequences=8, micro_batches=2))
         assert training_flops(read_config(path), "lm", lengths) == pytest.approx(counts, rel=0.02)
 
