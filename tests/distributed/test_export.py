@@ -269,7 +269,7 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
                 got |= dict(receiver.receive(wire.Header.parse(message)))
             grid.store.set(f"{key}/{grid.rank}", "")
         grid.store.set(f"{key}/{grid.rank}", "")
-    return got
+    return {name: tensor.clone() for name, tensor in got.items()}  # each is a view of its bucket, which would be pickled with it
 
 
 def test_the_first_worker_passes_on_what_it_alone_can_open(pool: Pool, path: Path) -> None:

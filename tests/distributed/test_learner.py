@@ -35,9 +35,9 @@ LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
     "tp2": (Layout(ranks=2, tp=2), ["simpo"]),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), ["sft"]),
     "cp2": (Layout(ranks=2, cp=2), ["rm"]),
-    "ep2": (Layout(ranks=2, ep=2), ["simpo"]),
-    "tp2_pp2": (Layout(ranks=4, tp=2, pp=2), ["sft", "rm"]),
-    "cp2_tp2": (Layout(ranks=4, cp=2, tp=2), ["dpo", "simpo"]),
+    "ep2": (Layout(ranks=2, ep=2), ["sft"]),
+    "tp2_pp2": (Layout(ranks=4, tp=2, pp=2), ["sft", "rm", "simpo"]),
+    "cp2_tp2": (Layout(ranks=4, cp=2, tp=2), ["dpo"]),
 }
 
 

@@ -177,7 +177,7 @@ def test_recorded_experts_give_the_same_bits_again_whatever_the_routers_say(alon
 @pytest.mark.parametrize("name", rows(LAYOUTS, ["cp2", "tp2_pp2", "dp2"]))
 def test_replay_is_the_same_on_every_layout(pool: Pool, path: Path, alone: Seen, name: str) -> None:
     layout = LAYOUTS[name]
-    ranks = pool.run(replays, layout, Job(path, micro_batches=2 * layout.dp))
+    ranks = pool.run(replays, layout, Job(path, micro_batches=2))
     assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")
     for one in ("drawn", "replayed elsewhere"):
         assert close(joined(ranks, one), alone.logp[one])
@@ -199,7 +199,7 @@ def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, tmp_path: Path, name:
     """Which is where routers waver: other sums of the same tokens choose other experts."""
     path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, num_experts=EXPERTS, num_experts_per_tok=TOPK)
     layout = LAYOUTS.get(name, Layout())
-    job = Job(path, micro_batches=2 * layout.dp, dtype="bfloat16")
+    job = Job(path, micro_batches=2, dtype="bfloat16")
     ranks = pool.run(replays, layout, job)
     assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")
     assert shown(ranks, "replayed elsewhere")["routing/replay_hit_rate"] == 1.0
@@ -212,7 +212,7 @@ def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, tmp_path: Path, name:
 def test_gradients_of_replayed_experts(pool: Pool, path: Path, alone: Seen, name: str) -> None:
     """Bit for bit the same with every recompute, and the norm as on one rank; the routers learn from the experts that were replayed."""
     layout = LAYOUTS.get(name, Layout())
-    job = Job(path, micro_batches=2 * layout.dp)
+    job = Job(path, micro_batches=2)
     plain = pool.run(learns, layout, job)
     assert close(joined(plain, "drawn"), alone.logp["drawn"])
     routers = [grad for seen in plain for weight, [grad] in seen.grads.items() if weight.endswith("mlp.router.weight")]
