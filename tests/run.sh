@@ -38,5 +38,5 @@ echo "== Slurm"
 slurm
 part lint 60 .venv/bin/ruff check megarl tests tools examples
 part format 60 .venv/bin/ruff format --check megarl tests tools examples
-part types 300 .venv/bin/mypy
+part types 300 .venv/bin/mypy -n 2
 part tests 4200 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -51,8 +51,21 @@ log: {{tensorboard: false}}
 train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512, eval_at_start: false}}
 """
 
+SFT = """
+name: job
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
+data:
+  train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
+  eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
+sft: {{steps: 12, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
+save: {{every: 3}}
+"""
 
-STEPS = 12  # of the run below; one of them pretrains the critic
+
+STEPS = 9  # of the run below; one of them pretrains the critic
 # A critic that is pretrained, a reference with an adaptive coefficient, normalised rewards, dynamic sampling, evaluations on the way.
 EVERYTHING = (
     "algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1}",
@@ -60,7 +73,7 @@ EVERYTHING = (
     f"train.steps={STEPS - 1}",
     "train.dynamic_sampling_rounds=2",
     "reward.normalise={prompts: 32, clip: 3.0}",
-    "train.eval_every=5",
+    "train.eval_every=4",
     "save.every=1",
 )
 

@@ -46,7 +46,7 @@ from tests.e2e.job import Job
 
 IDLE_S = 10.0  # for ranks of a run that has failed to end their part: those that wait for others never do
 ACTORS = 64  # over all runs: places are not given back
-LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
+LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=64", "rollout.max_num_seqs=256")
 
 
 class Lab:
@@ -58,7 +58,6 @@ class Lab:
         self._host: Any = None  # the process of engines that one run has for itself: an actor of EngineHost
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
         self.playing: list[int] = []  # process ids of those that were taken last
-        self.serving: int | None = None  # process id of the engine's actor, while a run has it
 
     def run(self, job: Job, own_engine: bool = False) -> Job:
         """`megarl train` in this process, to the end."""
@@ -133,12 +132,10 @@ class Lab:
                 if turns is not None:
                     turns.to_ranks()
                 models = build_groups(config, groups, turns)
-                self.serving = ray.get(engines.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
                 yield models, engines
                 if turns is not None:
                     turns.to_engines()  # for the next run
         finally:
-            self.serving = None
             if own:
                 ray.get(self._host.close.remote())
 

@@ -45,17 +45,20 @@ def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, t
     assert {sample.weight_versions for sample in samples} == {(VersionSpan(0, 1),)}
 
 
-def test_an_engine_that_is_lost_is_replaced_and_another_gives_its_responses(
-    lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Dead or late, in a rollout or in a sync: the answers are those of engines that nothing happened to, of the new weights."""
+@pytest.fixture
+def two(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """A run with two of these engines."""
     monkeypatch.setitem(ENGINES, "backwards", PLACE)
     config = load(Job(tmp_path, tiny_model).write(), ["rollout.replicas=2"], TrainConfig)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
-    prompts, sampling = check_train(config).train[:5], Sampling(2, 1.0, 64, 0)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
+
+
+def test_an_engine_that_dies_is_replaced_and_another_gives_its_responses(lab: Lab, two: TrainConfig) -> None:
+    """In a rollout or in a sync: the answers are those of engines that nothing happened to, of the new weights."""
+    prompts, sampling = check_train(two).train[:5], Sampling(2, 1.0, 64, 0)
     told, notes = list[Restart](), list[str]()
-    with lab.workers(config) as (models, _):
-        engines = start_engines(config, Restarts(3, told.append, notes.append))
+    with lab.workers(two) as (models, _):
+        engines = start_engines(two, Restarts(2, told.append, notes.append))
         models.sync(engines, 1)
         straight = engines.generate(prompts, sampling)
         first = list(engines.group.actors)
@@ -73,15 +76,24 @@ def test_an_engine_that_is_lost_is_replaced_and_another_gives_its_responses(
         models.sync(engines, 2)
         assert engines.group.actors[0] is not first[0]
         assert {ray.get(response.payload).weight_versions for response in engines.generate(prompts, sampling)} == {(VersionSpan(0, 2),)}
-
-        second = list(engines.group.actors)
-        engines.settings = engines.settings.model_copy(update={"timeout_s": 3.0})
-        with pytest.raises(WorkerLate, match=r"^generate: no answer within 3 s from engine 0"):  # of both, and of those in their places
-            engines.generate([Prompt(0, "", [STUCK], "", {})], sampling)
-        assert engines.group.actors[0] is not second[0] and engines.group.actors[1] is not second[1]
         for actor in engines.group.actors:
             ray.kill(actor)
-    assert [one.kind for one in told] == ["engine"] * 3 and all(one.recovery_s > 0 for one in told)
-    assert [one.fault.partition(" (")[0] for one in told[:2]] == ["generate: engine 1 died", "sync: engine 0 died"]
-    assert told[2].fault == "generate: no answer within 3 s from engine 0"
-    assert notes[-1] == "3 restarts within a day are all that cluster.restarts=3 allows"
+    assert [one.kind for one in told] == ["engine"] * 2 and all(one.recovery_s > 0 for one in told)
+    assert [one.fault.partition(" (")[0] for one in told] == ["generate: engine 1 died", "sync: engine 0 died"]
+
+
+@pytest.mark.long
+def test_engines_that_are_late_are_replaced_and_so_are_those_in_their_places_as_often_as_is_allowed(lab: Lab, two: TrainConfig) -> None:
+    told, notes = list[Restart](), list[str]()
+    late = two.model_copy(update={"rollout": two.rollout.model_copy(update={"timeout_s": 3.0})})
+    with lab.workers(two) as (models, _):
+        engines = start_engines(late, Restarts(1, told.append, notes.append))
+        models.sync(engines, 1)
+        first = list(engines.group.actors)
+        with pytest.raises(WorkerLate, match=r"^generate: no answer within 3 s from engine 0"):  # of both, and of those in their places
+            engines.generate([Prompt(0, "", [STUCK], "", {})], Sampling(2, 1.0, 64, 0))
+        assert engines.group.actors[0] is not first[0] and engines.group.actors[1] is not first[1]
+        for actor in engines.group.actors:
+            ray.kill(actor)
+    assert [one.fault for one in told] == ["generate: no answer within 3 s from engine 0"]
+    assert notes[-1] == "1 restarts within a day are all that cluster.restarts=1 allows"

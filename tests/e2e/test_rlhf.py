@@ -33,7 +33,6 @@ SERVE = """
 name: job
 model: {{path: {model}, dtype: float32}}
 cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
-layout: {{ranks: 2, tp: 2}}
 serve: {{port: 0, max_tokens: 32}}
 """
 PPO = (
@@ -50,7 +49,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[str]:
-    """Of the reward model as a service on two ranks."""
+    """Of the reward model as a service."""
     job = Job(tmp_path_factory.mktemp("serve"), reward_model, verb="serve", template=SERVE).start()
     job.wait_for("service", lambda: " at http://" in job.text())
     yield job.text().partition(" at ")[2].split()[0]
@@ -94,8 +93,9 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
         "apart": (
             f"reward.source={{type: reward_model, path: {reward_model}}}",
             "placement.reward={ranks: 2, ep: 2}",
+            "train.steps=1",
         ),
-        "served": (f"reward.source={{type: http, url: '{url}'}}",),
+        "served": (f"reward.source={{type: http, url: '{url}'}}", "train.steps=1"),
     }
     judged = ("reward.eval={type: reasoning_gym}",)
     runs = {name: lab.run(Job(tmp_path / name, tiny_model, (*PPO, *judged, *source))).updates() for name, source in sources.items()}
@@ -153,7 +153,7 @@ def test_rewards_are_relative_to_the_first_policy_and_told_where_the_reward_mode
     source = (
         f"reward={{source: {{type: reward_model, path: {narrow}}}, normalise: {{prompts: 16, clip: 2.0}}, eval: {{type: reasoning_gym}}}}"
     )
-    job = Job(tmp_path, tiny_model, (*PPO, "train.steps=5", source, "train.on_alarm=stop"))
+    job = Job(tmp_path, tiny_model, (*PPO, "train.steps=4", source, "train.on_alarm=stop"))
     with pytest.raises(Alarmed, match=r"step 3: reward outside range: for 3 steps .* now 100%.*train\.on_alarm=continue"):
         lab.run(job)
     assert len(job.updates()) == 3 and "warning: step 3: reward outside range" in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_rewards_are_relative_to_the_first_policy_and_told_where_the_reward_mode
         lab.run(job)
     job.overrides = (*job.overrides, "train.on_alarm=continue")
     rows = lab.run(job).updates()
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all(row["reward/outside/mean"] == 1 for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["reward/outside/mean"] == 1 for row in rows)
     assert all(-2 <= row["reward/min"] < row["reward/max"] <= 2 for row in rows)
     [first] = [row for row in job.rows() if "reward/reference_mean" in row]
     assert abs(rows[0]["reward/unnormalised/mean"] - first["reward/reference_mean"]) < first["reward/reference_std"]
