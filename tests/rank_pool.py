@@ -40,9 +40,9 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class _Task:
-    function: Callable[..., Any]
+    name: str
     layout: Layout
-    arguments: tuple[Any, ...]
+    work: bytes  # the pickled function and its arguments
 
 
 class Pool:
@@ -60,7 +60,7 @@ class Pool:
         """
         pipe = self._start() if self._pipe is None else self._pipe
         try:
-            return self._answers(pipe, _Task(function, layout, arguments), timeout_s)
+            return self._answers(pipe, _Task(function.__name__, layout, pickle.dumps((function, arguments))), timeout_s)
         except (EOFError, ConnectionError):
             self._template.join()
             died = f"the template of the ranks died (exit code {self._template.exitcode})"
@@ -69,7 +69,7 @@ class Pool:
 
     def _answers(self, pipe: Connection, task: _Task, timeout_s: float) -> list[Any]:
         """The task's results in rank order."""
-        layout, name = task.layout, task.function.__name__
+        layout = task.layout
         pipe.send_bytes(pickle.dumps(task))
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
@@ -78,7 +78,7 @@ class Pool:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 late = sorted(set(range(layout.ranks)) - results.keys())
                 self.close()
-                raise TimeoutError(f"ranks {late} did not finish {name} in {timeout_s:g} s")
+                raise TimeoutError(f"ranks {late} did not finish {task.name} in {timeout_s:g} s")
             rank, (ok, results[rank]) = pickle.loads(pipe.recv_bytes())
             if not ok:
                 errors.append(f"rank {rank}:\n{results[rank]}")
@@ -122,9 +122,11 @@ def _serve(session: Connection, start: Start) -> None:
     session.send_bytes(b"ready")
     while True:
         try:
-            task: _Task = pickle.loads(session.recv_bytes())  # imports the test's module here, once for all its tasks
+            task: _Task = pickle.loads(session.recv_bytes())
         except EOFError:
             return  # the session is over
+        if start == "fork":
+            pickle.loads(task.work)  # imports the test's module here, once for all its tasks
         _start_ranks(task, session, start)
 
 
@@ -189,6 +191,7 @@ def _perform(task: _Task, rank: int, ports: Any) -> tuple[bool, Any]:
     """(True, the function's result) or (False, the traceback)."""
     others = task.layout.ranks - 1
     try:
+        function, arguments = pickle.loads(task.work)
         if rank == 0:
             store, port = listen_store("127.0.0.1", others + 1, COLLECTIVE_S)
             for _ in range(others):
@@ -197,9 +200,9 @@ def _perform(task: _Task, rank: int, ports: Any) -> tuple[bool, Any]:
             store = connect_store("127.0.0.1", ports.get(), others + 1, COLLECTIVE_S)
         grid = init_grid(task.layout, rank=rank, store=store, seed=1, timeout_s=COLLECTIVE_S)
         try:
-            result = task.function(grid, *task.arguments)
+            result = function(grid, *arguments)
             threads = len(os.listdir("/proc/self/task"))
-            assert threads < THREADS, f"{task.function.__name__} left {threads} threads in a rank"
+            assert threads < THREADS, f"{task.name} left {threads} threads in a rank"
             return True, result
         finally:
             destroy_grid()

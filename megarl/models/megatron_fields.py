@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import Layout
@@ -53,6 +54,7 @@ _ABSENT: dict[str, Any] = {
 _SOURCES = {"transformer/transformer_config.py": ("TransformerConfig",), "model_parallel_config.py": ("ModelParallelConfig",)}
 
 
+@cache
 def megatron_fields() -> dict[str, Any]:
     """Every field of TransformerConfig and of what it inherits, with its type; Any where that is no kind of value that YAML has."""
     return fields_of("megatron.core", _SOURCES)

@@ -5,7 +5,7 @@ Axes: T predicted tokens, N sequences, R rows of local logits, V local vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -117,9 +117,9 @@ class Part:
     metrics: dict[str, Metric]
 
 
-def losses(grid: Grid, cut: Cut, micro_batches: int) -> dict[str, Part]:
-    """Every loss on a rank's share: pairs of sequences by data-parallel rank and micro-batch, their entries by context-parallel rank."""
-    return {name: _part(grid, cut, micro_batches, make()) for name, make in SETTINGS.items()}
+def losses(grid: Grid, cut: Cut, micro_batches: int, names: Sequence[str]) -> dict[str, Part]:
+    """Losses on a rank's share: pairs of sequences by data-parallel rank and micro-batch, their entries by context-parallel rank."""
+    return {name: _part(grid, cut, micro_batches, SETTINGS[name]()) for name in names}
 
 
 def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
@@ -168,12 +168,13 @@ class Step:
     metrics: dict[str, Metric]
 
 
-def through_the_model(grid: Grid, job: Job) -> dict[str, Step]:
-    """The gradient norm of every policy loss: one model, one forward and backward each, no optimizer step."""
+def through_the_model(grid: Grid, job: Job, names: Sequence[str]) -> dict[str, Step]:
+    """The gradient norms of policy losses: one model, one forward and backward each, no optimizer step."""
     trainable, batch = build(grid, job), global_batch(job.sequences)
     reports = grid.is_last_stage and grid.tp_rank == 0
     steps = {}
-    for name, algorithm in ALGORITHMS.items():
+    for name in names:
+        algorithm = ALGORITHMS[name]
 
         def loss_fn(
             logits_RV: Tensor, row_T: Tensor, part: Batch, algorithm: PolicyAlgorithm = algorithm

@@ -10,24 +10,22 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.checkpoints.steps import Verified, verify
-from megarl.config import CheckpointSettings, CriticSettings, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
 from megarl.errors import SaveError
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.checkpoint import sharded
 from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.load import load, load_random
 from megarl.parallel.checkpoint.rolling import RollingCopy, restore
 from megarl.parallel.checkpoint.save import Saver
-from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
@@ -235,46 +233,3 @@ def die_in_a_save(grid: Grid, path: Path, root: Path) -> None:
     saver.save(2, part, {})
     saver.wait()
     time.sleep(60)
-
-
-def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
-    """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
-    import pytest
-
-    from megarl.algorithms.ppo import Ppo
-    from megarl.workers.model_worker import ModelWorker, RLSpec  # and with it Ray, which `tests.gpu` does without
-
-    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
-    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
-    seen: list[set[str]] = []
-
-    def look() -> None:
-        trained = [(role, model._trainable) for role, model in rank._models.items()]
-        seen.append({role for role, one in trained if one and any(tensor.untyped_storage().nbytes() for tensor in one.state())})
-
-    def looking(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def called(*arguments: Any) -> Any:
-            look()
-            return call(*arguments)
-
-        patch.setattr(owner, name, called)
-
-    for role in ("policy", "critic"):
-        trainable = rank._use(role)._trainable
-        assert trainable is not None
-        trainable.zero_grad()
-        trainable.step()
-    with pytest.MonkeyPatch.context() as patch:
-        looking(StagedWriter, "put")
-        looking(Saver, "_plan")
-        looking(sharded, "put_optimizer")
-        rank.checkpoint(root, 1, settings(), {})
-        step = verified(root / "step_000001")
-        rank.load({"policy": step, "critic": step})
-        rank.checkpoint(root, 2, settings(), {})
-    return seen

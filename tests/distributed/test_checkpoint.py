@@ -12,11 +12,13 @@ from torch import Tensor
 
 from megarl.config import Layout
 from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, resume_from_memory, train_and_save
+from tests.distributed.rows import rows
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
 
 STEPS = 2  # before the save, and after it
+SAME = ["tp2_ep2", "pp2_vpp2", "ep4"]
 ONE = Layout()
 
 
@@ -28,6 +30,11 @@ class Saved:
     step: Path
     tensors: dict[str, Tensor]  # whole
     then: list[Resumed]  # of each rank: the uninterrupted run
+
+
+def job(path: Path, *layouts: Layout) -> Job:
+    """Training with one micro-batch for each data-parallel rank, and two at least."""
+    return Job(path, steps=STEPS, micro_batches=max(2, *(layout.dp for layout in layouts)))
 
 
 Save = Callable[[Job, Layout], Saved]
@@ -70,30 +77,32 @@ def assert_continues(pool: Pool, saved: Saved, layout: Layout, root: Path, rel: 
     assert resumed[0].report.grad_norm == pytest.approx(saved.then[0].report.grad_norm, rel=10 * rel)
 
 
-@pytest.mark.parametrize("name", ["tp2_ep2", "pp2_vpp2", "ep4"])
+@pytest.mark.parametrize("name", rows(SAME, ["tp2_ep2", "pp2_vpp2"]))
 def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
     """Bit for bit: losses, gradient norms, log-probs, and what the random states draw next."""
-    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    saved = save(job(path, LAYOUTS[name]), LAYOUTS[name])
     assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
-@pytest.mark.parametrize("name", ["tp2_ep2", "ep4"])
+@pytest.mark.parametrize("name", rows(SAME, ["tp2_ep2", "pp2_vpp2"]))
 def test_a_copy_in_memory_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
-    saved = save(Job(path, steps=STEPS), LAYOUTS[name])
+    saved = save(job(path, LAYOUTS[name]), LAYOUTS[name])
     assert pool.run(resume_from_memory, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
-CHAIN = ["tp2_ep2", "pp2_ep2", "ep4", "tp2_etp2_ep2", "pp2_vpp2", "cp2", "one"]
+CHAIN = ["tp2_ep2", "pp2_ep2", "pp2_vpp2", "tp2_etp2_ep2", "cp2", "ep4", "one"]
+PAIRS = list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True))
 
 
-@pytest.mark.parametrize(("before", "after"), list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True)))
+@pytest.mark.parametrize(("before", "after"), rows(PAIRS, PAIRS[::2]))
 def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
     layouts = {**LAYOUTS, "one": ONE}
-    saved = save(Job(path, steps=STEPS), layouts[before])
+    saved = save(job(path, layouts[before], layouts[after]), layouts[before])
     assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
 
 
-def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: Path, tmp_path: Path) -> None:
+def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
     dp4 = Layout(ranks=4)  # parameters lie across the borders of the ranks' slices
     saved = save(Job(path, steps=STEPS, dtype="bfloat16"), dp4)
     weight = "decoder.layers.self_attention.linear_qkv.weight"
@@ -106,8 +115,8 @@ def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, path: P
 
 def test_tied_embeddings_and_a_padded_vocabulary(pool: Pool, save: Save, tmp_path: Path) -> None:
     """Tied weights lie in two stages, in buckets of their own; 129 rows are 130 with tp=2, and 129 again."""
-    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, vocab_size=129)
-    saved = save(Job(path, steps=STEPS), Layout(ranks=4, pp=2))
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True, vocab_size=129)
+    saved = save(job(path, Layout(ranks=4, pp=2)), Layout(ranks=4, pp=2))
     assert saved.tensors["embedding.word_embeddings.weight"].shape[0] == 129
     resumed = pool.run(resume, Layout(ranks=2, tp=2), saved.job, saved.step, tmp_path / "padded")
     assert losses(resumed) == pytest.approx(losses(saved.then), rel=1e-6)

@@ -21,19 +21,18 @@ from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.checkpoint_work import build_part, verified
+from tests.distributed.rows import rows
+from tests.distributed.tiny_families import Make
 from tests.rank_pool import Pool
-from tools.make_tiny_model import FAMILIES, build, has_experts
+from tools.make_tiny_model import FAMILIES, has_experts
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(make: Make) -> dict[str, Path]:
     """A model of every family, whose vocabulary tensor parallelism must pad."""
-    root = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        build(root / family, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1, family=family, vocab_size=127)
-    return {family: root / family for family in FAMILIES}
+    return {family: make(family) for family in FAMILIES}
 
 
 def stored(path: Path) -> dict[str, tuple[torch.dtype, bytes]]:
@@ -112,12 +111,22 @@ def test_a_model_saved_by_ranks_becomes_the_directory_it_was_loaded_from(
         assert read_config(tmp_path / f"{family}.hf") == read_config(path)
 
 
-def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model as `convert` makes it for ranks."""
+    root = tmp_path_factory.mktemp("converted")
     for family, path in models.items():
-        convert("hf-to-megatron", path, tmp_path / family, "--tp", 2, *(["--etp", 2] if has_experts(family) else []))
-    for layout in (TP_EP, PP_VPP, ETP):
-        for fitting, paths in groups(models, layout):
-            assert pool.run(differing, fitting, paths, tmp_path) == [[]] * fitting.ranks, layout
+        convert("hf-to-megatron", path, root / family, "--tp", 2, *(["--etp", 2] if has_experts(family) else []))
+    return root
+
+
+LAYOUTS = {"tp2 ep2": TP_EP, "pp2 vpp2": PP_VPP, "tp2 ep2 etp2": ETP}
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["pp2 vpp2", "tp2 ep2 etp2"]))
+def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[str, Path], converted: Path, name: str) -> None:
+    for fitting, paths in groups(models, LAYOUTS[name]):
+        assert pool.run(differing, fitting, paths, converted) == [[]] * fitting.ranks
 
 
 def critic_from(grid: Grid, path: Path, step: Path) -> list[str]:

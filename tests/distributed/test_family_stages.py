@@ -11,12 +11,14 @@ from megarl.config import Layout, ModelSettings
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.hf import read_config
 from tests.distributed.checkpoint_work import plain_tensors, train_and_save
+from tests.distributed.rows import rows
 from tests.distributed.test_checkpoint import STEPS, Saved, assert_continues
 from tests.distributed.tiny_families import Make, saved
 from tests.distributed.tiny_training import Job
 from tests.rank_pool import Pool
 from tools.check_logits import joined, megatron_part, sequences, transformers_logits
 
+EP2, PP2 = Layout(ranks=2, ep=2), Layout(ranks=2, pp=2)
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
@@ -41,20 +43,22 @@ def test_stages_may_have_different_numbers_of_layers(
     torch.testing.assert_close(joined(parts, batch, hf["vocab_size"]), theirs_TV, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("family", "changes"), [("deepseek_v3", {}), ("glm4_moe", {"first_k_dense_replace": 2})])
+MIXED = [(family, dense, after) for family, dense in (("deepseek_v3", 1), ("glm4_moe", 2)) for after in (EP2, PP2)]
+
+
+@pytest.mark.parametrize(("family", "dense", "after"), rows(MIXED, [("deepseek_v3", 1, PP2), ("glm4_moe", 2, EP2)]))
 def test_checkpoint_of_mixed_layers_continues_on_another_layout(
-    pool: Pool, make: Make, tmp_path: Path, family: str, changes: dict[str, int]
+    pool: Pool, make: Make, tmp_path: Path, family: str, dense: int, after: Layout
 ) -> None:
     """Dense layers, latents and expert biases are in it, whatever stages without experts lack. Every expert takes every token, so that no
     near-tie goes another way."""
-    path = make(family, vocab_size=128, num_experts_per_tok=8, n_group=1, topk_group=1, **changes)
-    job = Job(path, steps=STEPS, megatron={"moe_router_bias_update_rate": 0.01})
+    path = make(family, vocab_size=128, num_experts_per_tok=8, n_group=1, topk_group=1, first_k_dense_replace=dense)
+    job = Job(path, steps=STEPS, micro_batches=2, megatron={"moe_router_bias_update_rate": 0.01})
     then = pool.run(train_and_save, Layout(ranks=4, tp=2, pp=2), job, tmp_path)
     step = tmp_path / f"step_{STEPS:06d}"
     run = Saved(job, step, pool.run(plain_tensors, Layout(), step / "policy")[0], then)
     assert sum(key.endswith("mlp.router.expert_bias") for key in run.tensors) == 4 - read_config(path)["first_k_dense_replace"]
-    assert_continues(pool, run, Layout(ranks=2, ep=2), tmp_path / "ep2", rel=1e-5)
-    assert_continues(pool, run, Layout(ranks=2, pp=2), tmp_path / "pp2", rel=1e-5)
+    assert_continues(pool, run, after, tmp_path / "again", rel=1e-5)
 
 
 def test_saved_directory_says_that_multi_token_prediction_was_left_out(pool: Pool, make: Make, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,28 +14,52 @@ from megarl.config import Layout
 from megarl.models.hf import read_config
 from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
+from tests.distributed.rows import rows
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import Job, Report, build, learn, train
 from tests.rank_pool import Pool
 
 EVERY_EXPERT = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # no near-ties for a layout to break differently
-TP2_EP2, PP2, CP2 = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2), Layout(ranks=2, cp=2)
-TP2_PP2 = Layout(ranks=4, tp=2, pp=2)
-CASES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
-    "qwen2_tied": ("qwen2_tied", {}, [Layout(ranks=2, tp=2), PP2, TP2_PP2, CP2, Layout(ranks=2)]),
-    "deepseek_v3": (
-        "deepseek_v3",
-        EVERY_EXPERT,
-        [TP2_EP2, PP2, CP2, TP2_PP2, Layout(ranks=4, ep=4), Layout(ranks=4, tp=2, etp=2, ep=2)],
-    ),
-    "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT, [TP2_EP2]),
-    "glm4_moe": ("glm4_moe", EVERY_EXPERT, [TP2_EP2, CP2]),
-    "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}, [PP2]),
+LAYOUTS = {
+    "tp2": Layout(ranks=2, tp=2),
+    "tp2_ep2": Layout(ranks=2, tp=2, ep=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "dp2": Layout(ranks=2),
+    "tp2_pp2": Layout(ranks=4, tp=2, pp=2),
+    "ep4": Layout(ranks=4, ep=4),
+    "tp2_etp2_ep2": Layout(ranks=4, tp=2, etp=2, ep=2),
 }
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_tied": ("qwen2_tied", {}),
+    "deepseek_v3": ("deepseek_v3", EVERY_EXPERT),
+    "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT),
+    "glm4_moe": ("glm4_moe", EVERY_EXPERT),
+    "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}),
+}
+CASES = [
+    *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
+    *(("deepseek_v3", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "ep4", "tp2_etp2_ep2")),
+    ("deepseek_v3_plain", "tp2_ep2"),
+    ("glm4_moe", "tp2_ep2"),
+    ("glm4_moe", "cp2"),
+    ("glm4_moe_dense_stage", "pp2"),
+]
+SUITE = [
+    ("qwen2_tied", "tp2"),
+    ("qwen2_tied", "tp2_pp2"),
+    ("qwen2_tied", "dp2"),
+    ("deepseek_v3", "ep4"),
+    ("deepseek_v3", "tp2_etp2_ep2"),
+    ("deepseek_v3_plain", "tp2_ep2"),
+    ("glm4_moe", "cp2"),
+    ("glm4_moe_dense_stage", "pp2"),
+]
+Step = tuple[list[float], list[float], dict[tuple[int, int], float]]  # of training: losses, gradient norms, log-probs
 
 
-def trained(pool: Pool, layout: Layout, job: Job) -> tuple[list[float], list[float], dict[tuple[int, int], float]]:
+def trained(pool: Pool, layout: Layout, job: Job) -> Step:
     reports: list[Report] = pool.run(train, layout, job)
     logp = {token: value for report in reports for token, value in report.logp.items()}
     norms = [report.grad_norm for report in reports]
@@ -41,25 +67,42 @@ def trained(pool: Pool, layout: Layout, job: Job) -> tuple[list[float], list[flo
     return [sum(step) for step in zip(*(report.loss for report in reports), strict=True)], norms[0], logp
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_independent_of_the_layout(pool: Pool, make: Make, name: str) -> None:
-    variant, changes, several = CASES[name]
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Callable[[Job], Step]:
+    """A job on one rank, each once."""
+    known: dict[str, Step] = {}
+
+    def step(job: Job) -> Step:
+        if repr(job) not in known:
+            known[repr(job)] = trained(pool, Layout(), job)
+        return known[repr(job)]
+
+    return step
+
+
+@pytest.mark.parametrize(("model", "name"), rows(CASES, SUITE))
+def test_loss_and_gradient_are_independent_of_the_layout(
+    pool: Pool, make: Make, alone: Callable[[Job], Step], model: str, name: str
+) -> None:
+    variant, changes = MODELS[model]
     job = Job(make(variant, vocab_size=128, **changes), steps=2)
-    loss, norm, logp = trained(pool, Layout(), job)
-    for layout in several:
-        others = trained(pool, layout, job)
-        assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
-        assert others[2].keys() == logp.keys() and max(abs(others[2][token] - logp[token]) for token in logp) < 1e-4
+    layout = LAYOUTS[name]
+    (loss, norm, logp), others = alone(job), trained(pool, layout, replace(job, micro_batches=4 if layout.dp > 1 else 2))
+    assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
+    assert others[2].keys() == logp.keys() and max(abs(others[2][token] - logp[token]) for token in logp) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_chosen_groups_and_experts_give_the_same_gradient_on_every_layout(pool: Pool, make: Make, family: str) -> None:
+ROUTED = [(family, name) for family in ("deepseek_v3", "glm4_moe") for name in ("tp2_ep2", "pp2", "cp2")]
+
+
+@pytest.mark.parametrize(("family", "name"), rows(ROUTED, [("deepseek_v3", "tp2_ep2"), ("deepseek_v3", "cp2"), ("glm4_moe", "pp2")]))
+def test_chosen_groups_and_experts_give_the_same_gradient_on_every_layout(
+    pool: Pool, make: Make, alone: Callable[[Job], Step], family: str, name: str
+) -> None:
     """One step of the real routing, from weights without near-ties."""
     job = Job(make(family, vocab_size=128))
-    loss, norm, _ = trained(pool, Layout(), job)
-    for layout in (TP2_EP2, PP2, CP2):
-        others = trained(pool, layout, job)
-        assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
+    (loss, norm, _), others = alone(job), trained(pool, LAYOUTS[name], replace(job, micro_batches=2))
+    assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
 
 
 def stepped(grid: Grid, job: Job) -> dict[str, Tensor]:
@@ -69,19 +112,20 @@ def stepped(grid: Grid, job: Job) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_expert_bias_is_the_one_tensor_that_a_step_leaves_alone(pool: Pool, make: Make, family: str) -> None:
-    job = Job(make(family, vocab_size=128, **EVERY_EXPERT))
-    before = stored(job.path)
-    for layout in (TP2_EP2, PP2):
-        after = pool.run(stepped, layout, job)[0]
-        assert after.keys() == before.keys()
-        kept = {name.split("mlp.")[-1] for name, tensor in before.items() if torch.equal(after[name], tensor)}
-        assert kept == {"gate.e_score_correction_bias"}
+BIASED = [(family, name) for family in ("deepseek_v3", "glm4_moe") for name in ("tp2_ep2", "pp2")]
+
+
+@pytest.mark.parametrize(("family", "name"), rows(BIASED, [("deepseek_v3", "pp2"), ("glm4_moe", "tp2_ep2")]))
+def test_expert_bias_is_the_one_tensor_that_a_step_leaves_alone(pool: Pool, make: Make, family: str, name: str) -> None:
+    job = Job(make(family, vocab_size=128, **EVERY_EXPERT), micro_batches=2)
+    before, after = stored(job.path), pool.run(stepped, LAYOUTS[name], job)[0]
+    assert after.keys() == before.keys()
+    kept = {name.split("mlp.")[-1] for name, tensor in before.items() if torch.equal(after[name], tensor)}
+    assert kept == {"gate.e_score_correction_bias"}
 
 
 def test_expert_bias_moves_where_it_is_asked_to(pool: Pool, make: Make) -> None:
-    job = Job(make("deepseek_v3", vocab_size=128), megatron={"moe_router_bias_update_rate": 0.5})
+    job = Job(make("deepseek_v3", vocab_size=128), micro_batches=2, megatron={"moe_router_bias_update_rate": 0.5})
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     before = stored(job.path)[name]
     one, two = (pool.run(stepped, layout, job)[0][name] for layout in (Layout(), Layout(ranks=4, tp=2, ep=2)))

@@ -61,7 +61,7 @@ def lives(grid: Grid, job: Job) -> list[tuple[int, int]]:
 def test_a_model_and_its_grid_that_were_dropped_leave_nothing(pool: Pool, tmp_path: Path, name: str) -> None:
     """The routers' auxiliary loss too: it has a graph of its own."""
     path = make_checkpoint(tmp_path / "model", num_experts_per_tok=2)
-    job = Job(path, megatron={"moe_aux_loss_coeff": 0.01}, recompute="full" if name == "one" else "none")
+    job = Job(path, micro_batches=2, sequences=4, megatron={"moe_aux_loss_coeff": 0.01}, recompute="full" if name == "one" else "none")
     for seen in pool.run(lives, LAYOUTS[name], job):
         assert [alive for _, alive in seen] == [0] * LIVES
         assert len({threads for threads, _ in seen}) == 1, seen

@@ -26,6 +26,7 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import local_parameters
+from tests.distributed.rows import rows
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool
@@ -173,9 +174,10 @@ def test_recorded_experts_give_the_same_bits_again_whatever_the_routers_say(alon
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["cp2", "tp2_pp2", "dp2"]))
 def test_replay_is_the_same_on_every_layout(pool: Pool, path: Path, alone: Seen, name: str) -> None:
-    ranks = pool.run(replays, LAYOUTS[name], Job(path))
+    layout = LAYOUTS[name]
+    ranks = pool.run(replays, layout, Job(path, micro_batches=2))
     assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")
     for one in ("drawn", "replayed elsewhere"):
         assert close(joined(ranks, one), alone.logp[one])
@@ -193,9 +195,11 @@ def test_replay_is_the_same_on_every_layout(pool: Pool, path: Path, alone: Seen,
 
 
 @pytest.mark.parametrize("name", ["one", "tp2_ep2"])
-def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, path: Path, name: str) -> None:
+def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, tmp_path: Path, name: str) -> None:
     """Which is where routers waver: other sums of the same tokens choose other experts."""
-    layout, job = LAYOUTS.get(name, Layout()), Job(path, dtype="bfloat16")
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=2, num_experts=EXPERTS, num_experts_per_tok=TOPK)
+    layout = LAYOUTS.get(name, Layout())
+    job = Job(path, micro_batches=2, dtype="bfloat16")
     ranks = pool.run(replays, layout, job)
     assert joined(ranks, "recorded") == joined(ranks, "replayed") == joined(ranks, "left alone")
     assert shown(ranks, "replayed elsewhere")["routing/replay_hit_rate"] == 1.0
@@ -204,17 +208,18 @@ def test_in_bfloat16_the_bits_are_the_same_too(pool: Pool, path: Path, name: str
     assert all(torch.equal(one.grads[key][0], two.grads[key][0]) for one, two in zip(plain, again, strict=True) for key in one.grads)
 
 
-@pytest.mark.parametrize("name", ["one", "tp2_ep2", "pp2_vpp2", "cp2"])
+@pytest.mark.parametrize("name", rows(["one", "tp2_ep2", "pp2_vpp2", "cp2"], ["tp2_ep2", "pp2_vpp2"]))
 def test_gradients_of_replayed_experts(pool: Pool, path: Path, alone: Seen, name: str) -> None:
     """Bit for bit the same with every recompute, and the norm as on one rank; the routers learn from the experts that were replayed."""
     layout = LAYOUTS.get(name, Layout())
-    plain = pool.run(learns, layout, Job(path))
+    job = Job(path, micro_batches=2)
+    plain = pool.run(learns, layout, job)
     assert close(joined(plain, "drawn"), alone.logp["drawn"])
     routers = [grad for seen in plain for weight, [grad] in seen.grads.items() if weight.endswith("mlp.router.weight")]
     assert all(grad.norm() > 1e-4 for grad in routers)
     for recompute in ("full", "selective"):
         megarl = {"recompute_modules": ["moe"]} if recompute == "selective" else {}
-        again = pool.run(learns, layout, Job(path, recompute=recompute, megatron=megarl))
+        again = pool.run(learns, layout, replace(job, recompute=recompute, megatron=megarl))
         assert all(shown(ranks, "drawn")["routing/replay_hit_rate"] == 1.0 for ranks in (plain, again))
         for one, other in zip(plain, again, strict=True):
             assert one.grads.keys() == other.grads.keys()
@@ -303,7 +308,7 @@ def counts(grid: Grid, job: Job, replay: bool) -> Counts:
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_stacks_that_are_partly_dense_with_sigmoid_routers_in_groups_and_biases(pool: Pool, make: Make, family: str) -> None:
     """Replay is the same on other layouts; biases follow what routers choose themselves, in the first layer what they choose without it."""
-    job = Job(make(family), megatron={"moe_router_bias_update_rate": 0.01})
+    job = Job(make(family), micro_batches=2, megatron={"moe_router_bias_update_rate": 0.01})
     [one], [left] = pool.run(counts, Layout(), job, True), pool.run(counts, Layout(), job, False)
     assert one.layers == [1, 2, 3] and one.bias.keys() == set(one.layers)
     batch = global_batch(Job.sequences)

@@ -18,10 +18,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.checkpoints.steps import encode, newest, read_manifest
-from megarl.config import Layout
+from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.parallel.backend import choose
+from megarl.parallel.checkpoint import sharded
+from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.grid import Grid
+from megarl.workers.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
     die_in_a_save,
@@ -31,8 +37,8 @@ from tests.distributed.checkpoint_work import (
     plain_tensors,
     save_into,
     save_several,
+    settings,
     stale,
-    take_turns,
     verified,
     wait_for_a_rank_that_never_writes,
 )
@@ -44,7 +50,7 @@ ONE, TWO = Layout(), Layout(ranks=2, tp=2)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +91,44 @@ def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_pa
         assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
 
 
+def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
+    """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
+    spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
+    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        trained = [(role, model._trainable) for role, model in rank._models.items()]
+        seen.append({role for role, one in trained if one and any(tensor.untyped_storage().nbytes() for tensor in one.state())})
+
+    def looking(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def called(*arguments: Any) -> Any:
+            look()
+            return call(*arguments)
+
+        patch.setattr(owner, name, called)
+
+    for role in ("policy", "critic"):
+        trainable = rank._use(role)._trainable
+        assert trainable is not None
+        trainable.zero_grad()
+        trainable.step()
+    with pytest.MonkeyPatch.context() as patch:
+        looking(StagedWriter, "put")
+        looking(Saver, "_plan")
+        looking(sharded, "put_optimizer")
+        rank.checkpoint(root, 1, settings(), {})
+        step = verified(root / "step_000001")
+        rank.load({"policy": step, "critic": step})
+        rank.checkpoint(root, 2, settings(), {})
+    return seen
+
+
 def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: Pool, path: Path, tmp_path: Path) -> None:
     together, turns = (pool.run(take_turns, ONE, path, tmp_path / str(offload), offload)[0] for offload in (False, True))
     assert all(seen == {"policy", "critic"} for seen in together)
@@ -97,12 +141,12 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
     good = saved / "step_000002"
     other = {
-        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[4, 4, 128, 128\], and the model's is \[4, 4, 64, 128\]"),
-        "shallow": ({"num_hidden_layers": 2}, r"has shape \[4, .*\], and the model's is \[2, "),
+        "wide": ({"moe_intermediate_size": 32}, r"linear_fc1\.weight has shape \[2, 4, 128, 128\], and the model's is \[2, 4, 64, 128\]"),
+        "shallow": ({"num_hidden_layers": 1}, r"has shape \[2, .*\], and the model's is \[1, "),
         "words": ({"vocab_size": 120}, r"policy: vocab_size is 128, and the model's is 120"),
     }
     for name, (changes, line) in other.items():
-        config = make_checkpoint(tmp_path / name, **changes)
+        config = make_checkpoint(tmp_path / name, **{"num_hidden_layers": 2, **changes})
         assert re.search(line, refusal(pool, load_alone, TWO, config, good, "policy", "lm"))
     assert refusal(pool, load_alone, TWO, path, good, "policy", "value").endswith("policy lacks score.weight of shape [1, 128]")
     assert refusal(pool, load_alone, TWO, path, good, "judge", "lm").endswith("has no model 'judge'; it has critic, policy, reference")

@@ -38,8 +38,12 @@ KERNELS = {
 }
 
 
-def counted(grid: Grid, job: Job) -> tuple[int, list[int]]:
-    """What torch counts in one update, and the lengths of the sequences."""
+def counted(grid: Grid, jobs: list[Job]) -> list[tuple[int, list[int]]]:
+    """Of each job what torch counts in one update, and the lengths of the sequences."""
+    return [_counted(grid, job) for job in jobs]
+
+
+def _counted(grid: Grid, job: Job) -> tuple[int, list[int]]:
     policy = build(grid, job)
     batches = shares(global_batch(job.sequences), job.micro_batches)
 
@@ -55,9 +59,9 @@ def counted(grid: Grid, job: Job) -> tuple[int, list[int]]:
 def test_flops_of_an_update_are_those_that_torch_counts(pool: Pool, tmp_path: Path) -> None:
     """All experts, two of them, tied embeddings; nothing is recomputed."""
     variants: list[dict[str, Any]] = [{}, {"num_experts_per_tok": 2}, {"tie_word_embeddings": True}]
-    for index, changes in enumerate(variants):
-        path = make_checkpoint(tmp_path / str(index), **changes)
-        [(counts, lengths)] = pool.run(counted, Layout(), Job(path, sequences=8, micro_batches=2))
+    paths = [make_checkpoint(tmp_path / str(index), num_hidden_layers=2, **changes) for index, changes in enumerate(variants)]
+    [found] = pool.run(counted, Layout(), [Job(path, sequences=8, micro_batches=2) for path in paths])
+    for path, (counts, lengths) in zip(paths, found, strict=True):
         assert training_flops(read_config(path), "lm", lengths) == pytest.approx(counts, rel=0.02)
 
 

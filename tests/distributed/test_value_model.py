@@ -28,6 +28,7 @@ from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf, unwrap
+from tests.distributed.rows import rows
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_training import global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool, RankError
@@ -122,9 +123,10 @@ def assert_equal(many: list[Report], one: Report) -> None:
         assert report.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["pp2_vpp2", "dp2", "cp2_tp2"]))
 def test_values_loss_and_gradient_are_independent_of_the_layout(pool: Pool, critic: Path, one_rank: Report, name: str) -> None:
-    assert_equal(pool.run(train, LAYOUTS[name], critic, 4), one_rank)
+    layout = LAYOUTS[name]
+    assert_equal(pool.run(train, layout, critic, 4 if layout.dp > 1 else 2), one_rank)
 
 
 @pytest.mark.parametrize("micro_batches", [1, SEQUENCES])
