@@ -22,10 +22,10 @@ with uncollected():
     from tests.rank_pool import Pool
     from tools.make_tiny_model import build
 
-# The suite runs on three processes, of which some wait most of the time. One takes all that shares the lab's session, engine and ranks;
-# the others one file after the other, the long ones first.
-E2E = "tests/e2e/"
-ORDER = (E2E, "tests/slurm/", "tests/distributed/", "tests/rollout/", "tests/unit/cluster/", "tests/")
+# The suite runs on three processes, of which some wait most of the time. One takes all that shares the lab's session, engine and ranks,
+# one all that shares a process with vLLM; else they take one file after the other, the long ones first.
+E2E, ROLLOUT = "tests/e2e/", "tests/rollout/"
+ORDER = (E2E, "tests/slurm/", "tests/distributed/", ROLLOUT, "tests/unit/cluster/", "tests/")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,10 +45,10 @@ def long(pytestconfig: pytest.Config) -> bool:
 
 
 class Scheduler(LoadFileScheduling):
-    """Gives a process all tests of a file, and those from end to end to one process."""
+    """Gives a process all tests of a file, and those from end to end to one process, as those of the rollout."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return E2E if nodeid.startswith(E2E) else super()._split_scope(nodeid)
+        return next((start for start in (E2E, ROLLOUT) if nodeid.startswith(start)), None) or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
