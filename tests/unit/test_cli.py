@@ -127,11 +127,14 @@ def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
-def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path, flags: list[str]) -> None:
-    (tmp_path / "config.yaml").write_text(EXAMPLE)
-    refused = megarl("train", tmp_path / "config.yaml", *flags, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("megarl: error: model.path: ") and len(refused.stderr.splitlines()) == 1
+def test_a_missing_model_is_refused_before_anything_starts(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, termination: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(EXAMPLE)
+    assert cli.main(["train", "config.yaml", *flags]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("megarl: error: model.path: ") and len(shown.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 

@@ -1,4 +1,5 @@
-"""A node that is lost: it is noticed, its places are given up for others, and what its ranks had copied is on the next machine."""
+"""A node that is lost, of a cluster with a token: it is noticed, its places are given up for others, and what its ranks had copied is on
+the next machine."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_what_a_lost_node_held_is_on_the_next_one_and_its_places_are_taken_by_a_
 ) -> None:
     for name, value in FAST.items():
         monkeypatch.setenv(name, value)
-    [before, (refusal, waited), after, restored], _ = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
+    [before, (refusal, waited), after, restored], error = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
+    assert "which asks for a token\n" in error
     assert before == [2, False, [3, "alone 3"], [3, "twice 3"]]
     assert refusal.startswith("cluster: 3 GPUs are asked for") and refusal.endswith("there are 2 (1, 1, 0); no other node will join")
     assert waited < 5

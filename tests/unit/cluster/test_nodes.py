@@ -113,11 +113,6 @@ def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_no
     )
 
 
-def test_a_cluster_with_a_token_is_joined_with_it(tmp_path: Path) -> None:
-    [gpus, *_], error = joined("token", tmp_path, [1], [])
-    assert gpus == [1] and "which asks for a token\n" in error
-
-
 def test_where_no_cluster_answers_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
         from megarl.cluster.session import ray_session
