@@ -28,10 +28,10 @@ train: {steps: 1, prompts_per_step: 8}
 """
 
 
-def megarl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def megarl(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
