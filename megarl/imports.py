@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +43,8 @@ def uncollected() -> Iterator[None]:
 def parts_alone(package: str) -> Iterator[None]:
     """For a block that imports modules of a package: its own `__init__` does not run there, but where the package is next imported.
 
-    For one whose `__init__` makes much that those modules do without, and of which they need `__version__` at most.
+    For one whose `__init__` makes much that those modules do without, and of which they need `__version__` at most. May be a package
+    inside another.
     """
     if package in sys.modules:
         yield
@@ -51,9 +53,29 @@ def parts_alone(package: str) -> Iterator[None]:
     assert spec is not None, f"{package} is not installed"
     stand_in = ModuleType(package)
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
-    vars(stand_in)["__version__"] = version(package)
+    if "." not in package:
+        vars(stand_in)["__version__"] = version(package)
     sys.modules[package] = stand_in
     try:
         yield
     finally:
         del sys.modules[package]
+
+
+def gym_factory(dataset: str) -> Any:
+    """reasoning_gym.factory, with the data set of that name among its DATASETS if there is one.
+
+    The package imports a hundred data sets, with sympy and matplotlib: 1.6 s. Most have a module of their own name that needs neither.
+    """
+    with uncollected():
+        with parts_alone("reasoning_gym"):
+            importlib.import_module("reasoning_gym.coaching")  # it and the factory import each other, and only this order works
+            factory = importlib.import_module("reasoning_gym.factory")
+            if dataset not in factory.DATASETS and dataset.isidentifier():
+                for module in Path(factory.__file__ or "").parent.glob(f"*/{dataset}.py"):
+                    package = f"reasoning_gym.{module.parent.name}"
+                    with parts_alone(package):
+                        importlib.import_module(f"{package}.{dataset}")
+        if dataset not in factory.DATASETS:
+            importlib.import_module("reasoning_gym")
+    return factory

@@ -70,7 +70,7 @@ def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Gives a signal its exception back: one that comes within ray.get or ray.wait leaves them as SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
+    """Gives a signal its exception back: within ray.get and ray.wait it becomes a SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
     try:
         yield
     except SystemExit as stop:

@@ -12,7 +12,7 @@ from megarl.config import ConfigError, ReasoningGymSource
 from megarl.data.bounds import in_memory, in_time
 from megarl.data.tokenizer import first_line
 from megarl.errors import hint
-from megarl.imports import uncollected
+from megarl.imports import gym_factory
 
 ITEM_S = 8.0  # of CPU time; the slowest data set takes 3 s
 ROOM_MB, ITEMS_PER_MB = 384, 32
@@ -82,12 +82,10 @@ def _drawn(source: ReasoningGymSource) -> int:
 
 def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
     """Makes the data set of a source, whose name and parameters are known ones."""
-    with uncollected():  # a second (sympy, matplotlib): only runs that ask for it pay
-        from reasoning_gym.factory import DATASETS, create_dataset
-
-    if source.dataset not in DATASETS:
-        raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, DATASETS)}")
-    known = DATASETS[source.dataset][1].__dataclass_fields__
+    gym = gym_factory(source.dataset)
+    if source.dataset not in gym.DATASETS:
+        raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, gym.DATASETS)}")
+    known = gym.DATASETS[source.dataset][1].__dataclass_fields__
     for name in source.params:
         if name in ("seed", "size"):
             raise ConfigError(f"{key}.params.{name}: set {key}.{'seed' if name == 'seed' else 'items'} instead")
@@ -96,7 +94,7 @@ def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
 
     def make() -> Any:
         try:
-            return create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
+            return gym.create_dataset(source.dataset, seed=source.seed, size=source.items, **source.params)
         except Exception as error:
             raise ConfigError(f"{key}.params: {source.dataset} refuses {source.params}: {first_line(error)}") from None
 

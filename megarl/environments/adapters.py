@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl.imports import gym_factory
+
 WHERE = "looked for in the current folder and on PYTHONPATH; it runs in a sandbox, to which environment.sandbox gives files and variables"
 
 
@@ -71,9 +73,8 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
     for key in ("seed", "size"):
         if key in params:
             raise ValueError(f"params.{key}: each episode has its own seed, and is one question")
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if name not in DATASETS:
+    gym = gym_factory(name)
+    if name not in gym.DATASETS:
         raise ValueError(f"dataset: reasoning-gym has no dataset {name!r}")
 
     class Question:
@@ -81,7 +82,7 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
 
         def reset(self, seed: int) -> str:
             """Draws it."""
-            self._data = create_dataset(name, seed=seed, size=1, **params)
+            self._data = gym.create_dataset(name, seed=seed, size=1, **params)
             self._entry = self._data[0]
             return self._entry["question"]
 

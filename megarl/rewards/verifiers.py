@@ -16,6 +16,8 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
+from megarl.imports import uncollected
+
 Verifier = Callable[[str, str, str, dict[str, Any]], tuple[float, dict[str, float]]]
 
 OURS = ("prompt", "response", "answer", "meta")
@@ -67,15 +69,15 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
 
 
 def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
-    from reasoning_gym.factory import create_dataset
-
+    with uncollected():  # the whole package, before the first sample's time begins: whose data set it will be is not known here
+        import reasoning_gym
     pattern = None if extract is None else re.compile(extract)
 
     @cache
     def dataset(name: str, params: str) -> Any:
         if name in EVALUATING:  # named by a prompt file; `megarl.stages.checks` refuses it in a data source
             raise ValueError(f"the scorer of {name} evaluates the response as Python, and is not used")
-        return create_dataset(name, **json.loads(params))
+        return reasoning_gym.create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         given = response.strip()

@@ -46,7 +46,7 @@ from tests.e2e.job import Job
 
 IDLE_S = 10.0  # for ranks of a run that has failed to end their part: those that wait for others never do
 ACTORS = 64  # over all runs: places are not given back
-LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=32")  # room for every job's
+LENGTHS = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.kv_cache_mb=64", "rollout.max_num_seqs=256")
 
 
 class Lab:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,3 +50,28 @@ def test_a_module_comes_without_its_package(tmp_path: Path, monkeypatch: pytest.
     assert package.whole and package.Kind is part.Kind
     with parts_alone("heavy_package"):
         assert sys.modules["heavy_package"] is package
+
+
+ALONE = """
+import sys
+from megarl.imports import gym_factory
+drawn = {}
+for name in sys.argv[2:]:
+    dataset = gym_factory(name).create_dataset(name, seed=3, size=3)
+    drawn[name] = [dataset[index] for index in range(3)]
+assert ("reasoning_gym" in sys.modules) == (sys.argv[1] == "whole"), sorted(sys.modules)
+import reasoning_gym
+for name, entries in drawn.items():
+    again = reasoning_gym.create_dataset(name, seed=3, size=3)
+    assert [again[index] for index in range(3)] == entries, name
+from reasoning_gym.factory import DATASETS
+print(len(DATASETS))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "names"), [("alone", ["spell_backward", "chain_sum", "simple_equations", "game_of_life"]), ("whole", ["figlet_font"])]
+)
+def test_a_gyms_data_set_comes_without_the_others_and_is_the_same(way: str, names: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE, way, *names], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100
