@@ -91,7 +91,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-SECTION: TypeAdapter[PolicyAlgorithm] = TypeAdapter(Algorithm)  # made once: it takes longer than all that a test does
+SECTION = TypeAdapter[PolicyAlgorithm](Algorithm)  # made once: it takes longer than all that a test does
 
 
 def make(config: dict[str, Any]) -> PolicyAlgorithm:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +309,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
 # --- death, and several processes ---
 
 
-def begun(before: Callable[[], None], direction: str, source: Path, out: Path) -> multiprocessing.Process:
+def begun(before: Callable[[], None], direction: str, source: Path, out: Path) -> BaseProcess:
     """A conversion in many small units, in a process of its own; `before` runs there first."""
 
     def work() -> None:
@@ -318,7 +319,7 @@ def begun(before: Callable[[], None], direction: str, source: Path, out: Path) -
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
-    return process  # type: ignore[return-value]  # of another context
+    return process
 
 
 def dying() -> None:
