@@ -5,15 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a process that only holds memory does without torch, which takes two seconds to import
+    from torch import Tensor
 
 DIRECTORY = "/dev/shm"
 
 
 class SharedMemory:
-    """Memory of this machine, as uint8 [capacity].
+    """Memory of this machine, as bytes (`memory`) and as uint8 [capacity] (`bytes_B`).
 
     Other processes of the same user open it by `path`, as long as this one holds it; its mode is 0600 all the same.
 
@@ -28,7 +30,13 @@ class SharedMemory:
         self._reserved, self._what = 0, what
         os.ftruncate(descriptor, capacity)
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self.bytes_B: Tensor = torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
+        self.memory = mmap.mmap(descriptor, capacity)
+
+    @cached_property
+    def bytes_B(self) -> Tensor:
+        import torch
+
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
         """Makes sure that the first `nbytes` can be written. OSError where there is no room; else the process would die of SIGBUS."""
@@ -40,7 +48,7 @@ class SharedMemory:
             self._reserved = nbytes
 
     def close(self) -> None:
-        """Lets go of it; views of `bytes_B` stay valid. Can be called twice."""
+        """Lets go of it; `memory` and views of `bytes_B` stay valid. Can be called twice."""
         self._close()
 
 
@@ -49,6 +57,8 @@ def mapped(path: str, size: int) -> Tensor:
 
     ValueError where there are fewer.
     """
+    import torch
+
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if (there := os.fstat(descriptor).st_size) < size:

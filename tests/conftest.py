@@ -23,9 +23,9 @@ with uncollected():
     from tools.make_tiny_model import build
 
 # The suite runs on three processes, of which some wait most of the time. What shares a lab's session, engine and ranks (tests/e2e/lab.py)
-# runs in one; of the rest each takes one file after the other, the long ones first.
-LABS = ("tests/e2e/", "tests/examples/")
-ORDER = (*LABS, "tests/slurm/", "tests/distributed/", "tests/rollout/", "tests/unit/cluster/", "tests/")
+# runs in one, as does what shares an import of vLLM; of the rest each takes one file after the other, the long ones first.
+TOGETHER = ("tests/e2e/", "tests/examples/", "tests/rollout/")
+ORDER = (*TOGETHER, "tests/slurm/", "tests/distributed/", "tests/unit/cluster/", "tests/")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,10 +45,10 @@ def long(pytestconfig: pytest.Config) -> bool:
 
 
 class Scheduler(LoadFileScheduling):
-    """Gives a process all tests of a file, or all that share a lab."""
+    """Gives a process all tests of a file, or of a folder whose tests belong together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((lab for lab in LABS if nodeid.startswith(lab)), super()._split_scope(nodeid))
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:

@@ -186,13 +186,14 @@ def cut_units(items: Sequence[Item], shards: Sequence[int] = ()) -> list[Unit]:
     """The items in order, in units of a few hundred megabytes; none crosses a border of `shards` (indices of items that begin one)."""
     limit = min(max(sum(item.size for item in items) // _UNITS, _LEAST), _MOST)
     units: list[Unit] = []
-    held: list[Item] = []
+    held, size = list[Item](), 0
     borders = set(shards)
     for index, item in enumerate(items):
-        if held and (index in borders or sum(one.size for one in held) + item.size > limit):
+        if held and (index in borders or size + item.size > limit):
             units.append(Unit(len(units), tuple(held)))
-            held = []
+            held, size = [], 0
         held.append(item)
+        size += item.size
     return [*units, Unit(len(units), tuple(held))]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -65,7 +64,7 @@ class Keeper:
             memory.reserve(size)
             for begin in range(0, size, PIECE):
                 piece = await source.piece.remote(owner, step, begin)
-                memory.bytes_B[begin : begin + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+                memory.memory[begin : begin + len(piece)] = piece
             self.keep(owner, step, memory.path, size)
         finally:
             memory.close()

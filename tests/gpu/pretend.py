@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megarl.parallel.cpu.hook import _CpuStandIn
@@ -135,15 +135,17 @@ def _attention(q: Any, k: Any, v: Any, attn_mask: Any, is_causal: bool, scale: f
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation on what is held; raises as CUDA does where devices are mixed."""
     name = func._opname
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    kwargs.pop("pin_memory", None)
+    leaves, form = tree_flatten((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     here = [tensor for tensor in given if isinstance(tensor, Pretender)]
     if here and name not in COPIES:
         free = tree_leaves(args[1]) if name in INDEXED and isinstance(args[0], Pretender) else []
         mixed = [tensor for tensor in given if not isinstance(tensor, Pretender) and tensor.ndim and not any(tensor is one for one in free)]
         if mixed:
             raise RuntimeError(f"{func}: expected all tensors on one device: {[(tuple(tensor.shape), tensor.device) for tensor in given]}")
-    kwargs.pop("pin_memory", None)
-    out = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+    plain, named = tree_unflatten(map(_bare, leaves), form)
+    out = func(*plain, **named)
     device = kwargs.get("device")
     if device is not None:
         gpu = torch.device(device).type in ("cuda", OWN)
@@ -154,7 +156,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrapped(leaf: Any) -> Any:
         return known[id(leaf)] if id(leaf) in known else Pretender(leaf) if gpu and isinstance(leaf, Tensor) else leaf
 
-    return tree_map(wrapped, out)
+    return wrapped(out) if isinstance(out, Tensor) else tree_map(wrapped, out)
 
 
 def _bare(value: Any) -> Any:

@@ -54,7 +54,9 @@ async def _follows(tmp_path: Path, family: str) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_tied", "llama", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "llama")), "qwen2_tied", "mixtral", "glm4_moe"]
+)
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
 

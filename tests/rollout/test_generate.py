@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import signal
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,10 @@ async def _deterministic(tiny: Path) -> None:
     prompts, sampling, together = _prompts(20), Sampling(n=4, temperature=1.0, max_tokens=32, seed=7), 64
     assert len(prompts) * sampling.n > together
     runs = []
-    for _ in range(2):
+    for calls in (2, 1):
         engine, _ = await _start(tiny, max_num_seqs=together)
         try:
-            runs += [await generate(engine, prompts, sampling), await generate(engine, prompts, sampling)]
+            runs += [await generate(engine, prompts, sampling) for _ in range(calls)]
         finally:
             await engine.close()
     assert all(_same(runs[0], run) for run in runs[1:])
@@ -79,9 +81,9 @@ def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny:
 async def _complete(tiny: Path) -> None:
     engine, _ = await _start(tiny)
     try:
-        generated = await generate(engine, _prompts(32), Sampling(n=4, temperature=1.0, max_tokens=96, seed=3))
+        generated = await generate(engine, _prompts(16), Sampling(n=4, temperature=1.0, max_tokens=96, seed=3))
         samples = [sample for answer in generated for sample in answer.samples]
-        assert [answer.prompt_id for answer in generated] == list(range(32))
+        assert [answer.prompt_id for answer in generated] == list(range(16))
         assert {sample.finish_reason for sample in samples} == {"stop", "length"}
         for sample in samples:
             response = sample.tokens[sample.prompt_length :].tolist()
@@ -111,12 +113,12 @@ async def _late(tiny: Path) -> None:
     many, few = Sampling(n=4, temperature=1.0, max_tokens=96, seed=1), Sampling(n=1, temperature=1.0, max_tokens=4, seed=1)
     try:
         # On a busy machine not even the requests are taken by then.
-        with pytest.raises(RolloutTimeout, match=r"^engine 0: (\d+ of 256 responses|taking 256 requests) not done after 0.4 s"):
-            await generate_within(Responder(engine, TIMEOUT_S), _prompts(64), many, 0.4)
+        with pytest.raises(RolloutTimeout, match=r"^engine 0: (\d+ of 128 responses|taking 128 requests) not done after 0.4 s"):
+            await generate_within(Responder(engine, TIMEOUT_S), _prompts(32), many, 0.4)
         begun = time.monotonic()  # the late responses are gone: the next call is served at once
         await generate(engine, PROMPTS, few)
         served = time.monotonic() - begun
-        await generate(engine, _prompts(64), many)
+        await generate(engine, _prompts(32), many)
         assert served < (time.monotonic() - begun) / 2
     finally:
         await engine.close()
@@ -243,26 +245,37 @@ def _loopback(address: str) -> bool:
     return host in ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
 
-async def _open_two(tiny: Path) -> list[int]:
-    """Two engines that stay: one of each kind of executor."""
-    engines.extend([await _start(tiny), await _start(tiny, tp=2)])
-    return [pid for _, pids in engines for pid in pids]
-
-
-engines: list[tuple[VllmEngine, list[int]]] = []
-
-
-def test_no_process_outlives_a_killed_parent(tiny: Path) -> None:
-    doomed = Host()
+async def _killed(tiny: Path) -> tuple[list[int], list[int]]:
+    """Two engines, one of each kind of executor, whose process is killed: the pids of theirs that were there, and that still are."""
+    context = multiprocessing.get_context("fork")
+    pipe, theirs = context.Pipe()
+    doomed = context.Process(target=_stay, args=(tiny, theirs))
+    doomed.start()
     try:
-        pids = doomed.run(_open_two, tiny)
-        assert len(pids) == 4 and all(_alive(pid) for pid in pids)
+        assert pipe.poll(TIMEOUT_S)
+        pids = pipe.recv()
+        there = [pid for pid in pids if _alive(pid)]
     finally:
         doomed.kill()
+        doomed.join()
     deadline = time.monotonic() + 60.0
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(_alive(pid) for pid in pids)
+    return there, [pid for pid in pids if _alive(pid)]
+
+
+def _stay(tiny: Path, pipe: Connection) -> None:
+    async def engines() -> None:
+        opened = [await _start(tiny), await _start(tiny, tp=2)]
+        pipe.send([pid for _, pids in opened for pid in pids])
+        await asyncio.sleep(TIMEOUT_S)
+
+    asyncio.run(engines())
+
+
+def test_no_process_outlives_a_killed_parent(host: Host, tiny: Path) -> None:
+    there, left = host.run(_killed, tiny)
+    assert len(there) == 4 and left == []
 
 
 def _alive(pid: int) -> bool:
@@ -307,8 +320,8 @@ async def _narrow(tiny: Path) -> None:
     check_engine(read_config(tiny), "float32", settings, gpu=False)
     engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
     try:
-        generated = await generate(engine, _prompts(4), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
-        again = await generate(engine, _prompts(4), Sampling(n=4, temperature=1.0, max_tokens=300, seed=1))
+        generated = await generate(engine, _prompts(4), Sampling(n=2, temperature=1.0, max_tokens=300, seed=1))
+        again = await generate(engine, _prompts(4), Sampling(n=2, temperature=1.0, max_tokens=300, seed=1))
         assert _same(generated, again)  # preempted requests are computed again, to the same end
     finally:
         await engine.close()

@@ -28,10 +28,10 @@ train: {steps: 1, prompts_per_step: 8}
 """
 
 
-def megarl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def megarl(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -127,11 +127,14 @@ def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
-def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path, flags: list[str]) -> None:
-    (tmp_path / "config.yaml").write_text(EXAMPLE)
-    refused = megarl("train", tmp_path / "config.yaml", *flags, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("megarl: error: model.path: ") and len(refused.stderr.splitlines()) == 1
+def test_a_missing_model_is_refused_before_anything_starts(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, termination: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(EXAMPLE)
+    assert cli.main(["train", "config.yaml", *flags]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("megarl: error: model.path: ") and len(shown.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 

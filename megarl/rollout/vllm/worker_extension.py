@@ -17,10 +17,12 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from megarl.patching import expect
 from megarl.rollout.vllm import cpu_sleep
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
@@ -59,9 +61,18 @@ def enter_engine_process() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if current_platform.is_cpu():
         cpu_sleep.install()
+        _rest()
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the leave.
         raise RuntimeError("Linux grants this process no AMX tile registers")
+
+
+def _rest() -> None:
+    """Tensor-parallel workers wait at a socket: others need the CPU's cores. vLLM's own spin for a second after each call
+    (vllm/distributed/device_communicators/shm_broadcast.py:203); these do in their first second alone, in which the sockets are connected.
+    """
+    expect(SpinCondition.record_read, "self.last_read = time.monotonic()")
+    SpinCondition.record_read = lambda self: None
 
 
 @contextmanager

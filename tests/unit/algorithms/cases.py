@@ -91,9 +91,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+SECTION = TypeAdapter[PolicyAlgorithm](Algorithm)  # made once: it takes longer than all that a test does
+
+
 def make(config: dict[str, Any]) -> PolicyAlgorithm:
     """The algorithm of a config's `algorithm` section."""
-    return TypeAdapter(Algorithm).validate_python(config)
+    return SECTION.validate_python(config)
 
 
 ALGORITHMS: dict[str, PolicyAlgorithm] = {name: make(config) for name, config in CONFIGS.items()}

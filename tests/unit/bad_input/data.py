@@ -177,7 +177,7 @@ TABLE = [
                 "endless equation",
                 "dataset: simple_equations, params: {min_terms: 1000000000, max_terms: 1000000000}",
                 "simple_equations",
-                "TimeoutError: not done within 8 s of CPU time$",
+                "TimeoutError: not done within .* s of CPU time$",
             ),
             ("primes", "dataset: count_primes, params: {min_n: 1000000000, max_n: 1000000000}", "count_primes", "MemoryError$"),
         )

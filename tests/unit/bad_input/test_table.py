@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.data import gym
 from megarl.errors import ConfigError
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
@@ -25,11 +26,14 @@ from tests.unit.bad_input.cases import VERBS, Case, Room
 
 TABLE = [case for table in (configurations, models, data, directories, environments) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
+ITEM_S = gym.ITEM_S
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """Gives the signals back their meaning, and ends what hangs."""
+def bounded(monkeypatch: pytest.MonkeyPatch, long: bool) -> Iterator[None]:
+    """Gives the signals back their meaning, and ends what hangs. Without --long an item of a data set has less time than users give it."""
+    if not long:
+        monkeypatch.setattr(gym, "ITEM_S", 1.5)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
 
     def late(number: int, frame: object) -> None:
@@ -57,6 +61,10 @@ def test_is_refused(case: Case, tmp_path: Path, tiny_model: Path, capsys: pytest
     assert re.search(case.line, lines[-1]), shown
     assert len(lines) == 1 or "further faults" in lines[-1], shown
     assert seconds < CPU_S and grown < MEMORY_MB << 10, f"{seconds:.1f} s, {grown >> 10} MB"
+
+
+def test_what_is_drawn_from_a_data_set_is_ended_within_the_bound() -> None:
+    assert ITEM_S < CPU_S
 
 
 def test_the_names_differ() -> None:

@@ -20,7 +20,7 @@ LOCAL = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
 }
-PLACE = {"num_cpus": 8, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+PLACE = {"num_cpus": 8, "node_ip_address": "127.0.0.1", "include_dashboard": False, "include_log_monitor": False}
 
 
 def blind(directory: str, address: str, gpus: str) -> subprocess.Popen[bytes]:
@@ -40,7 +40,7 @@ def join(address: str, gpus: str) -> None:
 
     mend(START_S)
     own = {"object_store_memory": 150 << 20, "min_worker_port": 0, "max_worker_port": 0, "node_manager_port": 0}
-    params = RayParams(gcs_address=address, num_gpus=int(gpus), include_log_monitor=False, **PLACE, **own)
+    params = RayParams(gcs_address=address, num_gpus=int(gpus), **PLACE, **own)
     params.update_if_absent(redis_address=address)
     node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
     sys.stdin.read()

@@ -1,4 +1,5 @@
-"""A node that is lost: it is noticed, its places are given up for others, and what its ranks had copied is on the next machine."""
+"""A node that is lost, of a cluster with a token: it is noticed, its places are given up for others, and what its ranks had copied is on
+the next machine."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from tests.unit.cluster.test_nodes import joined
 
 PROGRAM = """
     import json, os, signal, sys, time
+    from pathlib import Path
     import psutil, ray
     from megarl.cluster.actor_group import ActorGroup
     from megarl.cluster.placement import Kind
     from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.shared_memory import SharedMemory, mapped
+    from megarl.shared_memory import SharedMemory
     from megarl.workers.keeper import Copies
 
     told, sys.stdout = sys.stdout, sys.stderr  # Ray prints there that the node is gone
-    SIZE = 40 << 20  # three pieces
+    SIZE = 40_000_000  # three pieces
 
     class Rank:
         def __init__(self, rank):
@@ -31,13 +33,15 @@ PROGRAM = """
 
         def copy(self, keeper, group, step, last):
             memory = SharedMemory(SIZE, "test")
-            memory.bytes_B[:] = 10 * self.rank + step
+            memory.memory[:] = bytes([10 * self.rank + step]) * SIZE
             self.held.append(memory)
             ray.get(keeper.forget.remote((group, self.rank), last))
             ray.get(keeper.keep.remote((group, self.rank), step, memory.path, SIZE))
 
         def restore(self, keeper, group, step):
-            return mapped(*ray.get(keeper.place.remote((group, self.rank), step))).unique().tolist()
+            path, size = ray.get(keeper.place.remote((group, self.rank), step))
+            found = Path(path).read_bytes()
+            return size, found[0], found.count(found[:1])
 
     def started(places):
         kind = ray.remote(num_cpus=1, num_gpus=1)(Rank)
@@ -86,9 +90,10 @@ def test_what_a_lost_node_held_is_on_the_next_one_and_its_places_are_taken_by_a_
 ) -> None:
     for name, value in FAST.items():
         monkeypatch.setenv(name, value)
-    [before, (refusal, waited), after, restored], _ = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
+    [before, (refusal, waited), after, restored], error = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)
+    assert "which asks for a token\n" in error
     assert before == [2, False, [3, "alone 3"], [3, "twice 3"]]
     assert refusal.startswith("cluster: 3 GPUs are asked for") and refusal.endswith("there are 2 (1, 1, 0); no other node will join")
     assert waited < 5
     assert after == [False, False, None, [3, "twice 3"]]
-    assert restored == [[3], [13]]
+    assert restored == [[40_000_000, 3, 40_000_000], [40_000_000, 13, 40_000_000]]

@@ -66,10 +66,9 @@ PROGRAM = """
 SHAPES: list[tuple[dict[str, int], int, int]] = [
     ({"ranks": 2, "tp": 2}, 2, 4),
     ({"ranks": 4, "ep": 4}, 3, 2),
-    ({"ranks": 6}, 1, 4),
-    ({"ranks": 4, "tp": 2}, 6, 1),
-    ({"ranks": 2}, 3, 4),
 ]
+FURTHER: list[tuple[dict[str, int], int, int]] = [({"ranks": 6}, 1, 4), ({"ranks": 4, "tp": 2}, 6, 1)]  # with --long
+TOO_LARGE: tuple[dict[str, int], int, int] = ({"ranks": 2}, 3, 4)
 
 
 def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[Any], program: str = PROGRAM) -> tuple[list[Any], str]:
@@ -94,10 +93,11 @@ def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[Any], progra
         cluster.communicate(timeout=60)
 
 
-def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_node_is_named(tmp_path: Path) -> None:
-    [gpus, *said, read, written], error = joined("disabled", tmp_path, [2, 4, 4], SHAPES)
+def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_node_is_named(tmp_path: Path, long: bool) -> None:
+    shapes = SHAPES + FURTHER * long
+    [gpus, *said, read, written], error = joined("disabled", tmp_path, [2, 4, 4], [*shapes, TOO_LARGE])
     assert gpus == [2, 4, 4] and "which asks for no token" in error
-    for (layout, _, tp), found in zip(SHAPES[:-1], said[:-1], strict=True):
+    for (layout, _, tp), found in zip(shapes, said[:-1], strict=True):
         ranks, engines = found
         together = max(layout.get("tp", 1), layout.get("ep", 1))
         for first in range(0, len(ranks), together):
@@ -111,11 +111,6 @@ def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_no
         written
         == f"ConfigError: run_dir: {tmp_path}/runs is not, on a node, what it is here: every machine of a run must see the same disk"
     )
-
-
-def test_a_cluster_with_a_token_is_joined_with_it(tmp_path: Path) -> None:
-    [gpus, *_], error = joined("token", tmp_path, [1], [])
-    assert gpus == [1] and "which asks for a token\n" in error
 
 
 def test_where_no_cluster_answers_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,15 +157,15 @@ def test_large_recipe_has_the_numbers_of_its_paper(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3_30b_a3b(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[str, ...]:
-    """The overrides that put headers of the real shapes and 2048 prompts in the place of the model and its data."""
+    """The overrides that put headers of the real shapes and a few prompts, 2048 to train on, in the place of the model and its data."""
     model = tmp_path_factory.mktemp("large")
     write_headers(model, QWEN3_30B_A3B)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_bytes((tiny_model / name).read_bytes())
-    prompts = model / "prompts.jsonl"
-    rows = ({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(2048))
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return (f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}")
+    for name, count in (("train", 2048), ("eval", 64)):
+        rows = ({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(count))
+        (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (f"model.path={model}", *(f"data.{name}.path={model}/{name}.jsonl" for name in ("train", "eval")))
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))
