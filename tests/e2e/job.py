@@ -60,7 +60,7 @@ optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
-sft: {{steps: 12, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
+sft: {{steps: 20, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
 save: {{every: 3}}
 """
 

@@ -1,10 +1,8 @@
-"""The RL job is the same twice; evaluations, and Ctrl-C."""
+"""The RL job is the same twice; evaluations."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 from megarl.config import SftConfig, load
 from megarl.observe.samples import files
 from megarl.stages.sft import sft
-from tests.e2e.job import SFT, Job
+from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 
 
@@ -64,15 +62,3 @@ def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tin
     (tmp_path / "eval.yaml").write_text("\n".join(cut))
     assert lab.evaluate(tmp_path / "eval.yaml", "name=eval", f"model.path={tmp_path / 'job' / 'model'}") == 0
     assert json.loads((tmp_path / "eval" / "eval.json").read_text())["sampled"] == max(scores)
-
-
-def test_ctrl_c_ends_a_job_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
-    layout = ("layout.ranks=2", "layout.tp=2", "layout.ep=2")
-    job = Job(tmp_path, tiny_model, ("sft.steps=1000", *layout), verb="sft", template=SFT).start()
-    try:
-        job.wait_for("second step", lambda: len(job.rows()) >= 2)
-        os.killpg(job.process.pid, signal.SIGINT)
-        assert job.finish() == 130
-        assert job.gone()
-    finally:
-        job.kill()

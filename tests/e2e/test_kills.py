@@ -20,14 +20,11 @@ from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Processes, Victim
 SEED = 20
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 MENDED: tuple[tuple[Phase, Victim], ...] = (("update", "rank"), ("rollout", "engine core"))
-SHORT: frozenset[Phase] = frozenset(["rollout", "save"])  # a save while the next rollout is under way
 
 
-def chosen(every: bool) -> list[tuple[frozenset[Phase], Victim]]:
-    """Every phase through every victim, in random order; for the suite one."""
-    if not every:
-        return [(SHORT, "driver")]
-    pairs = list(product((frozenset([phase]) for phase in PHASES), VICTIMS))
+def chosen() -> list[tuple[Phase, Victim]]:
+    """Every phase through every victim, in random order."""
+    pairs = list(product(PHASES, VICTIMS))
     return [pairs[n] for n in np.random.default_rng(SEED).permutation(len(pairs))]
 
 
@@ -70,16 +67,16 @@ def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
 def ends(long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
     """Runs that were killed at random moments, spread over their steps, and then came to their end; and these moments.
 
-    With --long each phase is hit through each victim, over two runs. The last start is hit, too, and goes on by itself.
+    With --long each phase is hit through each victim, over two runs. The last start, the suite's only one, is hit and goes on by itself.
     """
-    pairs, runs = chosen(every=long), 2 if long else 1
+    pairs, runs = (chosen(), 2) if long else ([], 1)
     steps = np.linspace(1, STEPS - 5, len(pairs) // runs).astype(int)
     places = [tmp_path_factory.mktemp("killed") for _ in range(runs)]
 
     def chain(number: int) -> tuple[Job, list[str]]:
         random, met = np.random.default_rng([SEED, number]), list[str]()
-        for (phases, victim), step in zip(pairs[number::runs], steps, strict=True):
-            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(phases, victim, int(step))
+        for (phase, victim), step in zip(pairs[number::runs], steps, strict=True):
+            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(frozenset([phase]), victim, int(step))
             met.append(killed(job, aim, random))
         job = Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true"))
         return job, [*met, *mended(job, STEPS - 3, random)]
@@ -88,7 +85,7 @@ def ends(long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
         found = list(pool.map(chain, range(runs)))
     hits = [moment for _, met in found for moment in met]
     assert len(hits) == len(pairs) + runs * len(MENDED)
-    assert all(any(phase in moment for moment in hits) for phase in (PHASES if long else ("save", "update", "rollout")))
+    assert all(any(phase in moment for moment in hits) for phase in (PHASES if long else ("update", "rollout")))
     return found
 
 

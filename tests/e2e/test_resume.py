@@ -22,12 +22,10 @@ import ray
 
 from megarl import termination
 from megarl.checkpoints.verify import main as verify
-from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.config import SftConfig, load
+from megarl.cluster.actor_group import ActorGroup
 from megarl.errors import SaveError
 from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
-from megarl.stages.sft import sft
 from megarl.workers.dispatch import Dispatcher
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, SFT, Job
@@ -221,13 +219,18 @@ def supervised(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: P
     return lab.learn(Job(tmp_path_factory.mktemp("supervised"), tiny_model, verb="sft", template=SFT))
 
 
-@pytest.mark.long
-def test_supervised_training_that_is_killed_goes_on_in_another_process(lab: Lab, supervised: Job, tmp_path: Path, tiny_model: Path) -> None:
+def test_supervised_training_whose_driver_is_killed_leaves_no_process_and_goes_on(
+    lab: Lab, supervised: Job, tmp_path: Path, tiny_model: Path
+) -> None:
     """Past an epoch's end; the numbers of the held-out set before the first step are kept."""
-    job = Job(tmp_path / "killed", tiny_model, verb="sft", template=SFT)
-    with when(lambda: done(job) >= 6, lambda: os.kill(lab.playing[0], signal.SIGKILL)), pytest.raises(WorkerDied), lab.stage():
-        sft(load(job.write(), ["cluster.restarts=0"], SftConfig))
-    assert 6 <= done(job) < 12
+    job = Job(tmp_path, tiny_model, verb="sft", template=SFT).start()
+    try:
+        job.wait_for("sixth step", lambda: done(job) >= 6, 0.02)
+        job.process.kill()
+        assert job.finish() == -9 and job.gone()
+    finally:
+        job.kill()
+    assert 6 <= done(job) < 20
     assert_same(lab.learn(job), supervised, "model")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -321,6 +322,7 @@ def test_no_scoring_process_outlives_the_run(ending: signal.Signals) -> None:
 
 def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> None:
     """Of the installed reasoning-gym: a data set that comes to do so with another version fails here, and one that no longer does."""
+    importlib.import_module("reasoning_gym")  # all of them, whatever was imported alone
     from reasoning_gym.factory import DATASETS
 
     call = re.compile(r"\b(eval|exec|parse_expr|sympify)\((answer|response|user\w*)\b")
