@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.verify import main as verify
 from megarl.workers.turns import Turns
-from tests.e2e.job import Job, assert_same_step
+from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab
 from tests.e2e.value_models import biased_by_position
@@ -120,16 +120,17 @@ def test_a_critic_that_is_biased_by_position_is_named_in_the_metrics_on_the_scre
     assert "tokens 2 to 3: mean value" in message and f"warning: {message}" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_on_any_other_layout(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Step by step: tensor and expert parallel, two pipeline stages, one rank.
+def test_a_run_goes_on_on_any_other_layout(lab: Lab, long: bool, tmp_path: Path, tiny_model: Path) -> None:
+    """Step by step: tensor and expert parallel, two pipeline stages, one rank; with --long four expert-parallel ranks, and everything on.
 
     What the engines sample is compared first: with other responses (a router's near tie that rounding turns) the numbers are others.
     """
-    layouts = ("{ranks: 2, tp: 2, ep: 2}", "{ranks: 2, pp: 2}", "{ranks: 1}")
+    layouts = ["{ranks: 2, tp: 2, ep: 2}", "{ranks: 2, pp: 2}", "{ranks: 1}", *["{ranks: 4, ep: 4}"] * long]
+    settings = EVERYTHING if long else (*CRITIC, "save.every=1")
     for number, layout in enumerate(layouts):
-        job = lab.run(Job(tmp_path / "many", tiny_model, (*CRITIC, "save.every=1", f"layout={layout}", f"train.steps={number + 1}")))
+        job = lab.run(Job(tmp_path / "many", tiny_model, (*settings, f"layout={layout}", f"train.steps={number + 1}")))
         assert job.updates()[-1]["step"] == number + 2
-    straight = lab.run(Job(tmp_path / "one", tiny_model, (*CRITIC, f"train.steps={len(layouts)}")))
+    straight = lab.run(Job(tmp_path / "one", tiny_model, (*settings, f"train.steps={len(layouts)}")))
     for one, other in zip(job.updates(), straight.updates(), strict=True):
         same = {name: (one[name], other[name]) for name in ("reward/mean", "response_length/mean", "perf/tokens")}
         assert all(mine == theirs for mine, theirs in same.values()), (one["step"], same)

@@ -1,7 +1,7 @@
 """Each family of examples in short: its own files with fewer steps on short words, and a promise that so few steps can keep.
 
 What a step gives differs from seed to seed and from machine to machine: the worse of seeds 1 and 2 rose by 0.12
-(GSPO), 0.13 (PPO-RLHF) and 0.16 (sums), DAPO of seed 1 by 0.31; the reward model's accuracy was 0.876, DPO's margin 0.27 and
+(GSPO), 0.33 (DAPO), 0.13 (PPO-RLHF) and 0.16 (sums); the reward model's accuracy was 0.876, DPO's margin 0.27 and
 its accuracy 0.91.
 The promises in full are examples/promises.yaml, and tools/run_examples.py checks them.
 """
@@ -85,8 +85,8 @@ def test_quickstart(short: Short) -> None:
 
 @pytest.mark.long  # test_recipes.py runs each of them for a step
 def test_recipes(short: Short) -> None:
-    short.lab.train(short.config(TrainConfig, "recipes/dapo", *WORDS, short.warm, *HALF, "train.steps=4"))
-    assert short.rose("recipes/dapo") > 0.08
+    short.lab.train(short.config(TrainConfig, "recipes/dapo", *WORDS, short.warm, *HALF, "train.steps=6"))
+    assert short.rose("recipes/dapo") > 0.15
 
 
 def test_rlhf(short: Short) -> None:

@@ -1,4 +1,4 @@
-"""Every runnable recipe for a step, with one engine and one model rank for all of them."""
+"""Every runnable recipe for a step, with --long for two, with one engine and one model rank for all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ reward.source={type: function, path: "tests.e2e.rewards:share_of_letters"}
 reward.require_finished=false
 optimizer.lr=1.0e-4
 optimizer.warmup_steps=0
-train.steps=1
+train.steps=2
 train.mini_batches=2
 rollout.max_response_tokens=12
 """
@@ -60,7 +60,9 @@ def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
     return ModelGroups(config, models.groups, models.experts)
 
 
-def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_that_needs_no_critic_runs(
+    lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans, update = list[StepPlan](), ModelGroups.update
 
     def kept(self: ModelGroups, plan: StepPlan, *, policy: bool) -> dict[str, Metric]:
@@ -79,8 +81,9 @@ def test_every_recipe_that_needs_no_critic_runs(lab: Lab, tmp_path: Path, tiny_m
                 none = Restarts(0, run.restarted, run.note)
                 ctx = RunContext(config, run, models, Engines(engines.group, config.rollout), *scorers.rewards(models), none)
                 with RolloutSource(ctx, state) as source:
-                    metrics = scalars(train_step(ctx, state, source))
-                check(name, config, plans[-1], metrics)
+                    for _ in range(2 if long else 1):
+                        metrics = scalars(train_step(ctx, state, source))
+                        check(name, config, plans[-1], metrics)
 
 
 def check(name: str, config: TrainConfig, plan: StepPlan, metrics: dict[str, float]) -> None:
