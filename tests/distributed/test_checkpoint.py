@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megarl.config import Layout
 from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, resume_from_memory, train_and_save
-from tests.distributed.rows import rows
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 STEPS = 2  # before the save, and after it
 SAME = ["tp2_ep2", "pp2_vpp2", "ep4"]

@@ -21,9 +21,9 @@ from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
 from tests.distributed.checkpoint_work import build_part, verified
-from tests.distributed.rows import rows
 from tests.distributed.tiny_families import Make
 from tests.rank_pool import Pool
+from tests.rows import rows
 from tools.make_tiny_model import FAMILIES, has_experts
 
 TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=4, tp=2, ep=2, etp=2)

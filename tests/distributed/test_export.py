@@ -26,9 +26,9 @@ from megarl.shared_memory import mapped
 from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
-from tests.distributed.rows import rows
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 LAYOUTS = {
     "one": Layout(),

@@ -17,9 +17,9 @@ from megarl.config import Layout, ModelSettings
 from megarl.models import families
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from tests.distributed.rows import rows
 from tests.distributed.tiny_families import VARIANTS, Make, layouts
 from tests.rank_pool import Pool
+from tests.rows import rows
 from tools import check_logits
 from tools.check_logits import joined, megatron_part, sequences, transformers_logits
 from tools.make_tiny_model import FAMILIES

@@ -11,11 +11,11 @@ from megarl.config import Layout, ModelSettings
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.hf import read_config
 from tests.distributed.checkpoint_work import plain_tensors, train_and_save
-from tests.distributed.rows import rows
 from tests.distributed.test_checkpoint import STEPS, Saved, assert_continues
 from tests.distributed.tiny_families import Make, saved
 from tests.distributed.tiny_training import Job
 from tests.rank_pool import Pool
+from tests.rows import rows
 from tools.check_logits import joined, megatron_part, sequences, transformers_logits
 
 EP2, PP2 = Layout(ranks=2, ep=2), Layout(ranks=2, pp=2)

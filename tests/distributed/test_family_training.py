@@ -14,11 +14,11 @@ from megarl.config import Layout
 from megarl.models.hf import read_config
 from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
-from tests.distributed.rows import rows
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import Job, Report, build, learn, train
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 EVERY_EXPERT = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # no near-ties for a layout to break differently
 LAYOUTS = {

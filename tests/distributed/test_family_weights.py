@@ -17,10 +17,10 @@ from megarl.models.families import check_checkpoint, family_of
 from megarl.models.hf import Checkpoint, read_config
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
-from tests.distributed.rows import rows
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_families import VARIANTS, Make, exported, layouts, load, saved
 from tests.rank_pool import Pool
+from tests.rows import rows
 from tools.check_logits import sequences
 
 LAYERWISE = Layout(ranks=2, pp=2, vpp=2)

@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.rows import rows
 from tests.distributed.tiny_training import Job, Report, make_checkpoint, plain, train
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 LAYOUTS = {
     "tp2_ep2": Layout(ranks=4, tp=2, ep=2),

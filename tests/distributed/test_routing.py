@@ -26,10 +26,10 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import local_parameters
-from tests.distributed.rows import rows
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 LAYOUTS = {

@@ -28,10 +28,10 @@ from megarl.parallel.export import export, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf, unwrap
-from tests.distributed.rows import rows
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_training import global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool, RankError
+from tests.rows import rows
 
 SEQUENCES = 12
 PAD = 128  # the last token of the vocabulary, which no sequence holds and two ranks do not divide

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,6 @@ from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
 from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
-from megarl.termination import SIGNALS
 from megarl.trainer import learn
 from megarl.workers import learner
 from megarl.workers.demand import assign_roles, engine_kind
@@ -43,6 +41,7 @@ from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import build_ranks, reserve_workers
 from tests.e2e.job import Job
+from tests.signals import taken
 
 IDLE_S = 10.0  # for ranks of a run that has failed to end their part: those that wait for others never do
 ACTORS = 64  # over all runs: places are not given back
@@ -223,12 +222,8 @@ def command(job: Job) -> int:
 
 def called(*arguments: object) -> int:
     """The exit status of a command line in this process."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}  # which it takes over
-    try:
+    with taken():
         return cli.main([*map(str, arguments)])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from tests.e2e.job import EVERYTHING, SFT, Job
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
+from tests.signals import taken
 from tests.unit.rewards.test_http import reply, serving
 
 
@@ -142,7 +143,6 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is generated is abandoned; an update is finished, since the models are another step's from its beginning on."""
-    before = [signal.getsignal(number) for number in termination.SIGNALS]
     job = Job(tmp_path, tiny_model, (*EVERYTHING, "save.every=0", "train.steps=3"))
     wait, finished = ActorGroup.wait, Dispatcher.finished
 
@@ -161,17 +161,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
         signalled("generate")
         return finished(work)
 
-    termination.install()
-    try:
-        with monkeypatch.context() as patch, pytest.raises(termination.Terminated) as stop:
-            patch.setattr(ActorGroup, "wait", waiting)
-            patch.setattr(Dispatcher, "finished", finishing)
-            lab.run(job)
-        told = "the run is saved after this step" in capsys.readouterr().err
-    finally:
-        termination.install()
-        for number, handler in zip(termination.SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+    with taken(), monkeypatch.context() as patch, pytest.raises(termination.Terminated) as stop:
+        patch.setattr(ActorGroup, "wait", waiting)
+        patch.setattr(Dispatcher, "finished", finishing)
+        lab.run(job)
+    told = "the run is saved after this step" in capsys.readouterr().err
     step = 2 if phase == "generate" else 3
     assert stop.value.code == 143 and stop.value.message == f"SIGTERM: saved at step {step}; started again, the run goes on"
     assert done(job) == step and told == (phase == "update")

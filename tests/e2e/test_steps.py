@@ -17,6 +17,7 @@ from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab
 from tests.e2e.value_models import biased_by_position
+from tests.rows import rows
 from tools.make_tiny_model import build
 
 # Engine and trainer agree, so all of it weighs every token with nearly 1.
@@ -80,7 +81,7 @@ APART = {
     "engines-that-share": ("placement.engines=shared", "save.every=1"),
     "all-take-turns": ("placement.engines=shared", "placement.offload=true", "save.every=1"),
 }
-LONG = {"offload", "engines-that-share"}  # the last has both
+SUITE = APART.keys() - {"offload", "engines-that-share"}  # the last has both
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +90,14 @@ def shared(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
     return lab.run(Job(tmp_path_factory.mktemp("shared"), tiny_model, CRITIC)).updates()
 
 
-@pytest.mark.parametrize(
-    "overrides", [pytest.param(more, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, more in APART.items()]
-)
+@pytest.mark.parametrize("places", rows(APART, SUITE))
 def test_a_step_is_the_same_wherever_its_models_stand(
-    lab: Lab, shared: list[dict[str, Any]], tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]
+    lab: Lab, shared: list[dict[str, Any]], tmp_path: Path, tiny_model: Path, places: str
 ) -> None:
-    rows = lab.run(Job(tmp_path, tiny_model, (*CRITIC, *overrides))).updates()
-    assert len(rows) == len(shared) == 2 and "actor/reference_kl" in shared[1]
-    for mine, one in zip(rows, shared, strict=True):
+    overrides = APART[places]
+    updates = lab.run(Job(tmp_path, tiny_model, (*CRITIC, *overrides))).updates()
+    assert len(updates) == len(shared) == 2 and "actor/reference_kl" in shared[1]
+    for mine, one in zip(updates, shared, strict=True):
         assert mine.keys() == one.keys()
         for name in ("critic/vf_loss", "critic/grad_norm", "critic/value", "critic/explained_variance", "actor/grad_norm", "actor/entropy"):
             if name in one:
@@ -156,7 +156,7 @@ def add_predictor(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.long), "glm4_moe"])
+@pytest.mark.parametrize("family", rows(FAMILIES, ["glm4_moe"]))
 def test_the_job_runs_on_other_families(lab: Lab, tmp_path: Path, family: str) -> None:
     """Every sync is checked by fingerprints (sync.verify), and engine and trainer agree about every token after an update."""
     model = tmp_path / "model"

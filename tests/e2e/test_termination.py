@@ -14,6 +14,7 @@ import ray
 from megarl import termination
 from megarl.termination import Terminated
 from tests.e2e.lab import Lab
+from tests.signals import taken
 
 LATER_S = 0.3
 
@@ -28,12 +29,8 @@ def never(lab: Lab) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in termination.SIGNALS}
-    termination.install()
-    yield
-    termination.install()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with taken():
+        yield
 
 
 WAITING = {"get": ray.get, "wait": lambda awaited: ray.wait([awaited])}

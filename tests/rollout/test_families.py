@@ -20,6 +20,7 @@ from megarl.sync.fingerprint import compare
 from tests.rollout.engine_host import Host
 from tests.rollout.test_updates import SETTINGS, Corruptible, _check_update, _start, check_plan
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
+from tests.rows import rows
 from tools.make_tiny_model import build
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
@@ -54,9 +55,10 @@ async def _follows(tmp_path: Path, family: str) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize(
-    "family", [*(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "llama")), "qwen2_tied", "mixtral", "glm4_moe"]
-)
+SUITE = ("qwen2_tied", "mixtral", "glm4_moe")
+
+
+@pytest.mark.parametrize("family", rows(("qwen3", "llama", *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
 

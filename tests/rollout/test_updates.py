@@ -24,6 +24,7 @@ from megarl.sync.fingerprint import compare
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
 from tests.rollout.engine_host import Host
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, assert_greedy, checkpoint, generate, logp, other_weights
+from tests.rows import rows
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
@@ -88,7 +89,7 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize(("transport", "tp"), [pytest.param("gloo", 1, marks=pytest.mark.long), ("shm", 1), ("gloo", 2)])
+@pytest.mark.parametrize(("transport", "tp"), rows([("gloo", 1), ("shm", 1), ("gloo", 2)], [("shm", 1), ("gloo", 2)]))
 def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, transport: str, tp: int) -> None:
     host.run(_five_updates, tiny, transport, tp)
 
@@ -192,7 +193,7 @@ async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize(("dtype", "tp"), [pytest.param("float32", 1, marks=pytest.mark.long), ("bfloat16", 1), ("float32", 2)])
+@pytest.mark.parametrize(("dtype", "tp"), rows([("float32", 1), ("bfloat16", 1), ("float32", 2)], [("bfloat16", 1), ("float32", 2)]))
 def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, tp: int) -> None:
     host.run(_corruptions_are_named, tiny, dtype, tp)
 

@@ -9,16 +9,13 @@ import pytest
 
 from megarl import termination
 from megarl.termination import Terminated
+from tests.signals import taken
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in termination.SIGNALS}
-    termination.install()
-    yield
-    termination.install()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with taken():
+        yield
 
 
 def test_slurms_warning_is_noted_once_and_raised_where_the_run_can_be_saved() -> None:

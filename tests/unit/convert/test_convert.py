@@ -27,6 +27,7 @@ from megarl.convert import engine, plan
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
 from tests.distributed.test_real_shapes import MODELS, config_of
+from tests.rows import rows
 from tools.make_tiny_model import FAMILIES, build
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -450,7 +451,7 @@ def test_memory_is_twice_the_largest_layer_whatever_the_model(tmp_path: Path) ->
         assert layer // 4 < peak < 2 * layer + (32 << 20), (peaks, layer)  # and what Python and torch take on first use
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", pytest.param("Qwen3-235B-A22B", marks=pytest.mark.long), "DeepSeek-V3"])
+@pytest.mark.parametrize("name", rows(("Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"), ("Qwen3-30B-A3B", "DeepSeek-V3")))
 def test_a_real_model_is_planned_from_its_configuration_in_seconds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
