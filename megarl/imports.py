@@ -71,12 +71,10 @@ def gym_factory(dataset: str) -> Any:
         with parts_alone("reasoning_gym"):
             importlib.import_module("reasoning_gym.coaching")  # it and the factory import each other, and only this order works
             factory = importlib.import_module("reasoning_gym.factory")
-            if dataset not in factory.DATASETS:
-                for module in Path(factory.__file__ or "").parent.glob("*/*.py"):
-                    if module.stem == dataset:
-                        package = f"reasoning_gym.{module.parent.name}"
-                        with parts_alone(package):
-                            importlib.import_module(f"{package}.{dataset}")
+            modules = Path(factory.__file__ or "").parent.glob("*/*.py")
+            for package in [f"reasoning_gym.{module.parent.name}" for module in modules if module.stem == dataset]:
+                with parts_alone(package):
+                    importlib.import_module(f"{package}.{dataset}")
         if dataset not in factory.DATASETS:
             importlib.import_module("reasoning_gym")
     return factory

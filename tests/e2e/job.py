@@ -34,13 +34,16 @@ FOREIGN = {
 
 LIMIT_S = 900.0  # ends what hangs; no measure of speed
 
-RL = """
+HEAD = """
 name: job
 run_dir: {runs}
 model: {{path: {model}, dtype: float32}}
 cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
-algorithm: {{type: gspo}}
+"""  # of every stage that trains
+RL = (
+    HEAD
+    + """algorithm: {{type: gspo}}
 data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 64}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
@@ -50,19 +53,17 @@ sync: {{transport: shm}}
 log: {{tensorboard: false}}
 train: {{steps: 3, prompts_per_step: 8, mini_batches: 2, micro_batch_tokens: 512, eval_at_start: false}}
 """
+)
 
-SFT = """
-name: job
-run_dir: {runs}
-model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
-optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
-data:
+SFT = (
+    HEAD
+    + """data:
   train: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 7, items: 40}}
   eval: {{type: reasoning_gym, dataset: spell_backward, params: {{min_word_len: 3, max_word_len: 5}}, seed: 1000000000, items: 8}}
 sft: {{steps: 20, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 5}}
 save: {{every: 3}}
 """
+)
 
 
 STEPS = 9  # of the run below; one of them pretrains the critic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,12 +33,10 @@ def titled(job: Job, start: str) -> list[int]:
     return [pid for pid in job.pids() if title(pid).startswith(start)]
 
 
-def engine_processes(pids: Sequence[int]) -> tuple[int, int]:
-    """The actor of the one engine and its core, a fork that keeps the title of its parent, among processes of a run."""
-    pids = [pid for pid in pids if title(pid).startswith(("ray::RolloutWorker", "ray::EngineHost"))]
-    [core] = [pid for pid in pids if any(f"\nPPid:\t{parent}\n".encode() in read(f"/proc/{pid}/status") for parent in pids)]
-    [actor] = [pid for pid in pids if pid != core]
-    return actor, core
+def engine_processes(job: Job) -> list[tuple[int, int]]:
+    """The actor of each engine and its core, a fork that keeps the title of its parent."""
+    pids = titled(job, "ray::RolloutWorker")
+    return [(actor, core) for actor in pids for core in pids if f"\nPPid:\t{actor}\n".encode() in read(f"/proc/{core}/status")]
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Processes:
     @classmethod
     def of(cls, job: Job, rank: int = 0) -> Processes:
         """Those of the command line, once all of them are there, with the rank that was started as `rank`-th."""
-        actor, core = engine_processes(job.pids())
+        [(actor, core)] = engine_processes(job)
         return cls(job.process.pid, titled(job, "ray::ModelWorker")[rank], actor, core, job.saves)
 
     def unfinished(self) -> list[str]:
@@ -77,14 +75,14 @@ class Processes:
 
 @dataclass(frozen=True)
 class Aim:
-    """What is to be killed, in which phases at once, and not before which step is under way."""
+    """What is to be killed, in which phase, and not before which step is under way."""
 
-    phases: frozenset[Phase]
+    phase: Phase
     victim: Victim
     step: int
 
     def hit(self, job: Job, processes: Processes, wait: Wait, random: np.random.Generator) -> str:
-        """Kills at a random moment inside the phases and says what was met. A moment that came too late is awaited anew.
+        """Kills at a random moment inside the phase and says what was met. A moment that came too late is awaited anew.
 
         Args:
             job: whose metrics say which step is under way.
@@ -95,10 +93,10 @@ class Aim:
         pid = {"driver": processes.driver, "rank": processes.rank, "engine core": processes.core}[self.victim]
         wait(f"step {self.step}", lambda: done(job) >= self.step - 1, 0.02)
         for delay_s in pauses(random):
-            wait(" + ".join(self.phases), lambda: self.phases <= processes.phases(), 0.002)
+            wait(self.phase, lambda: self.phase in processes.phases(), 0.002)
             time.sleep(delay_s)
             met = processes.phases()
-            if not self.phases <= met:
+            if self.phase not in met:
                 continue
             os.kill(pid, signal.SIGKILL)
             step = done(job) + 1

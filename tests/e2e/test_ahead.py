@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import Job
-from tests.e2e.kill_at import done, titled
+from tests.e2e.kill_at import done, engine_processes
 from tests.e2e.lab import Lab
 
 EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
@@ -71,7 +70,7 @@ def test_engines_that_never_wait_are_replaced(replicas: int, tmp_path: Path, tin
         for number in range(3):
             job.wait_for(f"step {2 + 3 * number}", lambda: done(job) >= 2 + 3 * number, pause_s=0.02)  # noqa: B023
             time.sleep(random.uniform(0, 0.5))
-            os.kill(int(random.choice(engine_cores(job))), signal.SIGKILL)
+            os.kill(int(random.choice([core for _, core in engine_processes(job)])), signal.SIGKILL)
             job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
         assert job.finish() == 0 and job.gone(), job.text()[-3000:]
     finally:
@@ -80,9 +79,3 @@ def test_engines_that_never_wait_are_replaced(replicas: int, tmp_path: Path, tin
     assert [row["step"] for row in rows] == list(range(1, 13)) and all(row["rollout/lag_max"] <= 2 for row in rows)
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["rollout/waiting"] == 8.0 for row in rows)
     assert sum(row.get("events/restart/engine", 0.0) for row in job.rows()) == 3.0
-
-
-def engine_cores(job: Job) -> list[int]:
-    """The processes of vLLM's cores, forks that keep the title of their parents."""
-    titled_so = titled(job, "ray::RolloutWorker")
-    return [pid for pid in titled_so if psutil.Process(pid).ppid() in titled_so]

@@ -147,7 +147,7 @@ def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
         for number, phase in enumerate(phases):
-            Aim(frozenset([phase]), "engine core", 2 + 2 * number).hit(job, Processes.of(job), job.wait_for, random)
+            Aim(phase, "engine core", 2 + 2 * number).hit(job, Processes.of(job), job.wait_for, random)
             job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
         assert job.finish() == 0 and job.gone(), job.text()[-3000:]
     finally:

@@ -56,7 +56,7 @@ def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
     job.start().wait_for("actors", lambda: "sync ..." in job.text())
     token, moments = closed_to_the_network(job), []
     for number, (phase, victim) in enumerate(MENDED):
-        moments.append(Aim(frozenset([phase]), victim, step + 2 * number).hit(job, Processes.of(job), job.wait_for, random))
+        moments.append(Aim(phase, victim, step + 2 * number).hit(job, Processes.of(job), job.wait_for, random))
         job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
     assert job.finish() == 0, job.text()[-4000:]
     assert not any(token in path.read_bytes() for path in job.runs.rglob("*") if path.is_file())
@@ -76,7 +76,7 @@ def ends(long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
     def chain(number: int) -> tuple[Job, list[str]]:
         random, met = np.random.default_rng([SEED, number]), list[str]()
         for (phase, victim), step in zip(pairs[number::runs], steps, strict=True):
-            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(frozenset([phase]), victim, int(step))
+            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(phase, victim, int(step))
             met.append(killed(job, aim, random))
         job = Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true"))
         return job, [*met, *mended(job, STEPS - 3, random)]

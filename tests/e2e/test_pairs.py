@@ -15,19 +15,16 @@ from megarl.config import DpoConfig, RmConfig, load
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
 from megarl.stages.rank_checks import check_dpo, check_rm
-from tests.e2e.job import Job
+from tests.e2e.job import HEAD, Job
 from tests.e2e.lab import Lab
 
-STAGE = """
-name: job
-run_dir: {runs}
-model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false, start_timeout_s: 600, phase_timeout_s: 600}}
-optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
-data:
+STAGE = (
+    HEAD
+    + """data:
   train: {{type: file, path: {runs}/train.jsonl}}
   eval: {{type: file, path: {runs}/eval.jsonl}}
 """
+)
 STEPS = "{{steps: 12, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48, eval_every: 6}}\n"
 
 
