@@ -64,10 +64,16 @@ _KINDS = TypeAdapter(Manifest)
 
 @dataclass(frozen=True)
 class Verified:
-    """A step directory whose every file is as it was written. `verify` alone makes these."""
+    """A step directory whose every file is as it was written or, where the hashes were left out, of the size that was written. `verify`
+    alone makes these."""
 
     path: Path
     manifest: Manifest
+
+    @property
+    def files(self) -> dict[Path, FileRecord]:
+        """All but the manifest."""
+        return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
         """A file's content. Raises ConfigError where it is not in the manifest, or has changed since it was verified."""
@@ -140,10 +146,10 @@ def listing(root: Path, contents: bool = True) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
-def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[Verified]:
+def verified(root: Path, skipped: Callable[[Entry], None], contents: bool = True) -> Iterator[Verified]:
     """The step directories of `root` that verify, the newest first, each looked at when it is asked for; the others go to `skipped`."""
     for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
-        entry = verify(path)
+        entry = verify(path, contents)
         if entry.verified is not None:
             yield entry.verified
         else:

@@ -35,6 +35,11 @@ class RunContext:
         """Of the last steps."""
         return self.models.copies
 
+    @property
+    def timeout_s(self) -> float:
+        """Of the longest wait."""
+        return self.config.cluster.phase_timeout_s
+
     def restart(self, beginning: bool) -> bool:
         """Starts the ranks again, with the models as they were at the start, and the engines where they are to begin with `model.base`.
 

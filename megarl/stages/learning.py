@@ -122,6 +122,11 @@ class LearnContext:
         """Of the last steps."""
         return self.learners.copies
 
+    @property
+    def timeout_s(self) -> float:
+        """Of the longest wait."""
+        return self.learners.timeout_s
+
     def restart(self, beginning: bool) -> bool:
         """Starts the ranks again, with the model as it was at the start. Whether a node was gone."""
         return self.learners.restart()

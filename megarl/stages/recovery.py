@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Protocol
 
 from ray.exceptions import ObjectLostError
@@ -10,12 +11,13 @@ from ray.exceptions import ObjectLostError
 from megarl import termination
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
+from megarl.cluster.hashing import flipped
 from megarl.cluster.watch import StandsStill
 from megarl.config import TrainingSettings
 from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
-from megarl.stages.saving import ResumePoint, resume_point
+from megarl.stages.saving import ResumePoint, passed_over, resume_point
 from megarl.workers.keeper import Copies
 
 LOST = (
@@ -39,13 +41,18 @@ class Context(Protocol):
     @property
     def copies(self) -> Copies: ...
 
+    @property
+    def timeout_s(self) -> float:
+        """Of the longest wait."""
+
     def restart(self, beginning: bool, /) -> bool:
         """Starts the ranks again, with the models as they were at the start; `beginning`: the run begins anew. Whether a node was gone."""
 
 
-def recovering(
-    work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Callable[[], ResumePoint | None]
-) -> None:
+Find = Callable[[Collection[Path]], ResumePoint | None]
+
+
+def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
     """Does the work of a run to its end, however often its ranks fail, as far as `cluster.restarts` allows.
 
     A failure while they start again is one more. SIGTERM ends the run at once then: there is nothing to be saved.
@@ -54,14 +61,14 @@ def recovering(
         work: from a checkpoint, or from the beginning, with ranks that have just started.
         resume: where it begins.
         ctx: what it is done with.
-        find: the newest checkpoint, if there is any.
+        find: the newest checkpoint, if there is any but those in given step directories.
     """
     fault: Exception | None = None
     while True:
         try:
             if fault is not None:
                 resume = _recovered(fault, ctx, find)
-            work(resume)
+            work(intact(resume, ctx.run, find, ctx.timeout_s))
             return
         except LOST as error:
             if _ray_is_gone(error):
@@ -83,10 +90,36 @@ def _ray_is_gone(fault: Exception) -> bool:
     return isinstance(fault, StandsStill) and fault.session
 
 
-def _recovered(fault: Exception, ctx: Context, find: Callable[[], ResumePoint | None]) -> ResumePoint | None:
+def intact(resume: ResumePoint | None, run: Run, find: Find, timeout_s: float) -> ResumePoint | None:
+    """The checkpoint, if every byte of it is as it was written, or the newest before it of which that is true; all machines read.
+
+    Args:
+        resume: where the run is to go on.
+        run: is taken back where that is another one in the end, and told how far the reading has come.
+        find: as `recovering` is given it.
+        timeout_s: the longest wait for a part.
+    """
+    damaged = set[Path]()
+    while resume is not None and resume.copy is None:
+        whole = {step.path: step for step in resume.steps.values()}
+        with run.phase("verify"):
+            files = {path: record for step in whole.values() for path, record in step.files.items()}
+            found = flipped(files, timeout_s, lambda done, of: run.progress("verify, MB", done >> 20, of >> 20))
+        if not found:
+            break
+        for path in found:
+            [step] = [step for step in whole if path.is_relative_to(step)]
+            passed_over(step, f"{path.relative_to(step)}: flipped: its SHA-256 is not the manifest's")
+            damaged.add(step)
+        resume = find(damaged)
+        run.rewind(None if resume is None else resume.run)
+    return resume
+
+
+def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
         copied = ctx.copies.newest()
-        resume = find() if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        resume = find(()) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run begins anew")
@@ -96,7 +129,7 @@ def _recovered(fault: Exception, ctx: Context, find: Callable[[], ResumePoint | 
     return resume
 
 
-def newest(config: TrainingSettings, verb: str, items: int) -> Callable[[], ResumePoint | None]:
+def newest(config: TrainingSettings, verb: str, items: int) -> Find:
     """Finds what the run itself has saved; what was there before it, and was not to be gone on with, lies elsewhere by now."""
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
-    return lambda: resume_point(own, verb, items)
+    return lambda damaged: resume_point(own, verb, items, damaged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +91,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that verified, byte by byte; or the copy of a step in the memory of the machines."""
+    """A checkpoint whose files have the sizes that were written; or the copy of a step in the memory of the machines."""
 
     steps: Mapping[str, Verified]  # which step directory holds each trained model
     progress: Mapping[str, Any]
@@ -100,13 +100,16 @@ class ResumePoint:
     files: Mapping[str, bytes] = field(default_factory=dict)  # of `State.files`
 
 
-def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
+def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Container[Path] = ()) -> ResumePoint | None:
     """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
+
+    The contents of its larger files have not been looked at: `recovery.intact` does so.
 
     Args:
         config: of the run.
         verb: megarl's, say "train".
         items: how many `data.train` has.
+        damaged: step directories that are passed over, too.
 
     Returns:
         The checkpoint, with what the run had reached; None where there is none.
@@ -117,14 +120,20 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
         return None
-    for step in verified(root, _name):
-        saved = _trainer(step.read(TRAINER), step.path)
+    for step in verified(root, _name, contents=False):
+        if step.path in damaged:
+            continue
+        try:
+            trainer, files = step.read(TRAINER), {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
+        except ConfigError as error:
+            passed_over(step.path, str(error))
+            continue
+        saved = _trainer(trainer, step.path)
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved.where.items()}
-        if any(found is None for found in steps.values()):
+        if any(found is None or found.path in damaged for found in steps.values()):
             continue
         _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}
-        files = {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     return None
 
@@ -302,13 +311,18 @@ def _beside(step: Verified, folder: str) -> Verified | None:
     """The part of a checkpoint that other ranks wrote; None where it is missing or damaged."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
-        print(f"megarl: checkpoint {step.path} is passed over: {path}, which belongs to it, is missing", flush=True)
+        passed_over(step.path, f"{path}, which belongs to it, is missing")
         return None
-    entry = verify(path)
+    entry = verify(path, contents=False)
     _name(entry)
     return entry.verified
 
 
 def _name(entry: Entry) -> None:
     for fault in entry.faults:
-        print(f"megarl: checkpoint {entry.path} is passed over: {fault}", flush=True)
+        passed_over(entry.path, fault)
+
+
+def passed_over(step: Path, why: str) -> None:
+    """Tells that a step directory is not taken."""
+    print(f"megarl: checkpoint {step} is passed over: {why}", flush=True)

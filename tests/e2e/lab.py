@@ -28,6 +28,7 @@ from megarl.stages import eval as eval_stage
 from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
+from megarl.stages.recovery import newest, recovering
 from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
 from megarl.trainer import learn
@@ -74,8 +75,8 @@ class Lab:
             self.workers(config, own_engine) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
-            restarts = Restarts(0, run.restarted, run.note)
-            learn(RunContext(config, run, models, engines, *scorers.rewards(models), restarts), data, resume)
+            ctx = RunContext(config, run, models, engines, *scorers.rewards(models), Restarts(0, run.restarted, run.note))
+            recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 
     def learn(self, job: Job) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""

@@ -30,7 +30,7 @@ rm: {{steps: 12, eval_every: 2, batch_size: 2, patience: 2}}
 class Counting:
     """Ranks whose model is the number of steps that it has taken, and whose held-out accuracy is given."""
 
-    folders = {"model": "checkpoints"}
+    folders, timeout_s = {"model": "checkpoints"}, 60.0
 
     def __init__(self, accuracy: Sequence[float]) -> None:
         self._accuracy, self._steps = accuracy, 0
@@ -83,7 +83,7 @@ def test_a_run_that_is_done_and_started_again_leaves_the_same_model(tmp_path: Pa
     monkeypatch.setattr(learning.Checkpoints, "save", keep)
     directory, _ = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
     [(progress, run)] = saved
-    monkeypatch.setattr(learning, "resume_point", lambda *_: SimpleNamespace(progress=progress, run=run))
+    monkeypatch.setattr(learning, "resume_point", lambda *_: SimpleNamespace(progress=progress, run=run, copy=8))
     monkeypatch.setattr(learning.Checkpoints, "load", lambda self, resume, state: state.restore(resume.progress))
     again, numbers = learned(tmp_path, monkeypatch, accuracy, "save.every=8")
     assert again == directory and steps_of(directory) == (8, 4) and numbers["rm/accuracy"] == 0.9

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,14 @@ import torch
 
 from megarl import restarts as restarts_module
 from megarl import termination
+from megarl.checkpoints.files import FileRecord
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import SftConfig, load
 from megarl.observe.metrics import Last
 from megarl.observe.run import Run
 from megarl.restarts import RESTART, Restart, Restarts
+from megarl.stages import recovery
 from megarl.stages.recovery import recovering
 from megarl.workers.keeper import Copies
 
@@ -35,6 +39,8 @@ sft: {{steps: 9}}
 
 class Ranks:
     """What a run is done with, but for its ranks: these count how often they start again, and `failing` of these times they die."""
+
+    timeout_s = 60.0
 
     def __init__(self, run: Run, most: int, failing: int = 0) -> None:
         self.run, self.restarts, self.copies = run, Restarts(most, run.restarted, run.note), Copies(peers=False)
@@ -60,7 +66,7 @@ class Steps:
                 raise self._faults.pop(step)
             self._ctx.run.log(step, {"number": Last(float(step)), "actor/grad_norm": Last(1.0)})
             if step % 3 == 0:
-                self.saved = SimpleNamespace(step=step, run=json.loads(json.dumps(self._ctx.run.state())))
+                self.saved = SimpleNamespace(step=step, run=json.loads(json.dumps(self._ctx.run.state())), copy=step)
 
 
 def done(
@@ -72,7 +78,7 @@ def done(
     with Run(load(tmp_path / "job.yaml", [], SftConfig)) as run:
         ctx = Ranks(run, most, failing)
         work = Steps(ctx, faults)
-        recovering(work, None, ctx, lambda: work.saved)
+        recovering(work, None, ctx, lambda damaged: work.saved)
     directory = tmp_path / "job"
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return rows, ctx.started, json.loads((directory / "summary.json").read_text())
@@ -153,3 +159,29 @@ def test_a_restart_says_what_it_was() -> None:
         restart.kind = "node"
     [one] = told
     assert (one.kind, one.detection_s) == ("node", 4.0) and one.fault.startswith("generate: ")
+
+
+def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three one has changed in the policy's files and one in the critic's, which lie elsewhere; then there is none that has not."""
+    bad = {tmp_path / "checkpoints" / "step_000003" / "a", tmp_path / "checkpoints-critic" / "step_000002" / "a"}
+    monkeypatch.setattr(recovery, "flipped", lambda files, *_: sorted(bad & files.keys()))
+
+    def point(step: int) -> Any:
+        folders = [tmp_path / folder / f"step_{step:06d}" for folder in ("checkpoints", "checkpoints-critic")]
+        steps = {path.parent.name: SimpleNamespace(path=path, files={path / "a": FileRecord(1, "")}) for path in folders}
+        return SimpleNamespace(steps=steps, run=step, copy=None)
+
+    def find(damaged: Collection[Path]) -> Any:
+        good = [step for step in (3, 2, 1) if not {one.path for one in point(step).steps.values()} & set(damaged)]
+        return point(good[0]) if good else None
+
+    rewound = list[Any]()
+    run: Any = SimpleNamespace(phase=lambda name: nullcontext(), progress=lambda *_: None, rewind=rewound.append)
+    found = recovery.intact(find(()), run, find, 60.0)
+    assert found is not None and found.run == 1 and rewound == [2, 1]
+    said = capsys.readouterr().out.splitlines()
+    assert [f"step_00000{step}" in line and "a: flipped" in line for step, line in zip((3, 2), said, strict=True)] == [True, True]
+    bad.add(tmp_path / "checkpoints" / "step_000001" / "a")
+    assert recovery.intact(find(()), run, find, 60.0) is None and rewound[-1] is None

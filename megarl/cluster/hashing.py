@@ -1,0 +1,98 @@
+"""The contents of a checkpoint against its manifest, with every machine of the session reading a part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.checkpoints.files import FileRecord, read_record
+from megarl.cluster.actor_group import WorkerDied, WorkerLate
+
+THREADS = 8  # of a machine; SHA-256 leaves Python's lock
+PARTS = 16  # for each machine, one after the other: the progress that is told
+
+
+def flipped(files: Mapping[Path, FileRecord], timeout_s: float, progress: Callable[[int, int], object]) -> list[Path]:
+    """The files whose bytes are not those that were written.
+
+    A file that looks wrong from another machine counts only where it is wrong from this one too: another may see an older state of a shared
+    disk, or none.
+
+    Args:
+        files: with what the manifest says of them.
+        timeout_s: the longest wait for one more part of a machine.
+        progress: is given the bytes that have been read, and those of all files.
+
+    Raises:
+        WorkerDied: a machine was lost meanwhile.
+        WorkerLate: no machine has read another part in time.
+    """
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    parts = _dealt(files, len(nodes) * PARTS)
+    size, done = sum(record.size for record in files.values()), 0
+    if len(nodes) == 1:  # this machine
+        found = list[Path]()
+        for part in parts:
+            found += _differing(part)
+            progress(done := done + _size(part), size)
+        return sorted(found)
+    suspects = list[Path]()
+    read: Any = ray.remote(_differing)
+    waiting = {nodes[n]: parts[n :: len(nodes)] for n in range(len(nodes))}
+    begun = {node: time.monotonic() for node in nodes}
+    running: dict[Any, tuple[str, int]] = {}
+
+    def start(node: str) -> None:
+        if waiting[node]:
+            part = waiting[node].pop()
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            running[read.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(part)] = node, _size(part)
+            begun[node] = time.monotonic()
+
+    for node in nodes:
+        start(node)
+    while running:
+        ready, _ = ray.wait(list(running), timeout=1.0)
+        for reference in ready:
+            node, nbytes = running.pop(reference)
+            try:
+                suspects += ray.get(reference)
+            except RayError as error:
+                raise WorkerDied(f"checking a checkpoint: node {node[:8]} was lost: {str(error).splitlines()[0]}") from error
+            progress(done := done + nbytes, size)
+            start(node)
+        late = [node for node, _ in running.values() if time.monotonic() - begun[node] > timeout_s]
+        if late:
+            raise WorkerLate(f"checking a checkpoint: node {late[0][:8]} has not read a part in {timeout_s:g} s", timeout_s)
+    return sorted(_differing({path: files[path] for path in suspects}))
+
+
+def _dealt(files: Mapping[Path, FileRecord], count: int) -> list[dict[Path, FileRecord]]:
+    """The files in at most so many parts of about one size."""
+    ordered = sorted(files, key=lambda path: files[path].size, reverse=True)
+    parts = [{path: files[path] for path in ordered[n::count]} for n in range(count)]
+    return [part for part in parts if part]
+
+
+def _size(part: Mapping[Path, FileRecord]) -> int:
+    return sum(record.size for record in part.values())
+
+
+def _differing(part: Mapping[Path, FileRecord]) -> list[Path]:
+    """Read on this machine."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [path for path, good in zip(part, pool.map(_as_written, part, part.values()), strict=True) if not good]
+
+
+def _as_written(path: Path, record: FileRecord) -> bool:
+    try:
+        return read_record(path) == record
+    except OSError:
+        return False
