@@ -30,7 +30,7 @@ Start = Literal["fork", "spawn"]
 START_S = 300.0  # for the template's imports
 TASK_S = 600.0  # these limits end what hangs; they are no measure of speed
 COLLECTIVE_S = 120.0  # longest wait of one collective
-THREADS = 150  # most threads of a rank: a grid has about 50
+THREADS = 150  # most threads of a rank: a grid has up to 20, and more over NCCL
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
 

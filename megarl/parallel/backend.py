@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,10 @@ class Backend(ABC):
         for part in optimizer.chained_optimizers:
             for group in part.optimizer.param_groups if part.optimizer is not None else []:
                 group["fused"] = True
+
+    def few_groups(self) -> AbstractContextManager[None]:
+        """Around what makes the grid's process groups: no more of them than the hardware wants."""
+        return nullcontext()
 
     @abstractmethod
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -176,6 +181,11 @@ class Cpu(Backend):
         from megarl.parallel.cpu import patches
 
         patches.apply()
+
+    def few_groups(self) -> AbstractContextManager[None]:
+        from megarl.parallel.cpu import groups
+
+        return groups.few_groups()
 
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -99,17 +99,18 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
     interface = interface_towards(_host(store))
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=timeout_s / 60,
-        create_gloo_process_groups=False,
-    )
+    with backend.few_groups():
+        dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=timeout_s / 60,
+            create_gloo_process_groups=False,
+        )
     model_parallel_cuda_manual_seed(seed)
     world = dist.group.WORLD
     control = world if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
@@ -160,6 +161,7 @@ def destroy_grid() -> None:
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which that forgets (parallel_state.py:2085)
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, and so keeps the modules and their groups
     dist.destroy_process_group()

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from megarl.network import interface_towards
+from megarl.sync import gloo
 
-GLOO = "GLOO_SOCKET_IFNAME"
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -178,14 +178,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     members = dist.PrefixStore("weights", store)
     interface = interface_towards(rendezvous.host)
     if rendezvous.transport == "gloo":
-        before = os.environ.get(GLOO)
-        os.environ[GLOO] = interface  # an engine's own groups stay on loopback
-        try:
-            return dist.ProcessGroupGloo(members, rank, rendezvous.world, timeout)
-        finally:
-            del os.environ[GLOO]
-            if before is not None:
-                os.environ[GLOO] = before
+        return gloo.group(members, rank, rendezvous.world, timeout, interface)
     assert rendezvous.transport == "nccl", rendezvous.transport
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     options = dist.ProcessGroupNCCL.Options()

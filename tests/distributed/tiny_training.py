@@ -231,6 +231,12 @@ def missing(grid: Grid) -> None:
             torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.control)
 
 
+def process_groups(grid: Grid) -> tuple[list[tuple[int, ...]], int]:
+    """The ranks of each of this rank's groups, and its threads."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return [tuple(torch.distributed.get_process_group_ranks(group)) for group in groups], len(os.listdir("/proc/self/task"))
+
+
 def listening(grid: Grid) -> set[str]:
     """The local addresses (hexadecimal, as the kernel prints them) on which this process listens."""
     torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.tp)
@@ -246,7 +252,7 @@ def listening(grid: Grid) -> set[str]:
 
 def meet_for_weights(grid: Grid, host: str) -> set[str]:
     """Where this process listens once two members of a group for weights have met at `host`: it had itself set gloo to loopback."""
-    assert os.environ[wire.GLOO] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     if grid.rank == 0:
         store, port = listen_store(host, 2, 60.0)
         grid.store.set("weights", str(port))
@@ -256,7 +262,7 @@ def meet_for_weights(grid: Grid, host: str) -> set[str]:
     group = wire.join(wire.Rendezvous("gloo", host, port, 2, 60.0), store, grid.rank)
     found = listening(grid)
     wire.broadcast(group, torch.zeros(8, dtype=torch.uint8)).wait()
-    assert os.environ[wire.GLOO] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     return found if grid.rank else set()  # the other has the store
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from megarl.parallel.cpu.groups import look_at_upstream
 from megarl.patching import expect
 
 
@@ -29,6 +30,7 @@ def apply() -> None:
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
     _optimizer_without_compiler()
+    look_at_upstream()
 
 
 def _rng_state(random: Any) -> None:

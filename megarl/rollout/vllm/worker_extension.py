@@ -27,6 +27,7 @@ from megarl.rollout.vllm import cpu_sleep
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
+from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
 
@@ -38,7 +39,7 @@ class SingleExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         enter_engine_process()
-        with rendezvous_directory():
+        with rendezvous_directory(), one_device():
             super()._init_executor()
 
 
@@ -47,7 +48,7 @@ class TensorParallelExecutor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         enter_engine_process()
-        with rendezvous_directory():
+        with rendezvous_directory(), one_device():
             super()._init_executor()
 
 
