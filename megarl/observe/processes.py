@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from pathlib import Path
 
 import psutil
 
 RAY_DAEMONS = ("gcs_server", "raylet")
+BETWEEN_S = 1.0  # samples: the marks stay, and to find the processes all of the machine's are looked at
 OTHER = "other"  # whatever else the driver's process may have started
 
 
@@ -19,9 +22,13 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._peak: dict[str, float] = {}
+        self._sampled = -math.inf
 
     def sample(self) -> None:
-        """Reads the kernel's high-water mark of every process that is there now."""
+        """Reads the kernel's high-water mark of every process that is there now, unless that was done a moment ago."""
+        if time.monotonic() - self._sampled < BETWEEN_S:
+            return
+        self._sampled = time.monotonic()
         driver = psutil.Process()
         kinds = {driver.pid: "driver"}
         # A parent comes before its children, so the parent's kind is known.
