@@ -98,6 +98,7 @@ class Engine(Protocol):
         gpu: bool,
         report_experts: bool = False,
         sleeps: bool = False,
+        blank: bool = False,
     ) -> list[int]:
         """Loads a model and returns when the engine can answer.
 
@@ -109,6 +110,7 @@ class Engine(Protocol):
             gpu: whether the engine has GPUs.
             report_experts: its samples are to have `routed_experts` where the model has experts.
             sleeps: `sleep` will be called.
+            blank: an update brings the weights, before which it answers nothing: the directory's are not read.
 
         Returns:
             The ids of its processes.

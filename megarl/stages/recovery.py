@@ -13,7 +13,7 @@ from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.hashing import flipped
 from megarl.cluster.watch import StandsStill
-from megarl.config import TrainingSettings
+from megarl.config import ConfigError, TrainingSettings
 from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
@@ -98,6 +98,9 @@ def intact(resume: ResumePoint | None, run: Run, find: Find, timeout_s: float) -
         run: is taken back where that is another one in the end, and told how far the reading has come.
         find: as `recovering` is given it.
         timeout_s: the longest wait for a part.
+
+    Raises:
+        ConfigError: there is none.
     """
     damaged = set[Path]()
     while resume is not None and resume.copy is None:
@@ -112,7 +115,9 @@ def intact(resume: ResumePoint | None, run: Run, find: Find, timeout_s: float) -
             passed_over(step, f"{path.relative_to(step)}: flipped: its SHA-256 is not the manifest's")
             damaged.add(step)
         resume = find(damaged)
-        run.rewind(None if resume is None else resume.run)
+        if resume is None:
+            raise ConfigError(f"save.resume: true, and no checkpoint in {min(damaged).parent} is whole; false begins anew, and keeps them")
+        run.rewind(resume.run)
     return resume
 
 

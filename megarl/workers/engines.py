@@ -38,7 +38,7 @@ class EngineStarter:
         config: of the run; says whether GPUs are used, and whether ranks use the same.
         settings: of the engines.
         places: a scheduling strategy for each engine, of `reserve_workers`.
-        model: the Hugging Face directory whose weights they begin with.
+        model: a Hugging Face directory; its weights are read where no sync comes before the first request.
         devices: the GPUs of the ranks that they share them with, `rollout.tp` for each engine; none: Ray has given them their own.
     """
 
@@ -54,7 +54,7 @@ class EngineStarter:
         return isinstance(self.config, TrainConfig) and self.config.placement.engines == "shared"
 
     def create(self, index: int) -> Any:
-        """The process of an engine; `open` gives it weights."""
+        """The process of an engine; `open` starts the engine in it."""
         gpus = self.settings.tp if self.config.cluster.gpus else 0
         as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
@@ -67,7 +67,8 @@ class EngineStarter:
         config, tp = self.config, self.settings.tp
         report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
         dtype = self.settings.dtype or config.model.dtype
-        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared)
+        blank = isinstance(config, TrainConfig) and config.model.base is None  # else the first evaluation comes before the first sync
+        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared, blank)
         return actor.open.remote(*told, self.devices[index * tp : (index + 1) * tp])
 
 
@@ -104,7 +105,7 @@ class Engines:
 
     @classmethod
     def create(cls, starter: EngineStarter, restarts: Restarts | None = None) -> Engines:
-        """Starts the processes; `open` gives them weights."""
+        """Starts the processes; `open` starts the engines in them."""
         group = ActorGroup("engine", [starter.create(index) for index in range(len(starter.places))])
         turns = Turns(group, starter.config.cluster.phase_timeout_s) if starter.shared else None
         return cls(group, starter.settings, turns, starter, restarts, playing(starter.config))
@@ -116,7 +117,7 @@ class Engines:
         return self.starter.places
 
     def open(self) -> list[Any]:
-        """Starts every engine with the weights of the starter's model; returns at once, with what to wait for."""
+        """Starts every engine; returns at once, with what to wait for."""
         assert self.starter is not None
         return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 

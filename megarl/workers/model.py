@@ -67,9 +67,10 @@ class Model:
         self._modules: list[Any] = build_chunks(
             self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
         )
-        load_hf(self._modules, path, self.hf, grid)
         if settings.weights is not None and path == settings.path and head == "lm":
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
+        else:
+            load_hf(self._modules, path, self.hf, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)

@@ -134,6 +134,7 @@ class RolloutWorker:
         gpu: bool,
         report_experts: bool,
         sleeps: bool,
+        blank: bool,
         devices: Sequence[str],
     ) -> None:
         """Starts the engine, as `Engine.start` says, and loads the tokenizer.
@@ -146,13 +147,14 @@ class RolloutWorker:
             gpu: whether the engine has GPUs.
             report_experts: whether its samples say which experts their tokens were sent to.
             sleeps: whether it leaves its devices to ranks in between.
+            blank: whether a sync brings its weights, and the directory's are not read.
             devices: the GPUs of those ranks; none: those that this process has.
         """
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
-        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
+        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
         self._responder = Responder(self._engine, settings.timeout_s)
 
     async def respond(

@@ -85,6 +85,14 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
     prefix(job, straight)
 
 
+def test_a_run_may_begin_with_the_weights_of_a_checkpoint(lab: Lab, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
+    """As it does with the Hugging Face directory that the same step has left."""
+    last = max(straight.saves.glob("step_??????"))
+    directory = lab.run(Job(tmp_path / "directory", straight.runs / "job" / "model", ("train.steps=1",)))
+    checkpoint = lab.run(Job(tmp_path / "checkpoint", tiny_model, ("train.steps=1", f"model.weights={last}")))
+    assert_same(checkpoint, directory, "model")
+
+
 def letters(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """What the straight run's reward function says."""
     scores = [share_of_letters(prompt="", response=ask["response"], answer="", meta={}) for ask in body["samples"]]

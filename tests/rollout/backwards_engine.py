@@ -49,6 +49,7 @@ class BackwardsEngine(Engine):
         gpu: bool,
         report_experts: bool = False,
         sleeps: bool = False,
+        blank: bool = False,
     ) -> list[int]:
         return [os.getpid()]
 

@@ -45,7 +45,7 @@ def stored(path: Path, dtype: torch.dtype = torch.float32) -> list[tuple[str, Te
 
 async def _follows(tmp_path: Path, family: str) -> None:
     build(tmp_path / "model", **SIZES, seed=1, family=family)
-    engine = await _start(tmp_path / "model")
+    engine = await _start(tmp_path / "model", blank=True)
     try:
         model = other(tmp_path / "other", family)
         await _check_update(engine, Trainer(engine, "shm"), model, stored(tmp_path / "other"))
@@ -65,7 +65,7 @@ def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Pat
 
 async def _fused(tmp_path: Path, tp: int) -> None:
     build(tmp_path / "model", **SIZES, seed=1, family="phi3")
-    engine = await _start(tmp_path / "model", tp=tp)
+    engine = await _start(tmp_path / "model", tp=tp, blank=True)
     trainer = Trainer(engine, "gloo", tp)
     try:
         tensors = stored(tmp_path / "model")
@@ -124,7 +124,7 @@ async def _latents(tmp_path: Path) -> list[list[str]]:
         arguments = engine.engine_arguments
         patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
         latent = Latent("engine 0")
-        await latent.start(tmp_path / "model", "float32", SETTINGS, 1, gpu=False)
+        await latent.start(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True)
     try:
         digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
         updated = compare(digest, await latent.fingerprints(TIMEOUT_S))

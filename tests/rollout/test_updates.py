@@ -16,7 +16,7 @@ from megarl.config import RolloutSettings
 from megarl.models.hf import read_config
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
-from megarl.rollout.engine import WeightSyncError
+from megarl.rollout.engine import RolloutError, WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync import receive, wire
@@ -35,9 +35,9 @@ class Corruptible(VllmEngine):
     extension = "tests.rollout.corrupting_extension.CorruptingExtension"
 
 
-async def _start(tiny: Path, dtype: str = "float32", tp: int = 1) -> Corruptible:
+async def _start(tiny: Path, dtype: str = "float32", tp: int = 1, blank: bool = False) -> Corruptible:
     engine = Corruptible("engine 0")
-    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True)
+    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True, blank=blank)
     return engine
 
 
@@ -75,10 +75,12 @@ async def check_plan(engine: VllmEngine, path: Path, tp: int) -> None:
     assert tokens * cache_bytes(facts(hf), tp, "float32") == pytest.approx(SETTINGS.kv_cache_mb << 20, rel=0.05)
 
 
-async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
-    engine = await _start(tiny, tp=tp)
+async def _five_updates(tiny: Path, bare: Path, transport: str, tp: int) -> None:
+    engine = await _start(bare, tp=tp, blank=True)
     trainer = Trainer(engine, transport, tp)
     try:
+        with pytest.raises(RolloutError, match=r"^engine 0: has no weights before the first update$"):
+            await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         for seed in (1, 2, 3, 1, 4):
             await _check_update(engine, trainer, other_weights(tiny, seed))
         last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
@@ -90,8 +92,10 @@ async def _five_updates(tiny: Path, transport: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("transport", "tp"), rows([("gloo", 1), ("shm", 1), ("gloo", 2)], [("shm", 1), ("gloo", 2)]))
-def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, transport: str, tp: int) -> None:
-    host.run(_five_updates, tiny, transport, tp)
+def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, tmp_path: Path, transport: str, tp: int) -> None:
+    """Of an engine that has read no weights before, as the directory has none."""
+    bare = shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    host.run(_five_updates, tiny, bare, transport, tp)
 
 
 def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

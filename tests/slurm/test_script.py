@@ -82,8 +82,9 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     [warned] = jobs["warned"]
     for restart in (0, 1):
         slurm.wait_for(f"start {restart}", (tmp_path / f"runs/warned/slurm/{warned}-{restart}/nodes.json").exists)
-        for _ in range(3):
-            slurm.say("scancel", "--signal=USR1", "--batch", warned)
+        slurm.say("scancel", "--signal=USR1", "--batch", warned)
+        for _ in range(2):
+            slurm.run("scancel", "--signal=USR1", "--batch", warned)  # which fails where the job has ended by now
     running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
     slurm.wait_for("end", lambda: not any(state in running for name in jobs for state in field(name, "JobState")), limit_s=200)
     ends = {name: list(zip(field(name, "JobState"), field(name, "ExitCode"), field(name, "Restarts"), strict=True)) for name in jobs}

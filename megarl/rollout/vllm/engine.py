@@ -61,6 +61,7 @@ class VllmEngine(Engine):
         self._version = 0
         self._asleep: set[Part] = set()  # what has left the device
         self._updating = False  # weights are partly loaded: nothing may be generated
+        self._blank = False  # no weights are loaded
         self._count = 0  # requests so far
         self._by_position = False  # the workers can draw so
         self._open: dict[RequestId, _Open] = {}
@@ -86,6 +87,7 @@ class VllmEngine(Engine):
         gpu: bool,
         report_experts: bool = False,
         sleeps: bool = False,
+        blank: bool = False,
     ) -> list[int]:
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
         assert self._llm is None, "start comes once"
@@ -103,6 +105,9 @@ class VllmEngine(Engine):
         os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
         arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
         arguments["worker_extension_cls"] = self.extension
+        self._blank = blank
+        if blank:
+            arguments["load_format"] = "dummy"  # some numbers
         try:
             self._llm = launch(self.label, arguments, hf, gpu=gpu)
             self._watch()
@@ -167,6 +172,8 @@ class VllmEngine(Engine):
         self.check_health()
         if self._updating:
             raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
+        if self._blank:
+            raise RolloutError(f"{self.label}: has no weights before the first update")
         if self._asleep:
             raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
         taken = set(self._open)
@@ -284,7 +291,7 @@ class VllmEngine(Engine):
                     begun = max(0, self._counts.get(one.queue.request_id, 0) - one.prompt_length)
                     one.versions = [span for span in one.versions if span.start < begun] + [VersionSpan(begun, version)]
             await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
-            self._version, self._updating = version, False
+            self._version, self._updating, self._blank = version, False, False
             self._updated.set()
 
     async def _resume(self, version: int) -> None:

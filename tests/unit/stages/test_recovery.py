@@ -18,7 +18,7 @@ from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
-from megarl.config import SftConfig, load
+from megarl.config import ConfigError, SftConfig, load
 from megarl.observe.metrics import Last
 from megarl.observe.run import Run
 from megarl.restarts import RESTART, Restart, Restarts
@@ -184,4 +184,5 @@ def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(
     said = capsys.readouterr().out.splitlines()
     assert [f"step_00000{step}" in line and "a: flipped" in line for step, line in zip((3, 2), said, strict=True)] == [True, True]
     bad.add(tmp_path / "checkpoints" / "step_000001" / "a")
-    assert recovery.intact(find(()), run, find, 60.0) is None and rewound[-1] is None
+    with pytest.raises(ConfigError, match=r"^save\.resume: true, and no checkpoint in .*/checkpoints is whole; false begins anew"):
+        recovery.intact(find(()), run, find, 60.0)
