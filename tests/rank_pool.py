@@ -23,7 +23,8 @@ from typing import Any, Literal, NoReturn
 
 from megarl.config import Layout
 from megarl.imports import uncollected
-from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
+from megarl.parallel.grid import destroy_grid, init_grid
+from megarl.sync.store import connect_store, listen_store
 
 Start = Literal["fork", "spawn"]
 

@@ -72,15 +72,15 @@ class Linked:
         importlib.import_module("megarl.parallel.links")
 
     def listen(self) -> tuple[str, int]:
-        from megarl.parallel.grid import listen_store
+        from megarl.sync.store import listen_store
 
         host = ray.util.get_node_ip_address()
         self._store, port = listen_store(host, self._given[1], self._timeout_s)
         return host, port
 
     def measure(self, address: tuple[str, int]) -> Any:
-        from megarl.parallel.grid import connect_store
         from megarl.parallel.links import measure
+        from megarl.sync.store import connect_store
 
         store = self._store or connect_store(*address, self._given[1], self._timeout_s)
         return measure(*self._given, store, address[0], self._gpus, self._timeout_s)

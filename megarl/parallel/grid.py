@@ -1,9 +1,8 @@
-"""The process grid: the only place that starts torch.distributed and Megatron's parallel state, and every socket they listen on."""
+"""The process grid: the only place that starts torch.distributed and Megatron's parallel state."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,52 +164,6 @@ def destroy_grid() -> None:
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, and so keeps the modules and their groups
     dist.destroy_process_group()
-
-
-def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """Opens a rendezvous store that listens on `host` alone.
-
-    torch's own server binds every interface, so it is handed a socket that is bound already.
-
-    Args:
-        host: an address of this machine.
-        world: how many processes will use the store, this one included.
-        timeout_s: longest wait for a key of the store.
-        port: 0: any free one.
-
-    Returns:
-        The store, and its port.
-
-    Raises:
-        OSError: the address is not this machine's, or the port is taken.
-    """
-    listener = socket.create_server((host, port), backlog=1024)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        world,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store owns it from here on
-    )
-    return store, port
-
-
-def connect_store(host: str, port: int, world: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process made with `listen_store`.
-
-    Args:
-        host: the address that it listens on.
-        port: the port that `listen_store` returned.
-        world: as given to `listen_store`.
-        timeout_s: longest wait for the store to answer, and later for a key of it.
-
-    Raises:
-        torch.distributed.DistNetworkError: nobody answers.
-    """
-    return dist.TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def _host(store: dist.Store) -> str:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from megarl.parallel.grid import listen_store
 from megarl.shared_memory import SharedMemory
 from megarl.sync import wire
+from megarl.sync.store import listen_store
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
 Watch = Callable[[Any, Tensor], None]  # (wire.Name, tensor)

@@ -40,7 +40,7 @@ class MegatronWorker:
 
     def listen(self) -> tuple[str, int]:
         """On rank 0: opens the rendezvous of the ranks. Returns its address."""
-        from megarl.parallel.grid import listen_store
+        from megarl.sync.store import listen_store
 
         self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
         self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)

@@ -19,13 +19,14 @@ from megarl.models.hf import Checkpoint, read_config
 from megarl.parallel import export
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.grid import Grid, connect_store
+from megarl.parallel.grid import Grid
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
 from megarl.shared_memory import mapped
 from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
+from megarl.sync.store import connect_store
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows

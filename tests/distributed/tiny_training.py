@@ -24,12 +24,13 @@ from megarl.models.hf import read_config
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.grid import Grid, connect_store, listen_store
+from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
 from megarl.sync import wire
+from megarl.sync.store import connect_store, listen_store
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -83,7 +83,8 @@ def _grid(device: Device, exact: bool) -> Any:
         backend.Cuda.collective = "gloo"  # type: ignore[assignment]
     backend.choose(device != "cpu", exact=exact)
     from megarl.config import Layout
-    from megarl.parallel.grid import init_grid, listen_store
+    from megarl.parallel.grid import init_grid
+    from megarl.sync.store import listen_store
 
     store, _ = listen_store("127.0.0.1", 1, LIMIT_S)
     return init_grid(Layout(), rank=0, store=store, seed=1, timeout_s=LIMIT_S)
