@@ -180,7 +180,8 @@ def rank_main(rank: int, ranks: int, port: Any, layers: int, directory: Path, ro
     """One rank, from its start to its end."""
     torch.set_num_threads(1)
     from megarl.parallel.backend import choose
-    from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
+    from megarl.parallel.grid import destroy_grid, init_grid
+    from megarl.sync.store import connect_store, listen_store
 
     choose()
     if rank == 0:

@@ -173,7 +173,8 @@ def _answers(pipes: list[Any]) -> list[Part | None]:
 
 def _rank(rank: int, pipe: Any, meeting: Path, layout: Layout, settings: ModelSettings, batch: Batch) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
-    from megarl.parallel.grid import connect_store, destroy_grid, init_grid, listen_store
+    from megarl.parallel.grid import destroy_grid, init_grid
+    from megarl.sync.store import connect_store, listen_store
 
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // layout.ranks))

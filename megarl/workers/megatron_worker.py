@@ -57,10 +57,11 @@ class MegatronWorker:
             cluster, exact = self._config.cluster, self._config.model.dtype == "float32"
             self._backend = backend.choose(cluster.gpus, cluster.deterministic, exact)  # before anything imports megatron
             from megarl.parallel import grid
+            from megarl.sync.store import connect_store
             from megarl.workers import model  # noqa: F401  # what `_model` will need
 
         config = self._config
-        store = self._store if self._rank == 0 else grid.connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
+        store = self._store if self._rank == 0 else connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
         self._grid = grid.init_grid(self._layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
         self.build_models()
         return self._backend.note

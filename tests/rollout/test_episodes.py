@@ -205,12 +205,12 @@ def test_limits_and_failures_end_an_episode_with_what_it_has(tiny_model: Path) -
     [long, _] = run(Limits(4, 60, 9), STARTS[:1])
     assert long.error is not None and long.error.startswith("too long: an opening of 1") and long.turns == 0
     assert long.sample.loss_tokens == 0 and long.sample.finish_reason == "abort" and long.reward == 0.0
-    with pytest.raises(RolloutTimeout, match=r"^engine 0: 2 of 4 episodes not done after 2 s: 2 wait for the engine, 0 for environments$"):
+    with pytest.raises(RolloutTimeout, match=r"^engine 0: 2 of 4 episodes not done after 8 s: 2 wait for the engine, 0 for environments$"):
         slow = Start("stuck", [STUCK, 5], 1, {"answer": ""})
         told = TREE["source"]
         TREE["source"] = {"type": "function", "path": "tests.unit.environments.worlds:TaskTold"}
         try:
-            run(Limits(32, 60, 9), [slow, Start("quick", [5, 6], 1, {"answer": "x"})], timeout_s=2.0)
+            run(Limits(32, 60, 9), [slow, Start("quick", [5, 6], 1, {"answer": "x"})], timeout_s=8.0)
         finally:
             TREE["source"] = told
 
