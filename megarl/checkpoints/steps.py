@@ -146,19 +146,15 @@ def listing(root: Path, contents: bool = True) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
-def verified(root: Path, skipped: Callable[[Entry], None], contents: bool = True) -> Iterator[Verified]:
-    """The step directories of `root` that verify, the newest first, each looked at when it is asked for; the others go to `skipped`."""
+def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[Verified]:
+    """The step directories of `root` whose names and sizes are the manifest's, the newest first, each looked at when it is asked for; the
+    others go to `skipped`."""
     for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
-        entry = verify(path, contents)
+        entry = verify(path, contents=False)
         if entry.verified is not None:
             yield entry.verified
         else:
             skipped(entry)
-
-
-def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
-    """The newest step directory that verifies; each newer one goes to `skipped`. None where `root` has none."""
-    return next(verified(root, skipped), None) if root.is_dir() else None
 
 
 def _directories(root: Path) -> list[Path]:

@@ -1,25 +1,28 @@
-"""The contents of a checkpoint against its manifest, with every machine of the session reading a part."""
+"""The contents of a checkpoint against its manifest, with every machine of a run reading a part."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoints.files import FileRecord, read_record
-from megarl.cluster.actor_group import WorkerDied, WorkerLate
+from megarl.cluster.actor_group import WorkerDied, WorkerLate, cause_of
 
+DOING = "checking a checkpoint"
 THREADS = 8  # of a machine; SHA-256 leaves Python's lock
 PARTS = 16  # for each machine, one after the other: the progress that is told
 
 
-def flipped(files: Mapping[Path, FileRecord], timeout_s: float, progress: Callable[[int, int], object]) -> list[Path]:
+def flipped(
+    files: Mapping[Path, FileRecord], machines: Collection[str], timeout_s: float, progress: Callable[[int, int], object]
+) -> list[Path]:
     """The files whose bytes are not those that were written.
 
     A file that looks wrong from another machine counts only where it is wrong from this one too: another may see an older state of a shared
@@ -27,17 +30,18 @@ def flipped(files: Mapping[Path, FileRecord], timeout_s: float, progress: Callab
 
     Args:
         files: with what the manifest says of them.
+        machines: Ray's ids of the nodes that read; those that are gone do not count. None: this machine alone.
         timeout_s: the longest wait for one more part of a machine.
         progress: is given the bytes that have been read, and those of all files.
 
     Raises:
         WorkerDied: a machine was lost meanwhile.
-        WorkerLate: no machine has read another part in time.
+        WorkerLate: a machine has not read its next part in time.
     """
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    parts = _dealt(files, len(nodes) * PARTS)
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in machines)
+    parts = _dealt(files, max(1, len(nodes)) * PARTS)
     size, done = sum(record.size for record in files.values()), 0
-    if len(nodes) == 1:  # this machine
+    if len(nodes) < 2:
         found = list[Path]()
         for part in parts:
             found += _differing(part)
@@ -64,13 +68,15 @@ def flipped(files: Mapping[Path, FileRecord], timeout_s: float, progress: Callab
             node, nbytes = running.pop(reference)
             try:
                 suspects += ray.get(reference)
+            except RayTaskError as error:
+                raise cause_of(error, f"node {node[:8]}", DOING) from error
             except RayError as error:
-                raise WorkerDied(f"checking a checkpoint: node {node[:8]} was lost: {str(error).splitlines()[0]}") from error
+                raise WorkerDied(f"{DOING}: node {node[:8]} was lost: {str(error).splitlines()[0]}") from error
             progress(done := done + nbytes, size)
             start(node)
         late = [node for node, _ in running.values() if time.monotonic() - begun[node] > timeout_s]
         if late:
-            raise WorkerLate(f"checking a checkpoint: node {late[0][:8]} has not read a part in {timeout_s:g} s", timeout_s)
+            raise WorkerLate(f"{DOING}: node {late[0][:8]} has not read a part in {timeout_s:g} s", timeout_s)
     return sorted(_differing({path: files[path] for path in suspects}))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 RAY_DAEMONS = ("gcs_server", "raylet")
-BETWEEN_S = 1.0  # samples: the marks stay, and to find the processes all of the machine's are looked at
+SHARE = 0.05  # of the time at most: to find the processes, all of the machine's are looked at
 OTHER = "other"  # whatever else the driver's process may have started
 
 
@@ -22,13 +22,13 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._peak: dict[str, float] = {}
-        self._sampled = -math.inf
+        self._due = -math.inf
 
     def sample(self) -> None:
         """Reads the kernel's high-water mark of every process that is there now, unless that was done a moment ago."""
-        if time.monotonic() - self._sampled < BETWEEN_S:
+        begun = time.monotonic()
+        if begun < self._due:
             return
-        self._sampled = time.monotonic()
         driver = psutil.Process()
         kinds = {driver.pid: "driver"}
         # A parent comes before its children, so the parent's kind is known.
@@ -41,6 +41,8 @@ class PeakMemory:
             peak = high_water_mb(pid)
             if peak is not None and kind != OTHER:
                 self._peak[kind] = max(peak, self._peak.get(kind, 0.0))
+        ended = time.monotonic()
+        self._due = ended + (ended - begun) / SHARE
 
     def mb(self) -> dict[str, float]:
         """MB by kind: driver, model_worker, rollout, engine_core, reward, ray."""

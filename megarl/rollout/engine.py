@@ -110,7 +110,7 @@ class Engine(Protocol):
             gpu: whether the engine has GPUs.
             report_experts: its samples are to have `routed_experts` where the model has experts.
             sleeps: `sleep` will be called.
-            blank: an update brings the weights, before which it answers nothing: the directory's are not read.
+            blank: the directory's weights are not read; an update must bring some before the first request.
 
         Returns:
             The ids of its processes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -34,6 +34,11 @@ class RunContext:
     def copies(self) -> Copies:
         """Of the last steps."""
         return self.models.copies
+
+    @property
+    def machines(self) -> Collection[str]:
+        """Ray's ids of the nodes that its ranks are on."""
+        return self.models.machines
 
     @property
     def timeout_s(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,11 @@ class LearnContext:
     def copies(self) -> Copies:
         """Of the last steps."""
         return self.learners.copies
+
+    @property
+    def machines(self) -> Collection[str]:
+        """Ray's ids of the nodes that its ranks are on."""
+        return self.learners.machines
 
     @property
     def timeout_s(self) -> float:

@@ -13,7 +13,7 @@ from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.hashing import flipped
 from megarl.cluster.watch import StandsStill
-from megarl.config import ConfigError, TrainingSettings
+from megarl.config import TrainingSettings
 from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
@@ -42,6 +42,10 @@ class Context(Protocol):
     def copies(self) -> Copies: ...
 
     @property
+    def machines(self) -> Collection[str]:
+        """Ray's ids of the nodes that its ranks are on."""
+
+    @property
     def timeout_s(self) -> float:
         """Of the longest wait."""
 
@@ -66,9 +70,8 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
     fault: Exception | None = None
     while True:
         try:
-            if fault is not None:
-                resume = _recovered(fault, ctx, find)
-            work(intact(resume, ctx.run, find, ctx.timeout_s))
+            resume = _verified(resume, ctx, find) if fault is None else _recovered(fault, ctx, find)
+            work(resume)
             return
         except LOST as error:
             if _ray_is_gone(error):
@@ -90,24 +93,16 @@ def _ray_is_gone(fault: Exception) -> bool:
     return isinstance(fault, StandsStill) and fault.session
 
 
-def intact(resume: ResumePoint | None, run: Run, find: Find, timeout_s: float) -> ResumePoint | None:
+def intact(resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint | None:
     """The checkpoint, if every byte of it is as it was written, or the newest before it of which that is true; all machines read.
 
-    Args:
-        resume: where the run is to go on.
-        run: is taken back where that is another one in the end, and told how far the reading has come.
-        find: as `recovering` is given it.
-        timeout_s: the longest wait for a part.
-
-    Raises:
-        ConfigError: there is none.
+    ConfigError, as `find` raises it, where there is none. See `recovering` for the arguments.
     """
     damaged = set[Path]()
     while resume is not None and resume.copy is None:
         whole = {step.path: step for step in resume.steps.values()}
-        with run.phase("verify"):
-            files = {path: record for step in whole.values() for path, record in step.files.items()}
-            found = flipped(files, timeout_s, lambda done, of: run.progress("verify, MB", done >> 20, of >> 20))
+        files = {path: record for step in whole.values() for path, record in step.files.items()}
+        found = flipped(files, ctx.machines, ctx.timeout_s, lambda done, of: ctx.run.progress("verify, MB", done >> 20, of >> 20))
         if not found:
             break
         for path in found:
@@ -115,16 +110,22 @@ def intact(resume: ResumePoint | None, run: Run, find: Find, timeout_s: float) -
             passed_over(step, f"{path.relative_to(step)}: flipped: its SHA-256 is not the manifest's")
             damaged.add(step)
         resume = find(damaged)
-        if resume is None:
-            raise ConfigError(f"save.resume: true, and no checkpoint in {min(damaged).parent} is whole; false begins anew, and keeps them")
-        run.rewind(resume.run)
     return resume
+
+
+def _verified(resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint | None:
+    """Where a run that has just been opened begins."""
+    with ctx.run.phase("verify"):
+        found = intact(resume, ctx, find)
+    if found is not resume:
+        ctx.run.rewind(None if found is None else found.run)
+    return found
 
 
 def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
         copied = ctx.copies.newest()
-        resume = find(()) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        resume = intact(find(()), ctx, find) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run begins anew")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,9 +101,9 @@ class ResumePoint:
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Container[Path] = ()) -> ResumePoint | None:
-    """The newest checkpoint of the run that is whole, where `save.resume` asks for one. A damaged one is named and passed over.
+    """The newest checkpoint of the run, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    The contents of its larger files have not been looked at: `recovery.intact` does so.
+    Only names and sizes are compared with the manifest, and the contents of what is read here; `recovery.intact` reads the rest.
 
     Args:
         config: of the run.
@@ -112,29 +112,41 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Conta
         damaged: step directories that are passed over, too.
 
     Returns:
-        The checkpoint, with what the run had reached; None where there is none.
+        The checkpoint, with what the run had reached; None where no save has ever finished.
 
     Raises:
-        ConfigError: as `check_resume` has it, of the checkpoint that is taken.
+        ConfigError: as `check_resume` has it, of the checkpoint that is taken; or all of them are damaged.
     """
-    root = config.directory / CHECKPOINTS
+    root, faulty = config.directory / CHECKPOINTS, list[Path]()
     if not config.save.resume or not root.is_dir():
         return None
-    for step in verified(root, _name, contents=False):
+
+    def skip(entry: Entry) -> None:
+        if entry.finished:
+            faulty.append(entry.path)
+        for fault in entry.faults:
+            passed_over(entry.path, fault)
+
+    for step in verified(root, skip):
         if step.path in damaged:
+            faulty.append(step.path)
             continue
         try:
             trainer, files = step.read(TRAINER), {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
         except ConfigError as error:
             passed_over(step.path, str(error))
+            faulty.append(step.path)
             continue
         saved = _trainer(trainer, step.path)
-        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder) for role, folder in saved.where.items()}
+        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder, skip) for role, folder in saved.where.items()}
+        faulty += [found.path for found in steps.values() if found is not None and found.path in damaged]
         if any(found is None or found.path in damaged for found in steps.values()):
             continue
         _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
+    if faulty:
+        raise ConfigError(f"save.resume: no checkpoint in {root} is whole; with false the run begins anew, and what is there is kept")
     return None
 
 
@@ -307,20 +319,16 @@ def every(number: int, count: int) -> bool:
     return bool(number) and count % number == 0
 
 
-def _beside(step: Verified, folder: str) -> Verified | None:
-    """The part of a checkpoint that other ranks wrote; None where it is missing or damaged."""
+def _beside(step: Verified, folder: str, skip: Callable[[Entry], None]) -> Verified | None:
+    """The part of a checkpoint that other ranks wrote; None where it is missing or damaged, which goes to `skip`."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
         passed_over(step.path, f"{path}, which belongs to it, is missing")
         return None
     entry = verify(path, contents=False)
-    _name(entry)
+    if entry.verified is None:
+        skip(entry)
     return entry.verified
-
-
-def _name(entry: Entry) -> None:
-    for fault in entry.faults:
-        passed_over(entry.path, fault)
 
 
 def passed_over(step: Path, why: str) -> None:

@@ -1,8 +1,7 @@
 """Process groups over gloo whose threads are few.
 
 torch gives every group a device of its own (distributed_c10d.py:2169), and gloo each device a thread that wakes up a hundred times a second
-whether there is something to do or not (gloo's transport/tcp/loop.cc): a grid has 18 groups, an engine 9. On a machine with few cores
-these threads are a sixteenth of all work.
+whether there is something to do or not (gloo's transport/tcp/loop.cc): a grid has 18 groups, an engine 9.
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ def group(store: Store, rank: int, size: int, timeout: timedelta, interface: str
 
 @contextmanager
 def one_device() -> Iterator[None]:
-    """The groups over gloo that torch makes in the block share a device, on the interface that GLOO_SOCKET_IFNAME names."""
+    """The groups over gloo that torch makes in the block share a device, on the interface that GLOO_SOCKET_IFNAME names, as torch's do."""
     look_at_torch()
 
     @cache
     def device(process: int) -> Any:  # of each process that was forked in the block its own
-        return ProcessGroupGloo.create_default_device()
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # which create_default_device does not read
+        return (
+            ProcessGroupGloo.create_device(interface=interfaces.split(",")[0]) if interfaces else ProcessGroupGloo.create_default_device()
+        )
 
     class Member(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

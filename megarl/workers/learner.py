@@ -5,7 +5,7 @@ Axes: T predicted tokens, R rows of local logits or values, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.critic import values
@@ -186,6 +187,11 @@ class Learners:
 
     def __post_init__(self) -> None:
         self.copies = Copies(isinstance(self.config, TrainingSettings) and self.config.save.rolling == "peer")
+
+    @property
+    def machines(self) -> Collection[str]:
+        """Ray's ids of the nodes that its ranks are on."""
+        return nodes_of(self.places)
 
     @property
     def timeout_s(self) -> float:

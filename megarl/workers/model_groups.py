@@ -6,7 +6,7 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,6 +18,7 @@ import numpy as np
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
 from megarl.restarts import Restarts
@@ -52,6 +53,11 @@ class ModelGroups:
         timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
         self.groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
         self.experts = self.policy.experts_wanted(self.config.routing.reported)
+
+    @property
+    def machines(self) -> Collection[str]:
+        """Ray's ids of the nodes that the ranks are on."""
+        return nodes_of([*chain(*self.places)])
 
     def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""
@@ -277,7 +283,7 @@ def start(
         opening = engines.open()
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-            engines.turns.to_ranks()
+            engines.turns.to_ranks(keep_weights=config.model.base is not None)
         models = build_groups(config, created, engines.turns)
         models.places = rank_places
     with starting("engines"):

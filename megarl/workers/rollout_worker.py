@@ -147,7 +147,7 @@ class RolloutWorker:
             gpu: whether the engine has GPUs.
             report_experts: whether its samples say which experts their tokens were sent to.
             sleeps: whether it leaves its devices to ranks in between.
-            blank: whether a sync brings its weights, and the directory's are not read.
+            blank: whether the directory's weights are left unread, as a sync will bring some.
             devices: the GPUs of those ranks; none: those that this process has.
         """
         if devices:

@@ -18,6 +18,7 @@ from tests.distributed.tiny_training import (
     missing,
     not_finite,
     process_groups,
+    share_a_device,
     torch_is_untouched,
 )
 from tests.rank_pool import Pool, RankError
@@ -46,6 +47,11 @@ def test_engines_meet_the_trainer_on_the_interface_that_it_listens_on(pool: Pool
     host = own_address("198.51.100.1")  # this machine's, as seen from elsewhere; nothing is sent
     address = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
     assert pool.run(meet_for_weights, Layout(ranks=2), host) == [set(), {LOOPBACK, address}]
+
+
+def test_groups_that_share_a_device_listen_where_the_environment_says(pool: Pool) -> None:
+    host = own_address("198.51.100.1")
+    assert pool.run(share_a_device, Layout(), host) == [{LOOPBACK, "".join(f"{int(part):02X}" for part in reversed(host.split(".")))}]
 
 
 def test_training_on_a_cpu_does_not_import_the_compiler(pool: Pool, job: Job) -> None:

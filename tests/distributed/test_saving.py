@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord, read_record
-from megarl.checkpoints.steps import encode, newest, read_manifest
+from megarl.checkpoints.steps import encode, read_manifest
 from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint import sharded
@@ -44,6 +44,7 @@ from tests.distributed.checkpoint_work import (
 )
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
+from tests.whole_steps import newest
 
 ONE, TWO = Layout(), Layout(ranks=2, tp=2)
 

@@ -10,17 +10,20 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ModelSettings, OptimizerSettings
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
+from megarl.network import interface_towards
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -29,7 +32,7 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
-from megarl.sync import wire
+from megarl.sync import gloo, wire
 from megarl.sync.store import connect_store, listen_store
 
 TINY: dict[str, Any] = {
@@ -248,6 +251,16 @@ def listening(grid: Grid) -> set[str]:
             fields = line.split()
             if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
                 found.add(fields[1].split(":")[0])
+    return found
+
+
+def share_a_device(grid: Grid, host: str) -> set[str]:
+    """Where this process listens with a further group, made while the interface of `host` is named."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(host)
+    with gloo.one_device():
+        group = torch.distributed.distributed_c10d.ProcessGroupGloo(PrefixStore("further", grid.store), 0, 1, timedelta(seconds=60))
+        found = listening(grid)
+    assert group.size() == 1
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +21,6 @@ def few_groups() -> Iterator[None]:
     """
     from megatron.core import parallel_state
 
-    look_at_upstream()
     create, made = parallel_state.create_group, dict[tuple[int, ...], Any]()
 
     def create_once(ranks: list[int], **options: Any) -> Any:
@@ -41,7 +39,6 @@ def few_groups() -> Iterator[None]:
         parallel_state.create_group = create
 
 
-@cache
 def look_at_upstream() -> None:
     """Raises RuntimeError where torch or Megatron makes its groups in another way by now."""
     from megatron.core import parallel_state

@@ -35,6 +35,7 @@ from megarl.rollout.vllm.requests import check_request, sample_of, sampling_para
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text import one_line
 
+_SHUTDOWN_S = 3.0  # then SIGKILL
 _ENDED_S = 10.0  # longest wait for a process that was killed
 
 Result = TypeVar("Result")
@@ -62,6 +63,7 @@ class VllmEngine(Engine):
         self._asleep: set[Part] = set()  # what has left the device
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._blank = False  # no weights are loaded
+        self._up = False  # it has started
         self._count = 0  # requests so far
         self._by_position = False  # the workers can draw so
         self._open: dict[RequestId, _Open] = {}
@@ -121,6 +123,7 @@ class VllmEngine(Engine):
         self._segments = {segment for pid in pids for segment in message_queues(pid)}
         for segment in self._segments:  # all who use them have mapped them: without a name nothing is left, however the engine ends
             segment.unlink(missing_ok=True)
+        self._up = True
         return pids
 
     def _watch(self) -> None:
@@ -149,7 +152,9 @@ class VllmEngine(Engine):
         if llm is not None:
             for process in self._watched:
                 asyncio.get_running_loop().remove_reader(process.sentinel)
-            llm.shutdown(timeout=0)  # SIGKILL: an engine has nothing to save, and its own way out takes three times as long as its start
+            # SIGKILL: an engine has nothing to save, and its own way out takes three times as long as its start. One that has not come up
+            # may have named shared memory, which only itself removes.
+            llm.shutdown(timeout=0 if self._up else _SHUTDOWN_S)
             for process in self._watched:
                 process.join(_ENDED_S)
         for segment in self._segments:

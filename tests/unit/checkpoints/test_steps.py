@@ -14,9 +14,10 @@ import pytest
 
 from megarl.checkpoints.files import FileRecord, HashedFile, write_file
 from megarl.checkpoints.step_writer import StepWriter
-from megarl.checkpoints.steps import Entry, Manifest, encode, listing, newest, verify
+from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
+from tests.whole_steps import newest
 
 SHARD = bytes(range(256)) * 40
 

@@ -69,7 +69,7 @@ PROGRAM = """
         files, told = {path: read_record(path) for path in directory.glob("*.distcp")}, []
         for number in (7, 33):
             (directory / f"{number}.distcp").write_bytes(os.urandom(1000 + number))
-        bad = flipped(files, 60.0, lambda done, of: told.append((done, of)))
+        bad = flipped(files, nodes, 60.0, lambda done, of: told.append((done, of)))
         print(json.dumps([[path.name for path in bad], told == sorted(told) and len(told) > 3 and told[-1][0] == told[-1][1]]))
 """
 SHAPES: list[tuple[dict[str, int], int, int]] = [

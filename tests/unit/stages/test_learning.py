@@ -30,7 +30,7 @@ rm: {{steps: 12, eval_every: 2, batch_size: 2, patience: 2}}
 class Counting:
     """Ranks whose model is the number of steps that it has taken, and whose held-out accuracy is given."""
 
-    folders, timeout_s = {"model": "checkpoints"}, 60.0
+    folders, timeout_s, machines = {"model": "checkpoints"}, 60.0, ()
 
     def __init__(self, accuracy: Sequence[float]) -> None:
         self._accuracy, self._steps = accuracy, 0

@@ -1,0 +1,17 @@
+"""The step directories of a run that are whole, every byte of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.checkpoints.steps import Entry, Verified, listing
+
+
+def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
+    """The newest; each newer one goes to `skipped`."""
+    for entry in listing(root):
+        if entry.verified is not None:
+            return entry.verified
+        skipped(entry)
+    return None
