@@ -33,10 +33,10 @@ def one_device() -> Iterator[None]:
 
     @cache
     def device(process: int) -> Any:  # of each process that was forked in the block its own
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # which create_default_device does not read
-        return (
-            ProcessGroupGloo.create_device(interface=interfaces.split(",")[0]) if interfaces else ProcessGroupGloo.create_default_device()
-        )
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        if not interfaces:
+            return ProcessGroupGloo.create_default_device()  # which does not read the variable
+        return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
 
     class Member(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -158,7 +158,7 @@ class ModelGroups:
 
         Args:
             engines: keep what they have.
-            with_engines: they start again, too, with the weights that they began with.
+            with_engines: they start again, too, as they did at the beginning.
 
         Returns:
             Whether a node was gone.
