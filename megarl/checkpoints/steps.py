@@ -64,15 +64,15 @@ _KINDS = TypeAdapter(Manifest)
 
 @dataclass(frozen=True)
 class Verified:
-    """A step directory whose every file is as it was written or, where the hashes were left out, of the size that was written. `verify`
-    alone makes these."""
+    """A step directory whose every file is as it was written; of the size that was written, where the hashes were left out. `verify` alone
+    makes these."""
 
     path: Path
     manifest: Manifest
 
     @property
     def files(self) -> dict[Path, FileRecord]:
-        """All but the manifest."""
+        """All but the manifest, with what it says of them."""
         return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
