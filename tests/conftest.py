@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="a long proof: --long"))
+
+
+@pytest.fixture(autouse=True)
+def own_path() -> Iterator[None]:
+    """What comes to Python's path in a test leaves with it: the command line adds the directory that it is called in, and a private one
+    would take the sandbox of later tests its own user, and with it the limit of processes."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")
