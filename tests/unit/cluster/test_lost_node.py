@@ -82,7 +82,7 @@ PROGRAM = """
 """
 
 
-FAST = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3"}
+FAST = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "30000", "RAY_health_check_failure_threshold": "3"}
 
 
 def test_what_a_lost_node_held_is_on_the_next_one_and_its_places_are_taken_by_a_spare(
