@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def own_path() -> Iterator[None]:
-    """What comes to Python's path in a test leaves with it: the command line adds the directory that it is called in, and a private one
-    would take the sandbox of later tests its own user, and with it the limit of processes."""
+    """What a test adds to Python's path leaves with it. The command line adds the directory that it is called in; while a private one
+    is there, the sandbox's processes stay root's, which no limit of processes binds."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -28,6 +28,7 @@ MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 HF = "hf"  # folder of each model: config.json, generation defaults and tokenizer, as a Hugging Face directory has them
 COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it
 FORMAT = 1
+FLIPPED = "flipped: its SHA-256 is not the manifest's"
 _STEP = re.compile(r"step_(\d{6,})")
 _UNFINISHED = re.compile(r"step_(\d{6,})\.(partial|replaced|deleted)")
 _MANIFEST_BYTES = 256 << 20
@@ -82,7 +83,7 @@ class Verified:
             raise ConfigError(f"checkpoint: {self.path} has no {name}")
         data = (self.path / name).read_bytes()
         if hashlib.sha256(data).hexdigest() != record.sha256:
-            raise ConfigError(f"checkpoint: {self.path / name}: flipped: its SHA-256 is not the manifest's")
+            raise ConfigError(f"checkpoint: {self.path / name}: {FLIPPED}")
         return data
 
 
@@ -170,25 +171,32 @@ def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:
     del present[MANIFEST]
     faults = [f"{name}: missing" for name in sorted(manifest.files.keys() - present.keys())]
     faults += [_extra(name, present[name]) for name in sorted(present.keys() - manifest.files.keys())]
-    common = sorted(manifest.files.keys() & present.keys())
+    names = {present[name]: name for name in sorted(manifest.files.keys() & present.keys())}
+    return faults + [
+        f"{names[file]}: {fault}" for file, fault in damaged({file: manifest.files[names[file]] for file in names}, contents).items()
+    ]
+
+
+def damaged(files: Mapping[Path, FileRecord], contents: bool = True) -> dict[Path, str]:
+    """What is wrong with files that a manifest tells of; contents=False leaves the hashes out."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _fault(present[name], name, manifest.files[name], contents), common)
-        return faults + [fault for fault in found if fault is not None]
+        found = zip(files, pool.map(lambda file: _fault(file, files[file], contents), files), strict=True)
+        return {file: fault for file, fault in found if fault is not None}
 
 
-def _fault(file: Path, name: str, record: FileRecord, contents: bool) -> str | None:
+def _fault(file: Path, record: FileRecord, contents: bool) -> str | None:
     if file.is_symlink() or not file.is_file():
-        return f"{name}: not a plain file"
-    if Path(name).suffix in _PICKLES and Path(name).name != COMMON:
-        return f"{name}: a pickle, which is never loaded"
+        return "not a plain file"
+    if file.suffix in _PICKLES and file.name != COMMON:
+        return "a pickle, which is never loaded"
     try:
         size = file.stat().st_size
         if size != record.size:
-            return f"{name}: {'truncated' if size < record.size else 'longer'}: {size} bytes of {record.size}"
+            return f"{'truncated' if size < record.size else 'longer'}: {size} bytes of {record.size}"
         if contents and read_record(file) != record:
-            return f"{name}: flipped: its SHA-256 is not the manifest's"
+            return FLIPPED
     except OSError as error:
-        return f"{name}: unreadable: {error.strerror}"
+        return f"unreadable: {error.strerror}"
     return None
 
 

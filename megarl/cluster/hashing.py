@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.checkpoints.files import FileRecord, read_record
+from megarl.checkpoints.files import FileRecord
+from megarl.checkpoints.steps import damaged
 from megarl.cluster.actor_group import WorkerDied, WorkerLate, cause_of
 
 DOING = "checking a checkpoint"
-THREADS = 8  # of a machine; SHA-256 leaves Python's lock
 PARTS = 16  # for each machine, one after the other: the progress that is told
 
 
-def flipped(
+def damaged_anywhere(
     files: Mapping[Path, FileRecord], machines: Collection[str], timeout_s: float, progress: Callable[[int, int], object]
-) -> list[Path]:
-    """The files whose bytes are not those that were written.
+) -> dict[Path, str]:
+    """What is wrong with files, as `steps.damaged` says it, byte for byte.
 
     A file that looks wrong from another machine counts only where it is wrong from this one too: another may see an older state of a shared
     disk, or none.
@@ -42,13 +41,13 @@ def flipped(
     parts = _dealt(files, max(1, len(nodes)) * PARTS)
     size, done = sum(record.size for record in files.values()), 0
     if len(nodes) < 2:
-        found = list[Path]()
+        found = dict[Path, str]()
         for part in parts:
-            found += _differing(part)
+            found |= damaged(part)
             progress(done := done + _size(part), size)
-        return sorted(found)
+        return found
     suspects = list[Path]()
-    read: Any = ray.remote(_differing)
+    read: Any = ray.remote(damaged)
     waiting = {nodes[n]: parts[n :: len(nodes)] for n in range(len(nodes))}
     begun = {node: time.monotonic() for node in nodes}
     running: dict[Any, tuple[str, int]] = {}
@@ -77,7 +76,7 @@ def flipped(
         late = [node for node, _ in running.values() if time.monotonic() - begun[node] > timeout_s]
         if late:
             raise WorkerLate(f"{DOING}: node {late[0][:8]} has not read a part in {timeout_s:g} s", timeout_s)
-    return sorted(_differing({path: files[path] for path in suspects}))
+    return damaged({path: files[path] for path in suspects})
 
 
 def _dealt(files: Mapping[Path, FileRecord], count: int) -> list[dict[Path, FileRecord]]:
@@ -89,16 +88,3 @@ def _dealt(files: Mapping[Path, FileRecord], count: int) -> list[dict[Path, File
 
 def _size(part: Mapping[Path, FileRecord]) -> int:
     return sum(record.size for record in part.values())
-
-
-def _differing(part: Mapping[Path, FileRecord]) -> list[Path]:
-    """Read on this machine."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [path for path, good in zip(part, pool.map(_as_written, part, part.values()), strict=True) if not good]
-
-
-def _as_written(path: Path, record: FileRecord) -> bool:
-    try:
-        return read_record(path) == record
-    except OSError:
-        return False

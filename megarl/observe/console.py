@@ -72,22 +72,22 @@ class Console:
 
     def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
         """A step is done. In plain text the first, the last and one a second of the others is shown."""
-        self._step = step
+        first, self._step = self._step == 0, step
         self._numbers = " ".join(f"{label} {form.format(values[name])}" for name, label, form in SHOWN if name in values)
-        if self._due(last=step == self._steps):
+        if self._due(anyway=first or step == self._steps):
             times = " ".join(f"{name} {seconds:.1f}s" for name, seconds in phases.items() if seconds >= 0.05)
             self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
     def progress(self, name: str, done: int, of: int) -> None:
         """So much of a work without steps is done. In plain text the last line and one a second of the others is shown."""
         self._numbers = f"{name} {done}/{of}"
-        if self._due(last=done == of):
+        if self._due(anyway=done == of):
             self._print(self._numbers)
 
-    def _due(self, last: bool) -> bool:
-        """Whether the log of plain text gets a line now."""
+    def _due(self, anyway: bool) -> bool:
+        """Whether the log of plain text gets a line now: `anyway`, or because the last one is a second old."""
         now = time.monotonic()
-        if not self._plain or not (last or now - self._printed >= SECONDS_BETWEEN_LINES):
+        if not self._plain or not (anyway or now - self._printed >= SECONDS_BETWEEN_LINES):
             return False
         self._printed = now
         return True

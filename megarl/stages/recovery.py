@@ -11,7 +11,7 @@ from ray.exceptions import ObjectLostError
 from megarl import termination
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.hashing import flipped
+from megarl.cluster.hashing import damaged_anywhere
 from megarl.cluster.watch import StandsStill
 from megarl.config import TrainingSettings
 from megarl.observe.run import Run
@@ -70,7 +70,10 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
     fault: Exception | None = None
     while True:
         try:
-            resume = _verified(resume, ctx, find) if fault is None else _recovered(fault, ctx, find)
+            if fault is not None:
+                resume = _recovered(fault, ctx, find)
+            elif resume is not None:
+                resume = _verified(resume, ctx, find)
             work(resume)
             return
         except LOST as error:
@@ -93,39 +96,43 @@ def _ray_is_gone(fault: Exception) -> bool:
     return isinstance(fault, StandsStill) and fault.session
 
 
-def intact(resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint | None:
+def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
     """The checkpoint, if every byte of it is as it was written, or the newest before it of which that is true; all machines read.
 
     ConfigError, as `find` raises it, where there is none. See `recovering` for the arguments.
     """
     damaged = set[Path]()
-    while resume is not None and resume.copy is None:
+    while resume.copy is None:
         whole = {step.path: step for step in resume.steps.values()}
         files = {path: record for step in whole.values() for path, record in step.files.items()}
-        found = flipped(files, ctx.machines, ctx.timeout_s, lambda done, of: ctx.run.progress("verify, MB", done >> 20, of >> 20))
+        found = damaged_anywhere(files, ctx.machines, ctx.timeout_s, lambda done, of: ctx.run.progress("verify, MB", done >> 20, of >> 20))
         if not found:
             break
-        for path in found:
+        for path, fault in sorted(found.items()):
             [step] = [step for step in whole if path.is_relative_to(step)]
-            passed_over(step, f"{path.relative_to(step)}: flipped: its SHA-256 is not the manifest's")
+            passed_over(step, f"{path.relative_to(step)}: {fault}")
             damaged.add(step)
-        resume = find(damaged)
+        before = find(damaged)
+        assert before is not None, "where some are damaged and none is whole, it raises"
+        resume = before
     return resume
 
 
-def _verified(resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint | None:
-    """Where a run that has just been opened begins."""
+def _verified(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
+    """Where a run that has just been opened to go on does so."""
     with ctx.run.phase("verify"):
         found = intact(resume, ctx, find)
     if found is not resume:
-        ctx.run.rewind(None if found is None else found.run)
+        ctx.run.rewind(found.run)
     return found
 
 
 def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
         copied = ctx.copies.newest()
-        resume = intact(find(()), ctx, find) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        resume = find(()) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        if resume is not None:
+            resume = intact(resume, ctx, find)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run begins anew")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +100,7 @@ class ResumePoint:
     files: Mapping[str, bytes] = field(default_factory=dict)  # of `State.files`
 
 
-def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Container[Path] = ()) -> ResumePoint | None:
+def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
     """The newest checkpoint of the run, where `save.resume` asks for one. A damaged one is named and passed over.
 
     Only names and sizes are compared with the manifest, and the contents of what is read here; `recovery.intact` reads the rest.
@@ -117,29 +117,27 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Conta
     Raises:
         ConfigError: as `check_resume` has it, of the checkpoint that is taken; or all of them are damaged.
     """
-    root, faulty = config.directory / CHECKPOINTS, list[Path]()
+    root, faulty = config.directory / CHECKPOINTS, bool(damaged)
     if not config.save.resume or not root.is_dir():
         return None
 
     def skip(entry: Entry) -> None:
-        if entry.finished:
-            faulty.append(entry.path)
+        nonlocal faulty
+        faulty |= entry.finished
         for fault in entry.faults:
             passed_over(entry.path, fault)
 
     for step in verified(root, skip):
         if step.path in damaged:
-            faulty.append(step.path)
             continue
         try:
             trainer, files = step.read(TRAINER), {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
         except ConfigError as error:
             passed_over(step.path, str(error))
-            faulty.append(step.path)
+            faulty = True
             continue
         saved = _trainer(trainer, step.path)
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder, skip) for role, folder in saved.where.items()}
-        faulty += [found.path for found in steps.values() if found is not None and found.path in damaged]
         if any(found is None or found.path in damaged for found in steps.values()):
             continue
         _refuse_another(saved, step.path, config, verb, items)

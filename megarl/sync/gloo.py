@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from megarl.patching import expect
 
-THREADS = 2  # of a group: collectives that are under way at a time, as torch has it
-
 
 def group(store: Store, rank: int, size: int, timeout: timedelta, interface: str) -> ProcessGroupGloo:
     """This process's member of a group that listens on `interface`; blocks until all members have joined."""
@@ -57,5 +55,5 @@ def look_at_torch() -> None:
 
 def _options(device: Any, timeout: timedelta) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._threads, options._timeout = [device], THREADS, timeout
+    options._devices, options._timeout = [device], timeout
     return options

@@ -53,6 +53,11 @@ class EngineStarter:
         """Whether they take turns with ranks."""
         return isinstance(self.config, TrainConfig) and self.config.placement.engines == "shared"
 
+    @property
+    def blank(self) -> bool:
+        """Whether a sync brings their weights before the first request: `model.base` is evaluated before that."""
+        return isinstance(self.config, TrainConfig) and self.config.model.base is None
+
     def create(self, index: int) -> Any:
         """The process of an engine; `open` starts the engine in it."""
         gpus = self.settings.tp if self.config.cluster.gpus else 0
@@ -67,8 +72,7 @@ class EngineStarter:
         config, tp = self.config, self.settings.tp
         report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
         dtype = self.settings.dtype or config.model.dtype
-        blank = isinstance(config, TrainConfig) and config.model.base is None  # else the first evaluation comes before the first sync
-        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared, blank)
+        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared, self.blank)
         return actor.open.remote(*told, self.devices[index * tp : (index + 1) * tp])
 
 

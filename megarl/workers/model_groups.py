@@ -283,7 +283,7 @@ def start(
         opening = engines.open()
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
-            engines.turns.to_ranks(keep_weights=config.model.base is not None)
+            engines.turns.to_ranks(keep_weights=not starter.blank)
         models = build_groups(config, created, engines.turns)
         models.places = rank_places
     with starting("engines"):

@@ -24,6 +24,8 @@ from tests.distributed.tiny_training import (
 from tests.rank_pool import Pool, RankError
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
+HOST = own_address("198.51.100.1")  # this machine's, as seen from elsewhere; nothing is sent
+ADDRESS = "".join(f"{int(part):02X}" for part in reversed(HOST.split(".")))  # in /proc/net/tcp
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +46,11 @@ def test_groups_of_the_same_ranks_are_one_and_share_a_thread(pool: Pool, layout:
 
 
 def test_engines_meet_the_trainer_on_the_interface_that_it_listens_on(pool: Pool) -> None:
-    host = own_address("198.51.100.1")  # this machine's, as seen from elsewhere; nothing is sent
-    address = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
-    assert pool.run(meet_for_weights, Layout(ranks=2), host) == [set(), {LOOPBACK, address}]
+    assert pool.run(meet_for_weights, Layout(ranks=2), HOST) == [set(), {LOOPBACK, ADDRESS}]
 
 
 def test_groups_that_share_a_device_listen_where_the_environment_says(pool: Pool) -> None:
-    host = own_address("198.51.100.1")
-    assert pool.run(share_a_device, Layout(), host) == [{LOOPBACK, "".join(f"{int(part):02X}" for part in reversed(host.split(".")))}]
+    assert pool.run(share_a_device, Layout(), HOST) == [{LOOPBACK, ADDRESS}]
 
 
 def test_training_on_a_cpu_does_not_import_the_compiler(pool: Pool, job: Job) -> None:

@@ -21,7 +21,7 @@ PROGRAM = """
     from pathlib import Path
     import ray
     from megarl.checkpoints.files import read_record
-    from megarl.cluster.hashing import flipped
+    from megarl.cluster.hashing import damaged_anywhere
     from megarl.cluster.reserve import free_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.cluster.shared_files import check_shared, nodes_of
@@ -69,8 +69,8 @@ PROGRAM = """
         files, told = {path: read_record(path) for path in directory.glob("*.distcp")}, []
         for number in (7, 33):
             (directory / f"{number}.distcp").write_bytes(os.urandom(1000 + number))
-        bad = flipped(files, nodes, 60.0, lambda done, of: told.append((done, of)))
-        print(json.dumps([[path.name for path in bad], told == sorted(told) and len(told) > 3 and told[-1][0] == told[-1][1]]))
+        bad = damaged_anywhere(files, nodes, 60.0, lambda done, of: told.append((done, of)))
+        print(json.dumps([sorted(path.name for path in bad), told == sorted(told) and len(told) > 3 and told[-1][0] == told[-1][1]]))
 """
 SHAPES: list[tuple[dict[str, int], int, int]] = [
     ({"ranks": 2, "tp": 2}, 2, 4),

@@ -15,6 +15,7 @@ import torch
 from megarl import restarts as restarts_module
 from megarl import termination
 from megarl.checkpoints.files import FileRecord
+from megarl.checkpoints.steps import FLIPPED
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
@@ -165,7 +166,7 @@ def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(
 ) -> None:
     """Of three one has changed in the policy's files and one in the critic's, which lie elsewhere; then there is none that has not."""
     bad = {tmp_path / "checkpoints" / "step_000003" / "a", tmp_path / "checkpoints-critic" / "step_000002" / "a"}
-    monkeypatch.setattr(recovery, "flipped", lambda files, *_: sorted(bad & files.keys()))
+    monkeypatch.setattr(recovery, "damaged_anywhere", lambda files, *_: dict.fromkeys(bad & files.keys(), FLIPPED))
 
     def point(step: int) -> Any:
         folders = [tmp_path / folder / f"step_{step:06d}" for folder in ("checkpoints", "checkpoints-critic")]
