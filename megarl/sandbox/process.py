@@ -18,11 +18,11 @@ from typing import IO
 
 import psutil
 
-from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Level, bubblewrap, closed, exempt, level, readable, shut_in
+from megarl.scratch import Scratch
 from megarl.text import printable
 
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints

@@ -14,9 +14,9 @@ import ray
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
+from megarl.response import Episode, Response
 from megarl.rewards.score import Score
 from megarl.stages.rollout import Collected, Group
-from megarl.workers.rollout_worker import Episode, Response
 
 ARRAYS = ("tokens", "rollout_logp", "routed_experts", "loss_mask")  # of a sample
 EXPERTS = "experts"

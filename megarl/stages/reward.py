@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
+from megarl.response import Response
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Request, Score, Scorer
 from megarl.rewards.sources import open_scorer
 from megarl.workers.model_groups import ModelGroups
-from megarl.workers.rollout_worker import Response
 
 _SCORING = threading.Lock()  # an evaluation may be under way while responses are scored beside the ranks' work
 

@@ -13,8 +13,8 @@ from typing import Any
 import landlockpy
 import pytest
 
-from megarl.cluster.reaper import members
 from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
+from megarl.reaper import members
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Request, Score
 from megarl.rewards.sources import check
