@@ -21,7 +21,7 @@ from megarl.errors import ConfigError
 from megarl.reaper import members
 from megarl.scratch import OWNER, PREFIX, Scratch, sweep
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Owns a directory, and starts: an agent, which writes a log there; one who only reads the log; with "keeper", one who holds the lock too.
 OWNS = """
