@@ -24,7 +24,8 @@ from megarl.stages.train_state import TrainState
 def train(config: TrainConfig) -> None:
     """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
 
-    A run of this name that was cut off goes on from its newest checkpoint, bit for bit; so does this one where its ranks fail.
+    A run of this name that was cut off goes on from its newest checkpoint; so does this one where its ranks fail: bit for bit on the same
+    layout, but for rollout.mode=free.
     """
     begun = time.monotonic()
     data = check_train(config)

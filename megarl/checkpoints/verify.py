@@ -45,9 +45,9 @@ def _entries(directory: Path) -> list[Entry]:
         raise ConfigError(f"verify: no such directory: {directory}")
     if is_step(directory):
         return [verify(directory)]
-    if (directory / CHECKPOINTS).is_dir():
-        directory = directory / CHECKPOINTS
-    entries = listing(directory)
+    # A model on ranks of its own has a folder of its own.
+    folders = sorted(directory.glob(f"{CHECKPOINTS}*")) if (directory / CHECKPOINTS).is_dir() else [directory]
+    entries = sorted((entry for folder in folders for entry in listing(folder)), key=lambda entry: -entry.step)
     if not entries:
         raise ConfigError(f"verify: {directory} has no step directories")
     return entries

@@ -29,7 +29,7 @@ def damaged_anywhere(
 
     Args:
         files: with what the manifest says of them.
-        machines: Ray's ids of the nodes that read; those that are gone do not count. None: this machine alone.
+        machines: Ray's ids of the nodes that read; those that are gone do not count. Fewer than two: this machine alone.
         timeout_s: the longest wait for one more part of a machine.
         progress: is given the bytes that have been read, and those of all files.
 

@@ -44,8 +44,18 @@ def main(directory: Path) -> int:
         node = Node(parameters, head=False, shutdown_at_exit=False)
         tell(f"{name} ({address}, {cpus} CPUs, {parameters.num_gpus} GPUs) has joined {head.address}")
         try:
-            while allocation.head() == head:
-                if why := allocation.excluded(name):
+            seen = time.monotonic()
+            while True:
+                try:
+                    over, why = allocation.head() != head, allocation.excluded(name)
+                    seen = time.monotonic()
+                except OSError:  # a shared disk may fail for a moment
+                    if time.monotonic() - seen > head.start_timeout_s:
+                        raise
+                    over, why = False, None
+                if over:
+                    return 0
+                if why:
                     tell(f"{name} leaves: {why}")
                     return 1
                 if ended := node.dead_processes():
@@ -53,7 +63,6 @@ def main(directory: Path) -> int:
                     tell(f"{name}: Ray's {kinds} ended")
                     return int(allocation.head() == head)
                 time.sleep(POLL_S)
-            return 0
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 

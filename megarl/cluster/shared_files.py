@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from megarl.cluster.actor_group import WorkerDied, WorkerLate, cause_of
 from megarl.errors import ConfigError
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
 POLL_S = 0.5
+DOING = "looking for the run's files"
 
 
 def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> dict[str, str]:
@@ -38,6 +41,8 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
 
     Raises:
         ConfigError: naming key, path and node.
+        WorkerDied: a node was lost meanwhile.
+        WorkerLate: a node has not answered in time.
     """
     with ExitStack() as made:
         wanted = {key: (path, _content(path)) for key, path in read.items()}
@@ -49,7 +54,16 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
             node: look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(wanted)
             for node in nodes
         }
-        for node, differing in zip(asked, ray.get(list(asked.values()), timeout=timeout_s), strict=True):
+        deadline = time.monotonic() + timeout_s
+        for node, reference in asked.items():
+            try:
+                differing = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                raise WorkerLate(f"{DOING}: node {nodes[node]} has not answered in {timeout_s:g} s", timeout_s) from None
+            except RayTaskError as error:
+                raise cause_of(error, f"node {nodes[node]}", DOING) from error
+            except RayError as error:
+                raise WorkerDied(f"{DOING}: node {nodes[node]} was lost: {str(error).splitlines()[0]}") from error
             for key in differing:
                 path = written.get(key) or read[key]
                 raise ConfigError(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ray.exceptions import ObjectLostError
 
@@ -13,7 +14,7 @@ from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.hashing import damaged_anywhere
 from megarl.cluster.watch import StandsStill
-from megarl.config import TrainingSettings
+from megarl.config import ConfigError, TrainingSettings
 from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
@@ -129,10 +130,10 @@ def _verified(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
 
 def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
-        copied = ctx.copies.newest()
-        resume = find(()) if copied is None else ResumePoint({}, **copied[1], copy=copied[0])
+        newest_of = partial(newer, ctx.copies.newest(), find)
+        resume = newest_of(())
         if resume is not None:
-            resume = intact(resume, ctx, find)
+            resume = intact(resume, ctx, newest_of)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run begins anew")
@@ -140,6 +141,18 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
         if ctx.restart(resume is None):
             told.kind = "node"
     return resume
+
+
+def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path]) -> ResumePoint | None:
+    """The copy in memory or the newest checkpoint, whichever is of the later step: a copy may have found no room for many steps."""
+    if copied is None:
+        return find(damaged)
+    copy = ResumePoint({}, **copied[1], copy=copied[0])
+    try:
+        saved = find(damaged)
+    except ConfigError:  # all of them are damaged
+        return copy
+    return saved if saved is not None and saved.progress["step"] > copied[0] else copy
 
 
 def newest(config: TrainingSettings, verb: str, items: int) -> Find:

@@ -254,7 +254,7 @@ class Checkpoints:
         trainer = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
         with self._run.phase("save"):
             with self._failures():
-                self._models.wait_for_save()  # whatever became of the one before, this one is another
+                self._models.wait_for_save()  # a failure of the one before must not prevent this one
             with self._failures():
                 files = {TRAINER: json.dumps(trainer).encode(), **state.files()}
                 self._models.checkpoint(self._config.directory, step, self._settings, files)
@@ -264,7 +264,7 @@ class Checkpoints:
     def checkpoint_on_failure(self, state: State) -> Iterator[None]:
         """A step or an evaluation inside: where no reward can be had, the run stops with a checkpoint of the moment before.
 
-        So it does after SIGTERM or SIGHUP, which abandon what is inside until it counts the step and changes the models.
+        So it does after SIGTERM, SIGHUP or SIGUSR1, which abandon what is inside until it counts the step and changes the models.
         """
         before = state.state()
         try:
@@ -277,7 +277,7 @@ class Checkpoints:
             self._end(stop.number, before, state)
 
     def stop_where_asked(self, state: State, on_alarm: str = "continue") -> None:
-        """Saves and ends the run after SIGTERM or SIGHUP, and where `on_alarm` is stop and there was an alarm."""
+        """Saves and ends the run after SIGTERM, SIGHUP or SIGUSR1, and where `on_alarm` is stop and there was an alarm."""
         number = termination.asked()
         if number is not None:
             self._end(number, state.state(), state)
@@ -288,14 +288,17 @@ class Checkpoints:
         raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
 
     def _end(self, number: int, progress: Mapping[str, Any], state: State) -> NoReturn:
-        self._save_now(progress, state)
-        raise termination.Terminated(number, f": saved at step {progress['step']}; started again, the run goes on") from None
+        written = self._save_now(progress, state)
+        saved = f"saved at step {progress['step']}" if written else f"NOT saved at step {progress['step']}, see above"
+        raise termination.Terminated(number, f": {saved}; started again, the run goes on") from None
 
-    def _save_now(self, progress: Mapping[str, Any], state: State) -> None:
-        """Saves, and waits until it is written."""
+    def _save_now(self, progress: Mapping[str, Any], state: State) -> bool:
+        """Saves, and waits until it is written. Whether it is: a failure may let the run go on."""
         self._save(progress, state)
         with self._failures():
             self._models.wait_for_save()
+            return self._saved == progress["step"]
+        return False
 
     def finish(self) -> None:
         """Waits for what is being written."""
@@ -307,6 +310,7 @@ class Checkpoints:
         try:
             yield
         except SaveError as error:
+            self._saved = None
             if self._settings.on_failure == "stop":
                 raise
             self._run.event("save_failed", str(error))

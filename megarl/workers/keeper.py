@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.actor_group import ActorGroup
+from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.shared_memory import SharedMemory
 from megarl.text import one_line
 
@@ -61,7 +62,7 @@ class Keeper:
         _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         try:
-            memory.reserve(size)
+            await asyncio.to_thread(memory.reserve, size)  # seconds, in which others ask what is there
             for begin in range(0, size, PIECE):
                 piece = await source.piece.remote(owner, step, begin)
                 memory.memory[begin : begin + len(piece)] = piece
@@ -99,8 +100,8 @@ class Copies:
             record: what `newest` gives back with the step.
 
         Raises:
-            OSError: there is no room for the step, the copies before stay; or, once it is copied, the one before has not come to the next
-                machine.
+            OSError: there is no room for the step, the copies before stay; or the copy of the step before has not reached the next machine;
+                this step's is complete then.
             Exception: what a rank raises.
         """
         lost, self._travelling = _failed(self._travelling, timeout_s), []
@@ -129,7 +130,7 @@ class Copies:
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
     def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
-        """Gives every rank its part of a step; on another machine than before it travels there first."""
+        """Gives every rank its part of a step; on another machine than before it travels there first. WorkerDied where it is lost."""
         held = self._held()
         for name, group in groups.items():
             places = [(self._keeper(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
@@ -137,7 +138,9 @@ class Copies:
             for rank, (keeper, here) in enumerate(places):
                 owner = name, rank
                 if step not in here.get(owner, []):
-                    source = next(self._keepers[node] for node, there in held.items() if step in there.get(owner, []))
+                    source = next((self._keepers[node] for node, there in held.items() if step in there.get(owner, [])), None)
+                    if source is None:
+                        raise WorkerDied(f"save.rolling: no machine has the copy of {name} rank {rank} at step {step} any more")
                     keepers.append(keeper)
                     fetched.append(keeper.fetch.remote(source, owner, step))
             ActorGroup("keeper", keepers).wait(fetched, "fetch a copy", timeout_s)

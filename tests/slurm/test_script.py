@@ -24,6 +24,7 @@ DRIVERS = {
     "refused": "exit 2",
     "failed": "exit 1",
     "saved": "exit 138",
+    "evaluated": "exit 138",
     "lost": '((restart)) && exit 0; echo "$here died" >$allocation/lost; echo died >$allocation/bad-$here; exit 1',
     # The other node's part ends while the session is open, as where srun has given it up; and as it should, before the driver does.
     "stepless": f"{OTHER} exit 1; fi; touch $allocation/head.json; sleep 3; "
@@ -34,7 +35,14 @@ DRIVERS = {
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
-OPTIONS = {"spare": {"spare": 2}, "stepless": {"nodes": 2}, "left": {"nodes": 2}, "saved": {"max_restarts": 2}, "chained": {"chain": 3}}
+OPTIONS = {
+    "spare": {"spare": 2},
+    "stepless": {"nodes": 2},
+    "left": {"nodes": 2},
+    "saved": {"max_restarts": 2},
+    "evaluated": {"verb": "eval"},
+    "chained": {"chain": 3},
+}
 SUBMIT = """
     import sys
     from dataclasses import replace
@@ -93,6 +101,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "refused": [("FAILED", "2:0", "0")],
         "failed": [("FAILED", "1:0", "0")],
         "saved": [("FAILED", "138:0", "2")],
+        "evaluated": [("FAILED", "138:0", "0")],
         "lost": [("COMPLETED", "0:0", "1")],
         "stepless": [("COMPLETED", "0:0", "1")],
         "left": [("COMPLETED", "0:0", "1")],

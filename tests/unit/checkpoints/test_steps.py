@@ -199,6 +199,14 @@ def test_verify_needs_no_torch(tmp_path: Path) -> None:
     assert "good" in done.stdout and "tp=2" in done.stdout and "policy + optimizer" in done.stdout
 
 
+def test_verify_shows_the_folders_of_models_on_ranks_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("checkpoints", "checkpoints-critic"):
+        save(tmp_path / folder, 1)
+    assert main([str(tmp_path)]) == 0 and capsys.readouterr().out.count("good") == 2
+    flip(tmp_path / "checkpoints-critic" / "step_000001" / "policy" / "__0_0.distcp")
+    assert main([str(tmp_path)]) == 1 and str(tmp_path / "checkpoints-critic") in capsys.readouterr().out
+
+
 def test_verify_refuses_what_holds_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^verify: no such directory: "):
         main([str(tmp_path / "nowhere")])

@@ -8,11 +8,14 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.config import TrainConfig, load
+from megarl.cli import VERBS
+from megarl.config import TrainConfig, TrainingSettings, load
 from megarl.errors import ConfigError
+from megarl.imports import find
 from megarl.slurm.checks import Partition, check_partition
 from megarl.slurm.job import Job
 from megarl.slurm.main import main
@@ -176,3 +179,9 @@ def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
 )
 def test_time_limits_are_read_as_slurm_reads_them(given: str, seconds: int | None) -> None:
     assert replace(JOB, time=given).seconds == seconds
+
+
+def test_what_saves_nothing_is_not_queued_again_when_slurm_ends_it() -> None:
+    [named] = re.findall(r"^ +([a-z| ]+)\) say .* saves nothing", (templates() / TEMPLATE).read_text(), re.MULTILINE)
+    configs: dict[str, Any] = {name: find(verb.config) for name, verb in VERBS.items()}
+    assert set(named.split(" | ")) == {name for name, config in configs.items() if not issubclass(config, TrainingSettings)}

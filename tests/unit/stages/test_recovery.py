@@ -19,11 +19,13 @@ from megarl.checkpoints.steps import FLIPPED
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
+from megarl.errors import SaveError
 from megarl.observe.metrics import Last
 from megarl.observe.run import Run
 from megarl.restarts import RESTART, Restart, Restarts
 from megarl.stages import recovery
-from megarl.stages.recovery import recovering
+from megarl.stages.recovery import newer, recovering
+from megarl.stages.saving import Checkpoints, ResumePoint
 from megarl.workers.keeper import Copies
 
 SFT = """
@@ -187,3 +189,49 @@ def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(
     bad.add(tmp_path / "checkpoints" / "step_000001" / "a")
     with pytest.raises(ConfigError, match="none is whole"):
         recovery.intact(find(()), ctx, find)
+
+
+def test_of_copy_and_checkpoint_the_later_counts() -> None:
+    """A copy finds no room for many steps, say, while checkpoints are written."""
+    copied = (4, {"progress": {"step": 4}, "run": {}})
+    copy = ResumePoint({}, {"step": 4}, {}, copy=4)
+    for step, expected in ((3, copy), (4, copy), (5, ResumePoint({}, {"step": 5}, {}))):
+        saved = ResumePoint({}, {"step": step}, {})
+        assert newer(copied, lambda damaged: saved, ()) == expected  # noqa: B023
+        assert newer(None, lambda damaged: saved, ()) == saved  # noqa: B023
+    assert newer(copied, lambda damaged: None, ()) == copy
+
+    def all_damaged(damaged: Collection[Path]) -> ResumePoint:
+        raise ConfigError("all are damaged")
+
+    assert newer(copied, all_damaged, ()) == copy
+    with pytest.raises(ConfigError):
+        newer(None, all_damaged, ())
+
+
+@pytest.mark.parametrize("failing", ["", "checkpoint", "wait_for_save"])
+def test_what_could_not_be_saved_is_not_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    monkeypatch.setattr(termination, "asked", lambda: signal.SIGTERM)
+    (tmp_path / "job.yaml").write_text(SFT.format(runs=tmp_path))
+    config = load(tmp_path / "job.yaml", ["save.on_failure=continue"], SftConfig)
+    begun = list[str]()
+
+    class Trained:
+        folders: dict[str, str] = {}
+
+        def checkpoint(self, *given: Any) -> None:
+            if failing == "checkpoint":
+                raise SaveError("disk full")
+            begun.append("save")
+
+        def wait_for_save(self) -> None:
+            if failing == "wait_for_save" and begun:
+                raise SaveError("disk full")
+
+    state = SimpleNamespace(state=lambda: {"step": 5}, files=dict, step=5)
+    with Run(config) as run:
+        saves: Any = Checkpoints(config, "sft", run, Trained())  # type: ignore[arg-type]
+        with pytest.raises(termination.Terminated) as stop:
+            saves.stop_where_asked(state)
+    expected = "NOT saved at step 5, see above" if failing else "saved at step 5"
+    assert f": {expected}; " in stop.value.message
