@@ -10,16 +10,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
 import ray
 from ray._private import worker as ray_worker
 from ray._private.state import state as ray_state
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RpcError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.errors import Stopped
@@ -67,8 +68,8 @@ class Scan:
         self._roots, self._since = roots, dict[int, float]()
         self._found: list[Still] = []
 
-    def still(self, longest_s: float) -> list[Still]:
-        """Those that have been stopped for longer."""
+    def still(self, longest_s: float, only: Collection[int] | None = None) -> list[Still]:
+        """Those that have been stopped for longer. `only`: of these processes, and of what they have started."""
         now, found, stopped = time.monotonic(), list[Still](), dict[int, float]()
         for process in (process for root in self._roots for process in _from(root)):
             try:
@@ -77,6 +78,8 @@ class Scan:
                 stopped[process.pid] = self._since.get(process.pid, now)
                 if now - stopped[process.pid] > longest_s:
                     ancestors = tuple(parent.pid for parent in process.parents())
+                    if only is not None and {process.pid, *ancestors}.isdisjoint(only):
+                        continue
                     title = " ".join(process.cmdline())[:80].strip()
                     found.append(Still((process.pid, *ancestors), title, now - stopped[process.pid]))
             except psutil.Error:  # it has ended
@@ -105,8 +108,8 @@ class NodeScan:
     def __init__(self) -> None:
         self._scan = Scan(os.getppid())  # Ray's raylet, which starts all of them
 
-    def still(self, longest_s: float) -> list[Still]:
-        return self._scan.still(longest_s)
+    def still(self, longest_s: float, only: Collection[int] | None) -> list[Still]:
+        return self._scan.still(longest_s, only)
 
     def end(self) -> None:
         self._scan.end()
@@ -120,12 +123,17 @@ class _Seen:
     fault: str | None = None
 
 
+_Place = tuple[Callable[[Collection[int] | None], list[Still]], Callable[[], object]]
+"""What stands still on a machine, and what ends it."""
+
+
 class Watch:
     """Looks at every process of a session; `check` raises what it has seen.
 
     Args:
         limit_s: how long a process may stand still.
-        own: this process has started the session; this machine's processes of Ray are watched too.
+        own: this process has started the session: every process of it belongs to the run, and this machine's of Ray are watched too. Else
+            the cluster may be at work for others: only the run's actors, and what they have started, are looked at and ended.
     """
 
     def __init__(self, limit_s: float, own: bool) -> None:
@@ -135,7 +143,10 @@ class Watch:
         if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
         self._spared: Sequence[Any] = ()  # actors: see `spare`
-        self._scans = dict[str, tuple[Callable[[], list[Still]], Callable[[], object]]]()  # what stands still there, and what ends it
+        self._actors = dict[str, set[int]]()  # the pids of the run's, by their node's address
+        self._scans = dict[
+            str, tuple[Callable[[Collection[int] | None], list[Still]], Callable[[], object]]
+        ]()  # what stands still, what ends it
         self.renew()
         self._failure: Exception | None = None  # of the watch itself
         self._ended = threading.Event()
@@ -159,7 +170,7 @@ class Watch:
         self._seen, self._scans = _Seen(), {}
         if self._own:
             scan = Scan(*(process.pid for process in self._own.values()))
-            self._scans["this machine"] = (lambda: scan.still(self._limit_s)), scan.end
+            self._scans["this machine"] = partial(scan.still, self._limit_s), scan.end
         here = ray.get_runtime_context().get_node_id() if self._own else None
         for node in ray.nodes():
             if node["Alive"] and node["NodeID"] != here:
@@ -169,12 +180,12 @@ class Watch:
         """These can be replaced: where one stands still, only who waits for them is told."""
         self._spared = actors
 
-    def _remote(self, node: str) -> tuple[Callable[[], list[Still]], Callable[[], object]]:
+    def _remote(self, node: str) -> _Place:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
         actor: Any = ray.remote(NodeScan).options(num_cpus=0, scheduling_strategy=place).remote()
 
-        def still() -> list[Still]:
-            return ray.get(actor.still.remote(self._limit_s), timeout=self._limit_s)
+        def still(only: Collection[int] | None) -> list[Still]:
+            return ray.get(actor.still.remote(self._limit_s, only), timeout=self._limit_s)
 
         return still, lambda: ray.get(actor.end.remote(), timeout=self._limit_s)
 
@@ -188,12 +199,28 @@ class Watch:
 
     def _look(self) -> None:
         seen, still, fault = self._seen, list[Still](), None
+        if not self._own:
+            self._actors = self._of_the_run()
         for place, (scan, _) in dict(self._scans).items():
+            if not self._own and place not in self._actors:
+                continue
             try:
-                still += scan()
+                still += scan(None if self._own else self._actors[place])
             except RayError as error:
                 fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
         seen.still, seen.fault = still, seen.fault or fault  # of the time before `renew` nobody asks any more
+
+    def _of_the_run(self) -> dict[str, set[int]]:
+        """The run's actors, without those of the watch."""
+        try:
+            table = ray_state.actor_table(None, ray_worker.global_worker.current_job_id, "ALIVE")
+        except RpcError:  # Ray's server starts again, perhaps
+            return self._actors
+        found = dict[str, set[int]]()
+        for actor in table.values():
+            if actor["ActorClassName"] != NodeScan.__name__:
+                found.setdefault(actor["Address"]["IPAddress"], set()).add(int(actor["Pid"]))
+        return found
 
     def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
         """StandsStill where something of the session stands still; named as one of the actors where it is. WatchFailed where nobody looks.

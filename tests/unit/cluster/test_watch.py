@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +13,14 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from megarl.cluster import watch
-from megarl.cluster.watch import StandsStill, Watch, WatchFailed
+from megarl.cluster.watch import Scan, StandsStill, Watch, WatchFailed
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     nodes = SimpleNamespace(nodes=list, get_runtime_context=lambda: None)
     monkeypatch.setattr(watch, "ray", nodes)
+    monkeypatch.setattr(Watch, "_of_the_run", lambda self: {"node 7": {7}})
     found = Watch(0.02, own=False)
     yield found
     found.close()
@@ -32,7 +36,7 @@ def seen(watched: Watch, scan: Any) -> None:
 
 
 def test_a_machine_that_does_not_answer_is_named(watched: Watch) -> None:
-    def late() -> Any:
+    def late(only: Any) -> Any:
         raise GetTimeoutError
 
     with pytest.raises(StandsStill, match=r"^update: node 7 does not answer within 0\.02 s \(GetTimeoutError\)$"):
@@ -40,8 +44,45 @@ def test_a_machine_that_does_not_answer_is_named(watched: Watch) -> None:
 
 
 def test_a_watch_that_fails_itself_says_so_and_does_not_leave_the_run_unwatched(watched: Watch) -> None:
-    def broken() -> Any:
+    def broken(only: Any) -> Any:
         raise ValueError("no such column")
 
     with pytest.raises(WatchFailed, match="^update: the watch over the run's processes has ended: ValueError"):
         seen(watched, broken)
+
+
+def test_nodes_without_an_actor_of_the_run_are_nobodys_affair(watched: Watch) -> None:
+    asked = list[Any]()
+
+    def elsewhere(only: Any) -> Any:
+        raise GetTimeoutError
+
+    def here(only: Any) -> list[Any]:
+        asked.append(only)
+        return []
+
+    watched._scans = {"node 8": (elsewhere, lambda: None), "node 7": (here, lambda: None)}
+    deadline = time.monotonic() + 30
+    while len(asked) < 3 and time.monotonic() < deadline:
+        watched.check("update", {})
+        time.sleep(0.005)
+    assert asked[:3] == [{7}] * 3
+
+
+def test_only_what_belongs_to_the_run_is_seen_and_ended() -> None:
+    """Of two programs that have stopped a child, one is another's."""
+    mine, theirs = (subprocess.Popen(["bash", "-c", "kill -STOP $BASHPID & sleep 60"], start_new_session=True) for _ in range(2))
+    try:
+        scan, deadline = Scan(os.getpid()), time.monotonic() + 30
+        while len(scan.still(0.0)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        [found] = scan.still(0.0, {mine.pid})
+        assert mine.pid in found.pids
+        scan.end()
+        while len(left := scan.still(0.0)) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [theirs.pid in one.pids for one in left] == [True]
+    finally:
+        for one in (mine, theirs):
+            os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
