@@ -70,7 +70,7 @@ class Rounds:
     def collected(self) -> Collected:
         """The step's groups."""
         groups = [group for group in self._pool if group.scores][: self._wanted]
-        return Collected(groups, {"rollout/rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
+        return Collected(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
         """All others."""

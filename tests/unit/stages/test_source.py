@@ -249,6 +249,9 @@ def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: A
     drawn = make(*MODES["sync"]).state.sampler.take(len(learned) + len(left))
     assert sorted(learned + left) == sorted(drawn) and len(left) == 4
     assert all(response.finished for done in budget.learned for response in done.batch().responses)
+    rounds = [done.counts["rollout/budget_rounds"] for done in budget.learned]
+    assert rounds[0] == LONGEST / 4 and all(1 <= number <= LONGEST / 4 for number in rounds)
+    assert not any("rollout/sampling_rounds" in done.counts for done in budget.learned), "which dynamic sampling has"
 
 
 def test_a_reward_that_fails_behind_the_ranks_is_told_before_the_next_step_and_costs_no_prompt(make: Any) -> None:
