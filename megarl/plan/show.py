@@ -109,7 +109,8 @@ def _host(plan: Plan) -> Table:
 def _times(plan: Plan) -> Table:
     times = plan.times
     assert times is not None
-    table = _table("seconds of a step", "generate", "score", "update", "sync", "park", "step")
+    title = "seconds of a step" + (": the longer of generate and of score + update + park, and sync" if times.ahead else "")
+    table = _table(title, "generate", "score", "update", "sync", "park", "step")
     table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.park, times.step)))
     return table
 
