@@ -15,10 +15,11 @@ import ray
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
 from megarl.rewards.score import Score
+from megarl.rollout.parts import whole
 from megarl.stages.rollout import Collected, Group
 from megarl.workers.rollout_worker import Episode, Response
 
-ARRAYS = ("tokens", "rollout_logp", "routed_experts", "loss_mask")  # of a sample
+ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
 EXPERTS = "experts"
 
 Stages = Sequence[Sequence[int]]
@@ -32,21 +33,23 @@ def dump(collected: Collected, stages: Stages) -> bytes:
     """
     order = np.argsort([layer for stage in stages for layer in stage])
     every = [response for group in collected.groups for response in group.responses]
-    samples: Iterator[Sample] = iter(ray.get([response.payload for response in every]))
-    experts = iter(ray.get([part for response in every for part in response.experts or ()]))
+    payloads: Iterator[Sample] = iter(ray.get([part for response in every for part in (*response.before, response.payload)]))
+    experts = iter(ray.get([stage for response in every for part in response.experts or () for stage in part]))
     arrays: dict[str, np.ndarray] = {}
     groups = []
     for group in collected.groups:
         responses = []
         for response in group.responses:
             number = str(len(arrays))  # of the first array; names need only be unique
-            sample = next(samples)
+            parts = list(islice(payloads, 1 + len(response.before)))
+            sample = whole(parts) if response.before else parts[0]
             for name in ARRAYS:
                 if (value := getattr(sample, name)) is not None:
                     arrays[f"{number}.{name}"] = value
             if response.experts is not None:
-                arrays[f"{number}.{EXPERTS}"] = np.concatenate(list(islice(experts, len(response.experts))), axis=1)[:, order]
-            plain = asdict(replace(response, payload=None, experts=None))
+                rows = [np.concatenate(list(islice(experts, len(part))), axis=1) for part in response.experts]
+                arrays[f"{number}.{EXPERTS}"] = np.concatenate(rows)[:, order]
+            plain = asdict(replace(response, payload=None, experts=None, before=()))
             sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
             responses.append({"response": plain, "sample": sampled, "arrays": number})
         scores = [asdict(score) for score in group.scores]
@@ -94,10 +97,12 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         turn_rewards=[(end, reward) for end, reward in sampled["turn_rewards"]],
         **held,
     )
-    experts = None
-    if (name := f"{number}.{EXPERTS}") in arrays:
-        layers, whole = sorted(layer for stage in stages for layer in stage), arrays[name]
-        experts = [ray.put(whole[:, [layers.index(layer) for layer in stage]]) for stage in stages]
+    experts, layers = None, sorted(layer for stage in stages for layer in stage)
+    rows = arrays[name] if (name := f"{number}.{EXPERTS}") in arrays else None
+    if (name := f"{number}.routed_experts") in arrays:  # in older checkpoints, of all layers, where the response was not done
+        rows = arrays[name][:, layers]
+    if rows is not None:
+        experts = [[ray.put(rows[:, [layers.index(layer) for layer in stage]]) for stage in stages]]
     return Response(
         **plain | {"payload": ray.put(sample), "experts": experts},
         episode=None if episode is None else Episode(**episode),

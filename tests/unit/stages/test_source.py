@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
+from megarl.rollout.parts import added, whole
 from megarl.stages import in_flight
 from megarl.stages.rollout import Collected
 from megarl.stages.rollout_metrics import lag_metrics
@@ -80,21 +81,20 @@ class Engines:
 
     def ask(self, wanted: Wanted) -> None:
         place, tokens = wanted.start.tokens[0], LONGEST if wanted.segment is None else wanted.segment.tokens
-        begun = dict.fromkeys(range(N)) if wanted.segment is None else wanted.segment.open
+        begun = dict.fromkeys(range(N), ()) if wanted.segment is None else wanted.segment.open
         self.asked.append((place, self.version))
         self.waiting[wanted.key] = [self.respond(place, index, before, tokens) for index, before in begun.items()]
 
-    def respond(self, place: int, index: int, before: Sample | None, tokens: int) -> Response:
-        whole = 1 + (5 * place + 3 * index) % LONGEST
-        there = 0 if before is None else before.response_length
-        length = min(whole, there + tokens)
-        versions = [*([] if before is None else before.weight_versions)]
-        if not versions or versions[-1].version != self.version:
-            versions.append(VersionSpan(there, self.version))
-        experts = np.full((2 + length, 3, 2), [[0], [1], [2]], np.uint8)
-        sample = Sample(np.arange(3 + length, dtype=np.int32), 3, np.zeros(length, np.float32), "stop", tuple(versions))
-        said = Response(place, f"{place}/{index}", 3, length, length, length == whole, sample, index, weight_versions=tuple(versions))
-        return replace(said, experts=[experts[:, stage] for stage in STAGES] if said.finished else None)
+    def respond(self, place: int, index: int, before: Sequence[Sample], tokens: int) -> Response:
+        longest, there = 1 + (5 * place + 3 * index) % LONGEST, sum(part.response_length for part in before)
+        length = min(longest, there + tokens)
+        said = Sample(np.arange(3 + length), 3 + there, np.arange(there, length, dtype=np.float32), "stop", (VersionSpan(0, self.version),))
+        part = added(said) if before else said
+        sample, done = whole([*before, part]), length == longest
+        versions, payload = sample.weight_versions, sample if done else part
+        row_T = np.arange(2 + there if before else 0, 2 + length, dtype=np.uint8)
+        experts = [(3 * row_T[:, None, None] + np.array(stage)[:, None]).repeat(2, axis=2) for stage in STAGES]
+        return Response(place, f"{place}/{index}", 3, length, length, done, payload, index, [experts], weight_versions=versions)
 
     def finished(self, work: object = None) -> dict[Any, list[Response]]:
         if self.dead:
@@ -185,8 +185,11 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
         assert loop.names() == straight.names()[step:]
         ours, theirs = ([one for done in each for one in done.batch().responses] for each in (loop.learned, straight.learned[step:]))
         for one, other in zip(ours, theirs, strict=True):
-            assert np.array_equal(one.payload.tokens, other.payload.tokens) and len(one.experts) == 2
-            assert all(np.array_equal(mine, other_) for mine, other_ in zip(one.experts, other.experts, strict=True))
+            assert all(np.array_equal(getattr(one.payload, name), getattr(other.payload, name)) for name in ("tokens", "rollout_logp"))
+            for stage in (0, 1):
+                rows = [np.concatenate([part[stage] for part in response.experts]) for response in (one, other)]
+                assert np.array_equal(*rows) and rows[0][:, 0, 0].tolist() == [3 * row + STAGES[stage][0] for row in range(len(rows[0]))]
+                assert len(rows[0]) == len(one.payload.tokens) - 1
     assert bool(straight.saved[1][1]) == (mode != "sync")
 
 
@@ -197,8 +200,25 @@ def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
-        first, rest = response.experts
-        assert set(first.flat) == {0} and first.shape[1] == 1 and [set(rest[:, n].flat) for n in (0, 1)] == [{1}, {2}]
+        [(first, rest)] = response.experts
+        assert set((first % 3).flat) == {0} and first.shape[1] == 1 and [set((rest % 3)[:, n].flat) for n in (0, 1)] == [{1}, {2}]
+
+
+def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -> None:
+    """Which were in the samples of what was not done."""
+    loop = make(*MODES["budget"]).run(2)
+    with np.load(io.BytesIO(loop.state.files()["ahead.rest.npz"])) as arrays:
+        older = {name.replace(".experts", ".routed_experts"): array for name, array in arrays.items()}
+    file = io.BytesIO()
+    np.savez(file, **older)
+    other = TrainState(loop.ctx.config, PROMPTS, STAGES)
+    other.take({"ahead.rest.npz": file.getvalue()})
+    both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
+    assert any(one.before for one in both[0])
+    for one, again in zip(*both, strict=True):
+        parts, [kept] = one.experts, again.experts
+        for stage in (0, 1):
+            assert np.array_equal(np.concatenate([part[stage] for part in parts]), kept[stage])
 
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
