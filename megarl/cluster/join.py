@@ -12,9 +12,9 @@ from ray._private.parameter import RayParams
 from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import tell
-from megarl.cluster.scratch import sweep
 from megarl.cluster.session import hosting, interface_address
 from megarl.network import own_address
+from megarl.scratch import sweep
 
 POLL_S = 0.5
 WAIT_S = 3600.0  # for a driver, which first reads its prompts

@@ -20,15 +20,15 @@ from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
-from megarl.cluster import reaper as reaper_script
+from megarl import reaper as reaper_script
 from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, died, joined, tell, wait_for_nodes
 from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
-from megarl.cluster.scratch import SHORT, Scratch, sweep
 from megarl.cluster.watch import watched
 from megarl.errors import ConfigError, Stopped
+from megarl.scratch import SHORT, Scratch, sweep
 
 if TYPE_CHECKING:  # a node that joins needs neither it nor torch
     from megarl.config import ClusterSettings

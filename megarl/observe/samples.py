@@ -16,8 +16,8 @@ from megarl.text import one_line
 
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
+    from megarl.response import Response
     from megarl.rewards.score import Score
-    from megarl.workers.rollout_worker import Response
 
 FOLDER = "samples"
 LATER = ("turns",)  # fields that rows of earlier versions lack

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megarl.cluster.demand import assign_roles
 from megarl.config import Layout, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import NODE, Device
 from megarl.plan.whole import Models, build
-from megarl.workers.demand import assign_roles
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 

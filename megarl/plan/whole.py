@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from megarl.cluster.demand import assign_roles
 from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSettings, TrainConfig, optimizers
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
@@ -19,7 +20,6 @@ from megarl.plan.ranks import Group, Role, Work, plan_group
 from megarl.plan.sync import receiver_bytes, sender_bytes
 from megarl.plan.times import Times, active_parameters, micro_batches, plan_times
 from megarl.rollout.registry import check_engine
-from megarl.workers.demand import assign_roles
 
 ASLEEP = 2 * GB  # of a process on a GPU that another one uses: CUDA's context, an engine's buffers
 

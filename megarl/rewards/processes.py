@@ -48,6 +48,11 @@ class ProcessScorer:
         self._processes = [_Process(settings) for _ in range(settings.workers)]
 
     @property
+    def guarantee(self) -> str:
+        """For the console: what a scoring process is kept from, and what not."""
+        return self._processes[0].sandboxed.guarantee
+
+    @property
     def pids(self) -> list[int]:
         """The scoring processes as they are now; one that was late or died has been replaced."""
         return [process.pid for process in self._processes]
@@ -118,13 +123,13 @@ class _Process:
         self.deadline = time.monotonic() + START_S
         source = settings.source
         code = [one.path.partition(":")[0] for one in alone(source) if isinstance(one, FunctionReward)]
-        self._sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
-        self.channel = self._sandboxed.channel
+        self.sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
+        self.channel = self.sandboxed.channel
         self._send((source.model_dump(), settings.timeout_s))
 
     @property
     def pid(self) -> int:
-        return self._sandboxed.pid
+        return self.sandboxed.pid
 
     @property
     def idle(self) -> bool:
@@ -133,7 +138,7 @@ class _Process:
     @property
     def lost_idle(self) -> bool:
         """It has ended, or was stopped, while it had nothing to do: no sample is to pay for that."""
-        return self.idle and (self._sandboxed.ended() is not None or self._sandboxed.stopped())
+        return self.idle and (self.sandboxed.ended() is not None or self.sandboxed.stopped())
 
     def give(self, work: list[tuple[int, Request]]) -> None:
         self.pending.extend(number for number, _ in work)
@@ -154,7 +159,7 @@ class _Process:
                 self._take(message, scores)
                 self.deadline = time.monotonic() + self.timeout_s + GRACE_S if self.pending else float("inf")
         except (EOFError, ConnectionError):
-            return self._sandboxed.death()
+            return self.sandboxed.death()
         except BadMessage:
             return "worker died: it wrote what is no answer"
         return None
@@ -188,7 +193,7 @@ class _Process:
                 raise ConfigError(f"reward.source: importing it ended the process ({error})")
 
     def kill(self) -> None:
-        self._sandboxed.kill()
+        self.sandboxed.kill()
 
 
 def _parts(parts: dict[str, float]) -> dict[str, float]:

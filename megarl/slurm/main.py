@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _reads(config: RunSettings) -> tuple[Path, ...]:
     """What the run's processes read and write, for the mounts of a container."""
-    from megarl.workers.demand import files
+    from megarl.cluster.demand import files
 
     read, _ = files(config)
     return tuple(dict.fromkeys((config.run_dir, *read.values())))

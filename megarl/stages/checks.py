@@ -14,6 +14,7 @@ import psutil
 
 from megarl.checkpoints.steps import trusted
 from megarl.cluster.allocation import Allocation
+from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
@@ -52,7 +53,6 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
 from megarl.stages.saving import check_resume
-from megarl.workers.demand import demand
 
 HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32

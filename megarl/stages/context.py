@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
 from megarl.config import TrainConfig
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
-from megarl.workers.demand import processes
 from megarl.workers.engines import Engines
 from megarl.workers.keeper import Copies
 from megarl.workers.model_groups import ModelGroups, start

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig
 from megarl.observe.estimates import SetResult, estimated
@@ -13,6 +14,7 @@ from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
 from megarl.observe.samples import Record, record
 from megarl.observe.summary import rates, write_json
+from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
@@ -20,9 +22,7 @@ from megarl.stages.checks import HeldOut
 from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
-from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
-from megarl.workers.rollout_worker import Response
 
 EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.data.prompts import Prompt
+from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
@@ -16,7 +17,6 @@ from megarl.stages.rollout import Collected, Group, scored
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import Dispatcher, NoEngine
 from megarl.workers.engines import call_seed
-from megarl.workers.rollout_worker import Response
 
 POLL_S = 0.005
 LOOK_S = 0.05  # how long prompts that begin may wait to be handed out

@@ -14,10 +14,10 @@ import ray
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
+from megarl.response import Episode, Response
 from megarl.rewards.score import Score
 from megarl.rollout.parts import whole
 from megarl.stages.rollout import Collected, Group
-from megarl.workers.rollout_worker import Episode, Response
 
 ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
 EXPERTS = "experts"

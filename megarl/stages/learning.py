@@ -12,6 +12,7 @@ import numpy as np
 from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
+from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
@@ -24,7 +25,6 @@ from megarl.stages.best import NOTHING, Best
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
-from megarl.workers.demand import processes
 from megarl.workers.keeper import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 

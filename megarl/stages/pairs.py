@@ -10,19 +10,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.run import Run
+from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.engine_checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
-from megarl.workers.demand import processes
 from megarl.workers.engines import Engines, call_seed, start_engines
-from megarl.workers.rollout_worker import Response
 
 Said = tuple[str, float]
 """A response and its score."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
+from megarl.response import Response
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Request, Score, Scorer
 from megarl.rewards.sources import open_scorer
-from megarl.sandbox.level import level
 from megarl.workers.model_groups import ModelGroups
-from megarl.workers.rollout_worker import Response
 
 _SCORING = threading.Lock()  # an evaluation may be under way while responses are scored beside the ranks' work
 
@@ -75,8 +74,8 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object]) -> Ite
         train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings))
         apart = settings.eval is not None and settings.eval != settings.source
         held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
-        if any(isinstance(scorer, ProcessScorer) for scorer in (train, held_out)):
-            note(f"responses are scored in a sandbox: {level().meaning}")
+        for guarantee in dict.fromkeys(scorer.guarantee for scorer in (train, held_out) if isinstance(scorer, ProcessScorer)):
+            note(f"responses are scored in a sandbox: {guarantee}")
         yield Scorers(settings, train, held_out)
 
 

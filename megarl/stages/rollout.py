@@ -12,6 +12,7 @@ from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
 from megarl.observe.samples import Record, record, spread
+from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
@@ -21,7 +22,6 @@ from megarl.stages.reward import Reward
 from megarl.workers.dispatch import Dispatcher
 from megarl.workers.engines import call_seed
 from megarl.workers.plan import RolloutBatch
-from megarl.workers.rollout_worker import Response
 
 Draw = Callable[[int], Sequence[tuple[int, Prompt]]]
 """The next so many prompts, each with its place in data.train."""

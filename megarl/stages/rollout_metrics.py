@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Sum
+from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score, errors_by_kind
-from megarl.workers.rollout_worker import Response
 
 
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:

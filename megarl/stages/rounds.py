@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
@@ -16,7 +17,6 @@ from megarl.stages.context import RunContext
 from megarl.stages.rollout import Collected, Draw, Group, scored
 from megarl.workers.dispatch import Dispatcher, Segment
 from megarl.workers.engines import call_seed
-from megarl.workers.rollout_worker import Response
 
 POOL = 2  # steps' worth of prompts that are under way
 

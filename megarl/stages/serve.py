@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from megarl.batch import Sample
+from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Row, checked, tokenised
@@ -20,7 +21,6 @@ from megarl.data.tokenizer import check_size, encode, load_tokenizer
 from megarl.http_client import token_of
 from megarl.rewards.server import Server
 from megarl.stages.rank_checks import TOKEN_KEY, check_serve
-from megarl.workers.demand import demand, processes
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks

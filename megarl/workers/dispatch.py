@@ -15,10 +15,11 @@ from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, ActorGroup, WorkerDied, WorkerLate, cancel, cause_of
 from megarl.cluster.watch import StandsStill
 from megarl.config import RolloutSettings
+from megarl.response import Response
 from megarl.rollout.engine import EngineDead, RolloutTimeout
 from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
-from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, answered, ask, ask_more
+from megarl.workers.rollout_worker import ExpertsWanted, Playing, answered, ask, ask_more
 
 LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # what another engine would do without
 AHEAD = 2  # times rollout.max_num_seqs: an engine has so many responses to give, that it need not wait for more

@@ -12,16 +12,17 @@ import ray
 
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.demand import engine_kind
 from megarl.cluster.reserve import lost_nodes
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
+from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
-from megarl.workers.demand import engine_kind
 from megarl.workers.dispatch import LOST, Dispatcher, NoEngine, Wanted
-from megarl.workers.rollout_worker import ExpertsWanted, Playing, Response, RolloutWorker
+from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
 

@@ -20,12 +20,12 @@ from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.demand import demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.critic import values
-from megarl.workers.demand import demand
 from megarl.workers.keeper import Copies
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step

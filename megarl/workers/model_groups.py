@@ -17,17 +17,18 @@ import numpy as np
 
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
+from megarl.response import Response
 from megarl.restarts import Restarts
-from megarl.workers.demand import assign_roles, demand
 from megarl.workers.engines import Engines, EngineStarter
 from megarl.workers.keeper import Copies
-from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec, Role
+from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
-from megarl.workers.rollout_worker import ExpertsWanted, Response
+from megarl.workers.rollout_worker import ExpertsWanted
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
+from megarl.cluster.demand import Role
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Max, Mean, Metric, merge
 from megarl.workers.assemble import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import WeightPublisher
 
-Role = Literal["policy", "reference", "critic", "reward"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 RECORD: dict[str, Record] = {"off": "known", "r2": "all", "r3": "none"}  # experts that the pass of the old log-probs keeps for the updates
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token

@@ -20,8 +20,8 @@ from megarl.config import EnvironmentReward, TrainConfig
 
 if TYPE_CHECKING:
     from megarl.observe.metrics import Metric
+    from megarl.response import Response
     from megarl.rewards.score import Score
-    from megarl.workers.rollout_worker import Response
 
 Split = list[list[list[list[int]]]]
 """[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""

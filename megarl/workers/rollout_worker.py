@@ -12,49 +12,20 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.batch import Sample, VersionSpan
+from megarl.batch import Sample
 from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
+from megarl.response import Episode, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
 from megarl.rollout.parts import added, whole
 from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Print
-
-
-@dataclass(frozen=True)
-class Episode:
-    """What the driver knows of an episode of several turns."""
-
-    reward: float  # what the environment gave in all turns
-    turns: int
-    error: str | None  # how the environment failed
-    info: Mapping[str, float]  # what it said of itself last
-    opening: str  # what the policy read first
-    transcript: str  # all that followed, its own turns and the answers to them
-
-
-@dataclass(frozen=True)
-class Response:
-    """What the driver knows of one response."""
-
-    prompt: int  # which of the call's prompts it answers
-    text: str  # of an episode the last turn's
-    prompt_length: int
-    length: int  # response tokens
-    loss_tokens: int  # those of them that are learned from
-    finished: bool  # ended by itself, not by the length limit
-    payload: Any  # reference to the Sample, without its experts; of one that is not done, to its last part
-    index: int  # which of the responses to the prompt
-    experts: Sequence[Sequence[Any]] | None = None  # references to the experts of its tokens: of each part, of each `ExpertsWanted.stages`
-    before: Sequence[Any] = ()  # references to the parts before `payload`, of one that is not done
-    episode: Episode | None = None  # where an environment answered
-    weight_versions: Sequence[VersionSpan] = ()  # as its sample has them
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ import numpy as np
 import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.demand import Role, files
 from megarl.cluster.placement import Kind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
-from megarl.workers.demand import files
 from megarl.workers.megatron_worker import MegatronWorker
-from megarl.workers.model_worker import Role
 from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.rollout_worker import ExpertsWanted
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.reaper import members
+from megarl.reaper import members
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from megarl import cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
+from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import Kind
 from megarl.cluster.session import ray_session
 from megarl.cluster.watch import StandsStill
@@ -33,7 +34,6 @@ from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
 from megarl.trainer import learn
 from megarl.workers import learner
-from megarl.workers.demand import assign_roles, engine_kind
 from megarl.workers.engines import Engines, EngineStarter, playing, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -82,6 +83,24 @@ def reached(start: str) -> set[str]:
             bases = [name.replace(".", "/") for name in imported(file, types=False)]
             queue += [f"{base}.py" for base in bases] + [f"{base}/__init__.py" for base in bases]
     return seen
+
+
+def room(file: str) -> str:
+    """A folder of megarl, or a file of no folder."""
+    return "/".join(file.split("/")[:2])
+
+
+def test_no_arrow_runs_back() -> None:
+    """Folders and files of megarl lie on floors: what one imports, for annotations too, imports nothing of it in turn."""
+    uses = {room(file): set[str]() for file in FILES}
+    for file in FILES:
+        bases = {name.replace(".", "/") for name in imported(file)}
+        uses[room(file)] |= {room(path) for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in FILES} - {room(file)}
+    uses["megarl/__init__.py"] = set()  # which every import of megarl runs, and which imports when it is called
+    floors = list(TopologicalSorter(uses).static_order())  # CycleError names a circle
+    assert (
+        floors.index("megarl/config") < floors.index("megarl/workers") < floors.index("megarl/stages") < floors.index("megarl/trainer.py")
+    )
 
 
 @pytest.mark.parametrize(

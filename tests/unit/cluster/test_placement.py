@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
+from megarl.cluster.demand import engine_kind, rank_kind
 from megarl.cluster.placement import Kind, Node, NoRoom, place
 from megarl.config import Layout, RolloutSettings
-from megarl.workers.demand import engine_kind, rank_kind
 
 Shape = tuple[list[dict[str, int]], tuple[int, int], list[int]]
 SHAPES: dict[str, Shape] = {

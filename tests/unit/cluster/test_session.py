@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import session
-from megarl.cluster.reaper import members
+from megarl.reaper import members
 from megarl.workers.megatron_worker import threads
 from tests.e2e.job import FOREIGN
 

@@ -13,13 +13,13 @@ from typing import Any
 import landlockpy
 import pytest
 
-from megarl.cluster.reaper import members
 from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
+from megarl.reaper import members
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Request, Score
 from megarl.rewards.sources import check
 from megarl.sandbox import process
-from megarl.sandbox.level import Level, level, readable
+from megarl.sandbox.level import Level, bubblewrap, level, readable
 from tests.unit.sandbox.hostile import HOSTILE
 
 SECRET = "a-secret-of-the-run"
@@ -196,6 +196,18 @@ def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path:
         with ProcessScorer(RewardSettings(source=FunctionReward(path="needs:f"), sandbox=sandbox)) as scorer:
             [score] = scorer.score(ask)
         assert score.value == float(error is None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
+
+
+def test_it_is_said_where_roots_processes_have_no_bound(tmp_path: Path) -> None:
+    program = bubblewrap()
+    if program is None or not program.drops:
+        pytest.skip("no namespaces here, or no root who can become another user")
+    closed = f"; as root, and with no bound on the number of its processes: {tmp_path} is closed to other users"
+    for mode, said in ((0o755, ""), (0o700, closed)):
+        tmp_path.chmod(mode)
+        sandbox = SandboxSettings(readable=[tmp_path])
+        with ProcessScorer(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=sandbox)) as scorer:
+            assert scorer.guarantee == level().meaning + said
 
 
 def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
+from megarl.response import Response
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
 from megarl.rollout.parts import added, whole
@@ -28,7 +29,6 @@ from megarl.stages.rollout_metrics import lag_metrics
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import NoEngine, Wanted
-from megarl.workers.rollout_worker import Response
 from tests.e2e.job import RL
 
 PROMPTS = [Prompt(number, "", [1, 2, 3], "", {}) for number in range(64)]

@@ -20,13 +20,13 @@ from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
+from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.generate import Sampling
 from megarl.stages.rollout import Collection, finish
 from megarl.stages.rollout_metrics import rollout_metrics
 from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
-from megarl.workers.rollout_worker import Response
 from tests.e2e.job import RL
 
 

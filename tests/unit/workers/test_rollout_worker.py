@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
+from megarl.response import Response
 from megarl.rollout.engine import Request, RolloutError
 from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.parts import added, whole
-from megarl.workers.rollout_worker import ExpertsWanted, Response, RolloutWorker, answered
+from megarl.workers.rollout_worker import ExpertsWanted, RolloutWorker, answered
 from tests.rollout.backwards_engine import PLACE
 
 

@@ -16,8 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.cluster.reaper import end
 from megarl.errors import ConfigError
+from megarl.reaper import end
 
 PREFIX, OWNER = "megarl-", "owner"
 SHORT = "/tmp"  # where directories go whose names must be short

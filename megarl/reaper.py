@@ -2,7 +2,7 @@
 
 Ray's workers outlive a killed driver by seconds, and nobody removes the session's directory. The driver holds the other end of this
 process's standard input, which ends with the driver. Then every process that has a file of the session's directory open for writing is
-killed, and the directory removed. Where this process is killed too, the next start does both (`megarl.cluster.scratch`).
+killed, and the directory removed. Where this process is killed too, the next start does both (`megarl.scratch`).
 """
 
 from __future__ import annotations

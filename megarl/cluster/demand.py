@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from megarl.cluster.placement import Kind
 from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings
 
-if TYPE_CHECKING:
-    from megarl.workers.model_worker import Role
-
+Role = Literal["policy", "reference", "critic", "reward"]
 ENGINES = "engines"  # their kind
 
 

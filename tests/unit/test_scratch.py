@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.reaper import members
-from megarl.cluster.scratch import OWNER, PREFIX, Scratch, sweep
 from megarl.errors import ConfigError
+from megarl.reaper import members
+from megarl.scratch import OWNER, PREFIX, Scratch, sweep
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Owns a directory, and starts: an agent, which writes a log there; one who only reads the log; with "keeper", one who holds the lock too.
 OWNS = """
     import subprocess, sys
-    from megarl.cluster.scratch import Scratch
+    from megarl.scratch import Scratch
 
     def start(program, **more):
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", program], **more).pid
