@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,60 +15,36 @@ from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
 from megarl.response import Episode, Response
 from megarl.rewards.score import Score
-from megarl.rollout.parts import whole
 from megarl.stages.rollout import Collected, Group
-
-ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
-EXPERTS = "experts"
+from megarl.workers.response_file import ARRAYS, EXPERTS, META, ResponseFile
 
 Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""
 
 
-def dump(collected: Collected, stages: Stages) -> bytes:
-    """The groups with all tokens, log-probs, weight versions and experts, which are fetched from the object store for it.
+def dump(collected: Collected, stages: Stages) -> ResponseFile:
+    """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
 
     stages: as which the experts are kept.
     """
-    order = np.argsort([layer for stage in stages for layer in stage])
-    every = [response for group in collected.groups for response in group.responses]
-    payloads: Iterator[Sample] = iter(ray.get([part for response in every for part in (*response.before, response.payload)]))
-    experts = iter(ray.get([stage for response in every for part in response.experts or () for stage in part]))
-    arrays: dict[str, np.ndarray] = {}
     groups = []
     for group in collected.groups:
-        responses = []
-        for response in group.responses:
-            number = str(len(arrays))  # of the first array; names need only be unique
-            parts = list(islice(payloads, 1 + len(response.before)))
-            sample = whole(parts) if response.before else parts[0]
-            for name in ARRAYS:
-                if (value := getattr(sample, name)) is not None:
-                    arrays[f"{number}.{name}"] = value
-            if response.experts is not None:
-                rows = [np.concatenate(list(islice(experts, len(part))), axis=1) for part in response.experts]
-                arrays[f"{number}.{EXPERTS}"] = np.concatenate(rows)[:, order]
-            plain = asdict(replace(response, payload=None, experts=None, before=()))
-            sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
-            responses.append({"response": plain, "sample": sampled, "arrays": number})
         scores = [asdict(score) for score in group.scores]
-        groups.append({"place": group.place, "responses": responses, "scores": scores, "greedy": group.greedy, "asked": group.asked})
-    meta = json.dumps({"groups": groups, "counts": collected.counts})
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, meta=np.frombuffer(meta.encode(), np.uint8), **arrays)
-    return file.getvalue()
+        groups.append((group.responses, {"place": group.place, "scores": scores, "greedy": group.greedy, "asked": group.asked}))
+    layers = [layer for stage in stages for layer in stage]
+    return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
 def load(data: bytes, prompts: Sequence[Prompt], stages: Stages) -> Collected:
-    """What `dump` was given, in this session's object store.
+    """What a file of `dump` holds, in this session's object store.
 
     Args:
-        data: that it returned.
+        data: its bytes.
         prompts: of data.train.
         stages: as which the experts are to be kept; they may be others than before.
     """
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        meta = json.loads(arrays["meta"].tobytes())
+        meta = json.loads(arrays[META].tobytes())
         groups = [
             Group(
                 one["place"],

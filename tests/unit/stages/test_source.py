@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
+from megarl.checkpoints.files import read_record, write_file
 from megarl.cluster.actor_group import WorkerDied
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
@@ -28,6 +29,7 @@ from megarl.stages.rollout import Collected
 from megarl.stages.rollout_metrics import lag_metrics
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
+from megarl.workers import response_file
 from megarl.workers.dispatch import NoEngine, Wanted
 from tests.e2e.job import RL
 
@@ -118,6 +120,10 @@ class Reward:
         return [Score(float(response.length)) for response in responses]
 
 
+def files_of(state: TrainState) -> dict[str, bytes]:
+    return {name: bytes(file) for name, file in state.files().items()}
+
+
 class Loop:
     """The RL loop without models: what each step learns from."""
 
@@ -136,9 +142,9 @@ class Loop:
     def run(self, until: int = STEPS, *, sync_follows: bool = True) -> Loop:
         with RolloutSource(self.ctx, self.state) as source:
             while self.state.step < until:
-                self.saved.append((self.state.state(), dict(self.state.files())))
+                self.saved.append((self.state.state(), files_of(self.state)))
                 collected = source.next_batch()
-                assert self.state.files() == self.saved[-1][1], "a step that is broken off is done again"
+                assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
                 self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
                 self.state.step += 1
@@ -155,6 +161,7 @@ class Loop:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(in_flight, "ray", Store())
+    monkeypatch.setattr(response_file, "ray", Store())
     path = tmp_path / "job.yaml"
     path.write_text(RL.format(runs=tmp_path, model=tmp_path))
 
@@ -196,7 +203,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
-    other.take(loop.state.files())
+    other.take(files_of(loop.state))
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
@@ -207,7 +214,7 @@ def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -
 def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -> None:
     """Which were in the samples of what was not done."""
     loop = make(*MODES["budget"]).run(2)
-    with np.load(io.BytesIO(loop.state.files()["ahead.rest.npz"])) as arrays:
+    with np.load(io.BytesIO(files_of(loop.state)["ahead.rest.npz"])) as arrays:
         older = {name.replace(".experts", ".routed_experts"): array for name, array in arrays.items()}
     file = io.BytesIO()
     np.savez(file, **older)
@@ -219,6 +226,25 @@ def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -
         parts, [kept] = one.experts, again.experts
         for stage in (0, 1):
             assert np.array_equal(np.concatenate([part[stage] for part in parts]), kept[stage])
+
+
+def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_written(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a file that is hashed on the way and cannot be sought in, and is the same."""
+    [(_, file)] = make(*MODES["ahead"]).run(2).state.files().items()
+    fetched = list[int]()
+
+    def get(references: list[Any]) -> list[Any]:
+        fetched.append(len(references))
+        return references
+
+    monkeypatch.setattr(response_file, "ray", SimpleNamespace(get=get))
+    record = write_file(tmp_path / "file.npz", file)
+    assert sum(fetched) == 4 * N * 3 and max(fetched) == 2 * N, "a payload and the experts of two stages"
+    assert record == read_record(tmp_path / "file.npz")
+    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(bytes(file))) as whole_file:
+        assert set(written) == set(whole_file) and all(np.array_equal(written[name], whole_file[name]) for name in written)
 
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
