@@ -101,7 +101,9 @@ def _host(plan: Plan) -> Table:
         f"{host.waiting / GB:.0f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
-        f"{host.step / GB:.1f}" + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
+        f"{host.step / GB:.1f}"
+        + (f" x {host.batches} steps" if host.batches > 1 else "")
+        + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
     )
     return table
 

@@ -167,6 +167,10 @@ def test_engines_are_ahead_where_the_mode_says_so_and_they_have_gpus_of_their_ow
     sync, *others = [planned(config) for config in configs]
     assert sync.times is not None and not sync.times.ahead
     assert [other.times for other in others] == [replace(sync.times, ahead=True)] * 3
+    hosts = [plan.host for plan in (sync, *others) if plan.host is not None]
+    assert [host.batches for host in hosts] == [1, 2, 3, 4] and len({host.step for host in hosts}) == 1
+    store = hosts[0].step / hosts[0].nodes * 2.5
+    assert [replace(host, store=store).spills for host in hosts] == [False, False, True, True]
     few = planned(configs[1], gpus=sync.groups[0].layout.ranks)
     assert few.shared and few.times is not None and not few.times.ahead, "they take turns"
     titles = [[part.title for part in tables(plan, []) if isinstance(part, Table)] for plan in (sync, others[0], few)]
