@@ -31,8 +31,9 @@ class Response:
     length: int  # response tokens
     loss_tokens: int  # those of them that are learned from
     finished: bool  # ended by itself, not by the length limit
-    payload: Any  # reference to the Sample, without its experts
+    payload: Any  # reference to the Sample, without its experts; of one that is not done, to its last part
     index: int  # which of the responses to the prompt
-    experts: Sequence[Any] | None = None  # references to the experts of its tokens, one for each of `ExpertsWanted.stages`
+    experts: Sequence[Sequence[Any]] | None = None  # references to the experts of its tokens: of each part, of each `ExpertsWanted.stages`
+    before: Sequence[Any] = ()  # references to the parts before `payload`, of one that is not done
     episode: Episode | None = None  # where an environment answered
     weight_versions: Sequence[VersionSpan] = ()  # as its sample has them

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 _CHUNK = 4 << 20  # bytes read at a time
 
@@ -76,10 +77,24 @@ class HashedFile:
         self.discard()
 
 
-def write_file(path: Path, data: bytes) -> FileRecord:
+class Content(Protocol):
+    """Of a file that is too large to be in memory at once."""
+
+    def write(self, file: HashedFile, /) -> None:
+        """Writes all of it."""
+
+    def __bytes__(self) -> bytes:
+        """The same."""
+        ...
+
+
+def write_file(path: Path, data: bytes | Content) -> FileRecord:
     """Writes a new file. Raises OSError where it is not whole on the disk."""
     with HashedFile(path) as file:
-        file.write(data)
+        if isinstance(data, bytes):
+            file.write(data)
+        else:
+            data.write(file)
         return file.close()
 
 

@@ -22,6 +22,7 @@ class Host:
     engines: float
     store: float  # Ray's object store, as configured
     step: float  # what the engines of all nodes put into the object stores in a step
+    batches: int  # steps' worth that are there at once
     nodes: int  # with engines
 
     @property
@@ -30,8 +31,8 @@ class Host:
 
     @property
     def spills(self) -> bool:
-        """Whether a step exceeds the object stores."""
-        return self.step > self.store * self.nodes
+        """Whether the steps that are there exceed the object stores."""
+        return self.step * self.batches > self.store * self.nodes
 
 
 def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus: int, nodes: int, *, shared: bool) -> Host:
@@ -47,8 +48,14 @@ def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus:
         engines=there * ENGINE if shared or nodes == 1 else 0,
         store=config.cluster.object_store_mb << 20,
         step=_step(config, its),
+        batches=batches(config.rollout.mode, config.rollout.max_lag),
         nodes=-(-engine_gpus // NODE),
     )
+
+
+def batches(mode: str, max_lag: int | None) -> int:
+    """Steps' worth of responses that are there at once, at most: what the ranks learn from, and what is ahead of them."""
+    return {"sync": 1, "ahead": 2, "budget": 3, "free": 2 + (max_lag or 0)}[mode]
 
 
 def _step(config: TrainConfig, its: Facts) -> float:

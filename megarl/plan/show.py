@@ -101,7 +101,9 @@ def _host(plan: Plan) -> Table:
         f"{host.waiting / GB:.0f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
-        f"{host.step / GB:.1f}" + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
+        f"{host.step / GB:.1f}"
+        + (f" x {host.batches} steps" if host.batches > 1 else "")
+        + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
     )
     return table
 
@@ -109,7 +111,8 @@ def _host(plan: Plan) -> Table:
 def _times(plan: Plan) -> Table:
     times = plan.times
     assert times is not None
-    table = _table("seconds of a step", "generate", "score", "update", "sync", "park", "step")
+    title = "seconds of a step" + (": the longer of generate and of score + update + park, and sync" if times.ahead else "")
+    table = _table(title, "generate", "score", "update", "sync", "park", "step")
     table.add_row(*(f"{value:.0f}" for value in (times.generate, times.score, times.update, times.sync, times.park, times.step)))
     return table
 

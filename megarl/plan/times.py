@@ -15,17 +15,19 @@ TAIL = 1 / 8  # of an engine's sequences still run while the longest responses e
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the phases of a step, which follow each other."""
+    """Seconds of the phases of a step. They follow each other, but that engines that are ahead generate while ranks score and update."""
 
     generate: float
     score: float  # old log-probs, reference, values
     update: float
     sync: float
     park: float  # models that take turns
+    ahead: bool  # engines are
 
     @property
     def step(self) -> float:
-        return self.generate + self.score + self.update + self.sync + self.park
+        ranks = self.score + self.update + self.park
+        return (max(self.generate, ranks) if self.ahead else self.generate + ranks) + self.sync
 
 
 def active_parameters(its: Facts, elements: int) -> float:
@@ -46,7 +48,7 @@ def micro_batches(config: TrainConfig, layout: Layout) -> int:
     return max(1, round(_tokens(config) / config.train.mini_batches / layout.dp / config.train.micro_batch_tokens))
 
 
-def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float) -> Times:
+def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float, *, ahead: bool) -> Times:
     """The phases of a step of `megarl train`.
 
     Args:
@@ -56,6 +58,7 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
         engine: a GPU of its engines.
         device: every GPU.
         waiting: bytes of a rank's models that wait in host memory.
+        ahead: engines respond while ranks work.
     """
     layout, tokens = config.layout, _tokens(config)
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
@@ -72,6 +75,7 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
         update=updates,
         sync=2 * elements / (device.network * NETWORK_SHARE),
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, for the scores and for the update
+        ahead=ahead,
     )
 
 

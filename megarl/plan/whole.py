@@ -94,7 +94,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             beside = max(stage.resident if taking_turns else stage.weights for stage in groups[0].stages)
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
         host = plan_host(config, its, groups, engines, nodes, shared=shared)
-        times = plan_times(config, its, elements, engine, device, max(stage.host for group in groups for stage in group.stages))
+        waiting = max(stage.host for group in groups for stage in group.stages)
+        times = plan_times(config, its, elements, engine, device, waiting, ahead=config.rollout.mode != "sync" and not shared)
     else:
         shared = False
     plan = Plan(

@@ -36,6 +36,7 @@ class Request:
     stop_token_ids: Sequence[int] = ()  # end the response, beside the model's end token
     stop: Sequence[str] = ()  # texts that do; the response ends with the token that completes one
     by_position: bool = False  # each token is drawn by the seed and its own position: with what was drawn as the prompt, the rest follows
+    experts_from: int = 0  # `Sample.routed_experts` begins with those of this token of the prompt
 
 
 @dataclass(frozen=True)

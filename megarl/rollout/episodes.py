@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.batch import Sample, VersionSpan
+from megarl.batch import Sample
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Episode, Host, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.generate import Sampling, request_for, request_seed
+from megarl.rollout.parts import versions
 from megarl.rollout.responder import Responder
 
 
@@ -208,16 +209,12 @@ def joined(turns: Sequence[Sample], finish_reason: str) -> Sample:
     start = first.prompt_length
     mask = np.zeros(len(last.tokens) - start, np.bool_)
     logp = np.zeros(len(mask), np.float32)
-    versions: list[VersionSpan] = []
     experts: list[np.ndarray] = []
     rows = 0
     for turn in turns:
         begin = turn.prompt_length - start
         mask[begin : begin + turn.response_length] = True
         logp[begin : begin + turn.response_length] = turn.rollout_logp
-        for span in turn.weight_versions:
-            if not versions or versions[-1].version != span.version:
-                versions.append(VersionSpan(begin + span.start if versions else 0, span.version))
         if turn.routed_experts is not None:
             experts.append(turn.routed_experts[rows:])
             rows = len(turn.routed_experts)
@@ -226,7 +223,7 @@ def joined(turns: Sequence[Sample], finish_reason: str) -> Sample:
         start,
         logp,
         finish_reason,
-        tuple(versions),
+        versions((turn.prompt_length - start, turn) for turn in turns),
         np.concatenate(experts) if len(experts) == len(turns) else None,
         None if mask.all() else mask,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,56 +16,35 @@ from megarl.data.prompts import Prompt
 from megarl.response import Episode, Response
 from megarl.rewards.score import Score
 from megarl.stages.rollout import Collected, Group
-
-ARRAYS = ("tokens", "rollout_logp", "routed_experts", "loss_mask")  # of a sample
-EXPERTS = "experts"
+from megarl.workers.response_file import ARRAYS, EXPERTS, META, ResponseFile
 
 Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""
 
 
-def dump(collected: Collected, stages: Stages) -> bytes:
-    """The groups with all tokens, log-probs, weight versions and experts, which are fetched from the object store for it.
+def dump(collected: Collected, stages: Stages) -> ResponseFile:
+    """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
 
     stages: as which the experts are kept.
     """
-    order = np.argsort([layer for stage in stages for layer in stage])
-    every = [response for group in collected.groups for response in group.responses]
-    samples: Iterator[Sample] = iter(ray.get([response.payload for response in every]))
-    experts = iter(ray.get([part for response in every for part in response.experts or ()]))
-    arrays: dict[str, np.ndarray] = {}
     groups = []
     for group in collected.groups:
-        responses = []
-        for response in group.responses:
-            number = str(len(arrays))  # of the first array; names need only be unique
-            sample = next(samples)
-            for name in ARRAYS:
-                if (value := getattr(sample, name)) is not None:
-                    arrays[f"{number}.{name}"] = value
-            if response.experts is not None:
-                arrays[f"{number}.{EXPERTS}"] = np.concatenate(list(islice(experts, len(response.experts))), axis=1)[:, order]
-            plain = asdict(replace(response, payload=None, experts=None))
-            sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
-            responses.append({"response": plain, "sample": sampled, "arrays": number})
         scores = [asdict(score) for score in group.scores]
-        groups.append({"place": group.place, "responses": responses, "scores": scores, "greedy": group.greedy, "asked": group.asked})
-    meta = json.dumps({"groups": groups, "counts": collected.counts})
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, meta=np.frombuffer(meta.encode(), np.uint8), **arrays)
-    return file.getvalue()
+        groups.append((group.responses, {"place": group.place, "scores": scores, "greedy": group.greedy, "asked": group.asked}))
+    layers = [layer for stage in stages for layer in stage]
+    return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
 def load(data: bytes, prompts: Sequence[Prompt], stages: Stages) -> Collected:
-    """What `dump` was given, in this session's object store.
+    """What a file of `dump` holds, in this session's object store.
 
     Args:
-        data: that it returned.
+        data: its bytes.
         prompts: of data.train.
         stages: as which the experts are to be kept; they may be others than before.
     """
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        meta = json.loads(arrays["meta"].tobytes())
+        meta = json.loads(arrays[META].tobytes())
         groups = [
             Group(
                 one["place"],
@@ -94,10 +72,12 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         turn_rewards=[(end, reward) for end, reward in sampled["turn_rewards"]],
         **held,
     )
-    experts = None
-    if (name := f"{number}.{EXPERTS}") in arrays:
-        layers, whole = sorted(layer for stage in stages for layer in stage), arrays[name]
-        experts = [ray.put(whole[:, [layers.index(layer) for layer in stage]]) for stage in stages]
+    experts, layers = None, sorted(layer for stage in stages for layer in stage)
+    rows = arrays[name] if (name := f"{number}.{EXPERTS}") in arrays else None
+    if (name := f"{number}.routed_experts") in arrays:  # in older checkpoints, of all layers, where the response was not done
+        rows = arrays[name][:, layers]
+    if rows is not None:
+        experts = [[ray.put(rows[:, [layers.index(layer) for layer in stage]]) for stage in stages]]
     return Response(
         **plain | {"payload": ray.put(sample), "experts": experts},
         episode=None if episode is None else Episode(**episode),

@@ -12,6 +12,7 @@ import numpy as np
 from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
+from megarl.checkpoints.files import Content
 from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
 from megarl.config import DpoConfig, RmConfig, SftConfig
@@ -53,7 +54,7 @@ class SupervisedState:
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
         self.best.restore(state.get("best", NOTHING))
 
-    def files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, Content]:
         """None: items are drawn when they are learned from."""
         return {}
 

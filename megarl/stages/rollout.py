@@ -102,7 +102,7 @@ class RolloutBuffer:
         ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
         if self.rounds is None:
             return Collected(ordered)
-        counts = {"rollout/rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
+        counts = {"rollout/sampling_rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
         if len(self._kept) < self.wanted:
             counts["events/dynamic_sampling_exhausted"] = 1.0
         return Collected(ordered, counts)

@@ -53,9 +53,10 @@ class Rounds:
         """As `Collection.proceed`."""
         if self.work.open:
             for index, responses in finished(self.work).items():
-                more = {response.index: response for response in responses}
-                before = {response.index: response for response in self._pool[index].responses}
-                self._pool[index] = replace(self._pool[index], responses=[*(before | more).values()])
+                there = {response.index: response for response in self._pool[index].responses}
+                for more in responses:
+                    there[more.index] = self._carried_on(there[more.index], more) if more.index in there else more
+                self._pool[index] = replace(self._pool[index], responses=[*there.values()])
         if self._reward.scorer is not None or (ranks and not self.work.open):
             self._score()
         if self.work.open:
@@ -70,7 +71,7 @@ class Rounds:
     def collected(self) -> Collected:
         """The step's groups."""
         groups = [group for group in self._pool if group.scores][: self._wanted]
-        return Collected(groups, {"rollout/rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
+        return Collected(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
         """All others."""
@@ -87,8 +88,8 @@ class Rounds:
             step, number = group.asked
             seed = call_seed(self._ctx.config.seed, step)
             sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
-            left = {response.index: response.payload for response in group.responses if self._open(response)}
-            segment = Segment(rollout.budget_tokens, left if group.responses else dict.fromkeys(range(sampling.n)))
+            left = {response.index: [*response.before, response.payload] for response in group.responses if self._open(response)}
+            segment = Segment(rollout.budget_tokens, left if group.responses else dict.fromkeys(range(sampling.n), ()))
             wanted = self._ctx.engines.wanted(index, group.prompt, number, sampling, self._ctx.models.experts)
             self.work.ask(replace(wanted, segment=segment))
 
@@ -101,6 +102,12 @@ class Rounds:
         for index, scores in zip(ready, found, strict=True):
             self._pool[index] = replace(self._pool[index], scores=scores)
             self.scores += scores
+
+    def _carried_on(self, before: Response, more: Response) -> Response:
+        """The response with what a round has added to it. No part of it travels again, but that the engine reads its tokens."""
+        parts = [*before.before, before.payload] if self._open(more) else []
+        experts = None if before.experts is None or more.experts is None else [*before.experts, *more.experts]
+        return replace(more, before=parts, experts=experts)
 
     def _done(self, group: Group) -> bool:
         return bool(group.responses) and not any(map(self._open, group.responses))

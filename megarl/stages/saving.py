@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, Protocol
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
+from megarl.checkpoints.files import Content
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
@@ -64,7 +65,7 @@ class State(Protocol):
 
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
-    def files(self) -> Mapping[str, bytes]:
+    def files(self) -> Mapping[str, Content]:
         """What else of it a checkpoint holds, by the names of its files."""
 
     def take(self, files: Mapping[str, bytes], /) -> None:
@@ -78,7 +79,7 @@ class Trained(Protocol):
     def folders(self) -> Mapping[str, str]:
         """In which folder of the run the checkpoints hold each model."""
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes], /) -> None: ...
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content], /) -> None: ...
 
     def wait_for_save(self) -> None: ...
 
@@ -232,7 +233,8 @@ class Checkpoints:
         """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
         if self._settings.rolling == "off":
             return
-        record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()})) | {"files": state.files()}
+        record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
+        record["files"] = {name: bytes(content) for name, content in state.files().items()}
         with self._run.phase("rolling"):
             try:
                 self._models.copy(state.step, record)
@@ -256,7 +258,7 @@ class Checkpoints:
             with self._failures():
                 self._models.wait_for_save()  # a failure of the one before must not prevent this one
             with self._failures():
-                files = {TRAINER: json.dumps(trainer).encode(), **state.files()}
+                files: dict[str, bytes | Content] = {TRAINER: json.dumps(trainer).encode(), **state.files()}
                 self._models.checkpoint(self._config.directory, step, self._settings, files)
                 self._saved = step
 

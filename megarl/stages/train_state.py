@@ -19,6 +19,7 @@ from megarl.stages.pretraining import ValuePretraining
 from megarl.stages.rollout import Collected, Group
 from megarl.stages.saving import AHEAD
 from megarl.workers.plan import StepPlan
+from megarl.workers.response_file import ResponseFile
 
 BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
 
@@ -94,7 +95,7 @@ class TrainState:
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 
-    def files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, ResponseFile]:
         """The batch that is ahead, and what has begun beside it."""
         there = {BATCH: self.ahead, REST: Collected(self.pool) if self.pool else None}
         return {name: in_flight.dump(collected, self._stages) for name, collected in there.items() if collected is not None}

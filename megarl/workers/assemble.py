@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,15 @@ def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, lay
     stages = [number for number, stage in enumerate(plan.stages) if not set(stage).isdisjoint(layers)]
     held = [layer for number in stages for layer in plan.stages[number]]
     order = [held.index(layer) for layer in layers]
-    fetched = ray.get([parts[number] for _, parts in reported for number in stages])
+    fetched = ray.get([part[number] for _, parts in reported for part in parts for number in stages])
     experts_TLK = np.full((ends[-1], len(layers), fetched[0].shape[2]), -1, dtype=np.int16)
-    for index, (end, _) in enumerate(reported):
-        whole = np.concatenate(fetched[index * len(stages) : (index + 1) * len(stages)], axis=1)
-        experts_TLK[end - len(whole) : end] = whole[:, order]
+    by_stage = iter(fetched)
+    for end, parts in reported:
+        rows = [np.concatenate(list(islice(by_stage, len(stages))), axis=1) for _ in parts]
+        place = end - sum(map(len, rows))
+        for part in rows:
+            experts_TLK[place : place + len(part)] = part[:, order]
+            place += len(part)
     return torch.from_numpy(experts_TLK)
 
 

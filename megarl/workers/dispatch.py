@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Segment:
     """Some tokens more, and no whole responses."""
 
     tokens: int  # of each response, at most
-    open: Mapping[int, Any]  # the payload of each response that is not done, by its index; None where it begins
+    open: Mapping[int, Sequence[Any]]  # of each response that is not done the parts that there are, by its index
 
 
 @dataclass(frozen=True)

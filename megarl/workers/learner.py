@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
+from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
@@ -221,7 +222,7 @@ class Learners:
         """Where a run's checkpoints hold the model."""
         return {MODEL: CHECKPOINTS}
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content]) -> None:
         """Saves the model and its optimizer.
 
         Args:

@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
+from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import Verified
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
@@ -74,7 +75,7 @@ class MegatronWorker:
         """The models with their optimizers, by name."""
         raise NotImplementedError
 
-    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes]) -> None:
+    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes | Content]) -> None:
         """Saves the trained models and their optimizers; returns when what is saved may change again.
 
         Args:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, Verified
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
@@ -198,7 +199,7 @@ class ModelGroups:
             if role in TRAINED
         }
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes]) -> None:
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content]) -> None:
         """Saves all trained models and their optimizers.
 
         Args:

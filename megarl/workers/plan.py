@@ -42,7 +42,7 @@ class StepPlan:
     """One step as the ranks see it. Payloads stay in the object store until the rank that needs them fetches them."""
 
     payload_N: Sequence[Any]  # references to Samples
-    experts_N: Sequence[Sequence[Any] | None]  # references to the experts of each response's tokens, one for each of `stages`
+    experts_N: Sequence[Sequence[Sequence[Any]] | None]  # references to the experts of each response's tokens, as `Response` has them
     stages: Sequence[Sequence[int]]  # the MoE layers of each pipeline stage of the policy
     split: Split
     reward_N: np.ndarray  # float32

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from megarl.batch import Sample
@@ -19,8 +21,9 @@ from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.response import Episode, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
-from megarl.rollout.episodes import Limits, Played, Start, joined, play
+from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
+from megarl.rollout.parts import added, whole
 from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Print
 
@@ -55,13 +58,13 @@ def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | 
 
 
 def ask_more(
-    worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Any]
+    worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Sequence[Any]]
 ) -> list[Any]:
-    """The same of `RolloutWorker.go_on`. `open_`: the payload of each response, None of those that begin."""
+    """The same of `RolloutWorker.go_on`. `open_`: references to the parts of each response; none of those that begin."""
     each = 1 + (0 if experts is None else len(experts.stages))
-    begun = [payload for payload in open_.values() if payload is not None]
+    counts = {index: len(parts) for index, parts in open_.items()}
     call = worker.go_on.options(num_returns=1 + len(open_) * each)
-    return list(call.remote(start, sampling, experts, tokens, list(open_), *begun))
+    return list(call.remote(start, sampling, experts, tokens, counts, *(part for parts in open_.values() for part in parts)))
 
 
 def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
@@ -75,12 +78,22 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
     each = 1 + (0 if experts is None else len(experts.stages))
     own = [values[first : first + each] for first in range(0, len(values), each)]
     return [
-        replace(response, payload=payload, experts=None if response.experts is None else stages)
+        replace(response, payload=payload, experts=None if response.experts is None else [stages])
         for response, (payload, *stages) in zip(responses, own, strict=True)
     ]
 
 
-_Said = tuple[int, int, Sample, str, Episode | None]  # number of the prompt, of the response to it, what was said
+@dataclass(frozen=True)
+class _Said:
+    """A response as far as it has got."""
+
+    prompt: int  # its number
+    index: int  # of the response to it
+    sample: Sample
+    text: str
+    episode: Episode | None = None
+    added: Sample | None = None  # what of it this call has sampled, if not all: an `added` part
+    done: bool = True
 
 
 class RolloutWorker:
@@ -144,9 +157,9 @@ class RolloutWorker:
         return self._told(said, sampling, experts)
 
     async def go_on(
-        self, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, indices: Sequence[int], *begun: Sample
+        self, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, counts: Mapping[int, int], *begun: Sample
     ) -> list[Any]:
-        """So many more `tokens` of some responses to a prompt, at most. Of one that is not done its experts stay in its payload.
+        """So many more `tokens` of some responses to a prompt, at most.
 
         A token's draw depends on the response's seed and on its position, so that where a response was cut does not matter.
 
@@ -155,54 +168,59 @@ class RolloutWorker:
             sampling: of whole responses.
             experts: that are wanted of those that are done.
             tokens: more of each.
-            indices: which of the responses to the prompt.
-            *begun: what there is of them; none: they begin.
+            counts: which of the responses to the prompt, and of how many parts each is so far.
+            *begun: these parts, one response after the other.
 
         Returns:
-            As `respond` does.
+            As `respond` does, but that of a response that is not done there is no text and the payload is what this call has added to it.
+            The experts are in any case those of the tokens that this call has added, and of the one before these.
         """
+        given, longest = iter(begun), len(start.tokens) + sampling.max_tokens
+        parts = {index: list(islice(given, count)) for index, count in counts.items()}
         requests = []
-        for place, index in enumerate(indices):
-            there = begun[place].tokens.tolist() if begun else start.tokens
-            most = min(tokens, len(start.tokens) + sampling.max_tokens - len(there))
+        for index, before in parts.items():
+            there = np.concatenate([part.tokens for part in before]).tolist() if before else start.tokens
+            most = min(tokens, longest - len(there))
             request = request_for((start.id, index), there, most, sampling, request_seed(sampling.seed, start.id, index))
-            requests.append(replace(request, by_position=True))
-        said = await self._responder.all(requests, self._timeout_s)
-        whole = [joined([before, more], more.finish_reason) for before, more in zip(begun, said, strict=True)] if begun else said
-        texts = [text_of(sample, sampling, self._tokenizer) for sample in whole]
-        told = [(int(start.id), index, sample, text, None) for index, sample, text in zip(indices, whole, texts, strict=True)]
+            requests.append(replace(request, by_position=True, experts_from=len(there) - 1 if before else 0))
+        told = []
+        for (index, before), said in zip(parts.items(), await self._responder.all(requests, self._timeout_s), strict=True):
+            more = added(said) if before else said
+            sample, done = whole([*before, more]) if before else said, said.finish_reason != "length" or len(said.tokens) == longest
+            text = text_of(sample, sampling, self._tokenizer) if done else ""
+            told.append(_Said(int(start.id), index, sample, text, added=more, done=done))
         return self._told(told, sampling, experts)
 
     def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
         """What `respond` returns."""
         responses, payloads = list[Response](), list[Any]()
-        for prompt, index, sample, text, episode in said:
-            done = sample.finish_reason != "length" or episode is not None or sample.response_length == sampling.max_tokens
-            wanted = experts is not None and (prompt * sampling.n + index) % experts.every == 0 and sample.loss_tokens > 0 and done
+        for one in said:
+            sample, new = one.sample, one.added or one.sample
+            wanted = experts is not None and (one.prompt * sampling.n + one.index) % experts.every == 0 and sample.loss_tokens > 0
             responses.append(
                 Response(
-                    prompt=prompt,
-                    text=text,
+                    prompt=one.prompt,
+                    text=one.text,
                     prompt_length=sample.prompt_length,
                     length=sample.response_length,
                     loss_tokens=sample.loss_tokens,
                     finished=sample.finish_reason == "stop",
                     payload=None,
-                    index=index,
+                    index=one.index,
                     experts=[] if wanted else None,
-                    episode=episode,
+                    episode=one.episode,
                     weight_versions=sample.weight_versions,
                 )
             )
-            payloads.append(replace(sample, routed_experts=None) if done else sample)
+            payloads.append(replace(sample if one.done else new, routed_experts=None))
             if experts is not None:
-                payloads += self._kept(sample, experts) if wanted else [None] * len(experts.stages)
+                payloads += self._kept(new, experts) if wanted else [None] * len(experts.stages)
         return [responses, *payloads]
 
     async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
-            (int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer), None)
+            _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer))
             for generated in await generate(self._responder, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
@@ -219,7 +237,7 @@ class RolloutWorker:
         turns = TurnTokens(self._tokenizer, playing.system)
         played = await play(self._responder, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)
         return [
-            (int(start.id), index, one.sample, one.text, self._episode(one))
+            _Said(int(start.id), index, one.sample, one.text, self._episode(one))
             for start, episodes in zip(share, played, strict=True)
             for index, one in enumerate(episodes)
         ]
@@ -236,7 +254,7 @@ class RolloutWorker:
         found = sample.routed_experts
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
-        expected = (len(sample.tokens) - 1, wanted.layers, wanted.topk)
+        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)  # a part begins with the token before it
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [found[:, list(stage)] for stage in wanted.stages]

@@ -93,4 +93,4 @@ def check(name: str, config: TrainConfig, plan: StepPlan, metrics: dict[str, flo
     if plan.trained:
         assert metrics["actor/grad_norm"] > 0 and metrics["training/logprob_gap_mean"] <= 1e-5, name
         assert ("actor/kl_loss" in metrics) == (config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "loss"), name
-    assert ("rollout/rounds" in metrics) == (name == "dapo")
+    assert ("rollout/sampling_rounds" in metrics) == (name == "dapo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.environments.hosts import open_host
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.episodes import Limits, Played, Start, joined, play
 from megarl.rollout.generate import Sampling, TokenPrompt
+from megarl.rollout.parts import added, whole
 from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.backwards_engine import STUCK, BackwardsEngine
@@ -126,23 +128,25 @@ async def _cut(engine: VllmEngine) -> None:
     responder, prompts = Responder(engine, TIMEOUT_S), [[5 + number, 40, 77] for number in range(8)]
 
     async def asked(contexts: dict[int, list[int]], tokens: int) -> dict[int, Sample]:
-        requests = [Request(n, context, tokens, 0.7, 1000 + n % 5, by_position=True) for n, context in contexts.items()]
+        begun = {n: len(context) - 1 if len(context) > 3 else 0 for n, context in contexts.items()}
+        requests = [Request(n, contexts[n], tokens, 0.7, 1000 + n % 5, by_position=True, experts_from=begun[n]) for n in contexts]
         return dict(zip(contexts, await responder.all(requests, TIMEOUT_S), strict=True))
 
-    whole = await asked(dict(enumerate(prompts)), 40)
+    uncut = await asked(dict(enumerate(prompts)), 40)
     parts = await asked(dict(enumerate(prompts)), 7)
     while left := [n for n, part in parts.items() if part.finish_reason == "length" and part.response_length < 40]:
         contexts = {n: parts[n].tokens.tolist() for n in reversed(left)}
         most = min(7, 43 - max(map(len, contexts.values())))
         for number, more in (await asked(contexts, most)).items():
-            parts[number] = joined([parts[number], more], more.finish_reason)
-    assert max(sample.response_length for sample in whole.values()) > 20
-    for number, sample in whole.items():
+            rows = [sample.routed_experts for sample in (parts[number], more) if sample.routed_experts is not None]
+            parts[number] = replace(whole([parts[number], added(more)]), routed_experts=np.concatenate(rows))
+    assert max(sample.response_length for sample in uncut.values()) > 20
+    for number, sample in uncut.items():
         for name in ("tokens", "rollout_logp", "routed_experts"):
             assert np.array_equal(getattr(sample, name), getattr(parts[number], name)), (number, name)
         assert (sample.finish_reason, sample.weight_versions) == (parts[number].finish_reason, parts[number].weight_versions)
     again = await responder.all([Request(0, prompts[0], 40, 0.7, 1000), Request(1, prompts[0], 40, 0.7, 1001, by_position=True)], TIMEOUT_S)
-    assert not np.array_equal(again[0].tokens, whole[0].tokens), "who does not ask for it draws as before"
+    assert not np.array_equal(again[0].tokens, uncut[0].tokens), "who does not ask for it draws as before"
 
 
 def _kept(logp_TV: torch.Tensor, rules: dict[str, float]) -> torch.Tensor:

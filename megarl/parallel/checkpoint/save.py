@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoints.files import FileRecord, write_file
+from megarl.checkpoints.files import Content, FileRecord, write_file
 from megarl.checkpoints.step_writer import StepWriter
 from megarl.checkpoints.steps import HF, Manifest
 from megarl.config import CheckpointSettings
@@ -49,7 +49,7 @@ class Saver:
         self._saves = 0
         self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
 
-    def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, bytes]) -> Staged:
+    def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, bytes | Content]) -> Staged:
         """Saves a step; returns when its tensors are copied, or, if not asynchronous, when everything lies on the disk.
 
         Waits for the save before this one.
@@ -57,7 +57,7 @@ class Saver:
         Args:
             step: its number.
             models: by the name of their folder; one after the other is awake.
-            extra: further files by plain name, rank 0's.
+            extra: further files by plain name, rank 0's; one that is no bytes yet is read as it is written.
 
         Returns:
             What this rank writes, and for how long the caller waited.
@@ -134,7 +134,7 @@ class Saver:
         staged: StagedWriter,
         random: bytes,
         models: Mapping[str, Any],
-        extra: Mapping[str, bytes],
+        extra: Mapping[str, bytes | Content],
         barrier: SaveBarrier,
     ) -> None:
         """In a background thread: every rank reports to rank 0 what it wrote, and rank 0 commits the step directory."""
@@ -158,7 +158,7 @@ class Saver:
             writer.discard()
             barrier.conclude(_fault(error))
 
-    def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
+    def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes | Content]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}
         for model in models:
             ranks = [report["locations"].get(model, []) for report in reports]

@@ -35,6 +35,7 @@ def sampling_parameters(request: Request) -> Any:
         max_tokens=request.max_tokens,
         seed=request.seed if request.temperature else None,
         extra_args={BY_POSITION: True} if request.by_position else None,
+        routed_experts_prompt_start=request.experts_from,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         detokenize=bool(request.stop),
@@ -63,7 +64,8 @@ def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], la
     logp = np.array(response.logprobs.logprobs, dtype=np.float32)
     assert list(response.logprobs.token_ids) == list(response.token_ids), "vLLM returns one log-prob a token: the sampled one's"
     routed_experts = response.routed_experts
-    if routed_experts is not None and routed_experts.shape[0] != len(tokens) - 1:
-        raise RolloutError(f"{label}: request {request.id!r}: {routed_experts.shape[0]} rows of routed experts for {len(tokens)} tokens")
+    if routed_experts is not None and routed_experts.shape[0] != len(tokens) - 1 - request.experts_from:
+        rows = f"{routed_experts.shape[0]} rows of routed experts from token {request.experts_from} on"
+        raise RolloutError(f"{label}: request {request.id!r}: {rows} for {len(tokens)} tokens")
     spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted one may have got none of the last
     return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from megarl.cli import main
 from megarl.config import ConfigError, Layout, TrainConfig, load
@@ -21,7 +22,9 @@ from megarl.plan.facts import facts
 from megarl.plan.fits import check_fits
 from megarl.plan.parameters import count, model_elements, replicas, shards
 from megarl.plan.search import search
+from megarl.plan.show import tables
 from megarl.plan.states import states
+from megarl.plan.times import Times
 from megarl.plan.whole import Plan, build, models_of
 from tests.published_models import MODELS, config_of
 
@@ -149,6 +152,29 @@ def test_a_rank_and_an_engine_on_one_gpu_are_both_there_in_a_weight_update(publi
     assert apart.faults == [] and turns.notes == []
     assert len(turns.faults) == 1 and "a weight update takes" in turns.faults[0]
     assert turns.host is not None and turns.host.waiting == pytest.approx(14 * turns.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(("generate", "sync", "ahead"), [(10.0, 19.0, 11.0), (3.0, 12.0, 9.0)], ids=["engines slower", "ranks slower"])
+def test_a_step_of_engines_that_are_ahead_takes_as_long_as_the_slower_side(generate: float, sync: float, ahead: float) -> None:
+    times = Times(generate, score=2.0, update=5.0, sync=1.0, park=1.0, ahead=False)
+    assert (times.step, replace(times, ahead=True).step) == (sync, ahead)
+
+
+def test_engines_are_ahead_where_the_mode_says_so_and_they_have_gpus_of_their_own(published: Path) -> None:
+    given = [f"model.path={published / 'Qwen3-30B-A3B'}", "algorithm.correction={type: tis}"]
+    modes = [[], ["rollout.mode=ahead"], ["rollout.mode=budget", "rollout.budget_tokens=1024"], ["rollout.mode=free", "rollout.max_lag=2"]]
+    configs = [load(GSPO, [*given, *mode], TrainConfig) for mode in modes]
+    sync, *others = [planned(config) for config in configs]
+    assert sync.times is not None and not sync.times.ahead
+    assert [other.times for other in others] == [replace(sync.times, ahead=True)] * 3
+    hosts = [plan.host for plan in (sync, *others) if plan.host is not None]
+    assert [host.batches for host in hosts] == [1, 2, 3, 4] and len({host.step for host in hosts}) == 1
+    store = hosts[0].step / hosts[0].nodes * 2.5
+    assert [replace(host, store=store).spills for host in hosts] == [False, False, True, True]
+    few = planned(configs[1], gpus=sync.groups[0].layout.ranks)
+    assert few.shared and few.times is not None and not few.times.ahead, "they take turns"
+    titles = [[part.title for part in tables(plan, []) if isinstance(part, Table)] for plan in (sync, others[0], few)]
+    assert [any("longer of generate and of score + update" in str(title) for title in each) for each in titles] == [False, True, False]
 
 
 def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
+from megarl.checkpoints.files import read_record, write_file
 from megarl.cluster.actor_group import WorkerDied
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
@@ -22,11 +23,13 @@ from megarl.observe.phases import Phases
 from megarl.response import Response
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
+from megarl.rollout.parts import added, whole
 from megarl.stages import in_flight
 from megarl.stages.rollout import Collected
 from megarl.stages.rollout_metrics import lag_metrics
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
+from megarl.workers import response_file
 from megarl.workers.dispatch import NoEngine, Wanted
 from tests.e2e.job import RL
 
@@ -80,21 +83,20 @@ class Engines:
 
     def ask(self, wanted: Wanted) -> None:
         place, tokens = wanted.start.tokens[0], LONGEST if wanted.segment is None else wanted.segment.tokens
-        begun = dict.fromkeys(range(N)) if wanted.segment is None else wanted.segment.open
+        begun = dict.fromkeys(range(N), ()) if wanted.segment is None else wanted.segment.open
         self.asked.append((place, self.version))
         self.waiting[wanted.key] = [self.respond(place, index, before, tokens) for index, before in begun.items()]
 
-    def respond(self, place: int, index: int, before: Sample | None, tokens: int) -> Response:
-        whole = 1 + (5 * place + 3 * index) % LONGEST
-        there = 0 if before is None else before.response_length
-        length = min(whole, there + tokens)
-        versions = [*([] if before is None else before.weight_versions)]
-        if not versions or versions[-1].version != self.version:
-            versions.append(VersionSpan(there, self.version))
-        experts = np.full((2 + length, 3, 2), [[0], [1], [2]], np.uint8)
-        sample = Sample(np.arange(3 + length, dtype=np.int32), 3, np.zeros(length, np.float32), "stop", tuple(versions))
-        said = Response(place, f"{place}/{index}", 3, length, length, length == whole, sample, index, weight_versions=tuple(versions))
-        return replace(said, experts=[experts[:, stage] for stage in STAGES] if said.finished else None)
+    def respond(self, place: int, index: int, before: Sequence[Sample], tokens: int) -> Response:
+        longest, there = 1 + (5 * place + 3 * index) % LONGEST, sum(part.response_length for part in before)
+        length = min(longest, there + tokens)
+        said = Sample(np.arange(3 + length), 3 + there, np.arange(there, length, dtype=np.float32), "stop", (VersionSpan(0, self.version),))
+        part = added(said) if before else said
+        sample, done = whole([*before, part]), length == longest
+        versions, payload = sample.weight_versions, sample if done else part
+        row_T = np.arange(2 + there if before else 0, 2 + length, dtype=np.uint8)
+        experts = [(3 * row_T[:, None, None] + np.array(stage)[:, None]).repeat(2, axis=2) for stage in STAGES]
+        return Response(place, f"{place}/{index}", 3, length, length, done, payload, index, [experts], weight_versions=versions)
 
     def finished(self, work: object = None) -> dict[Any, list[Response]]:
         if self.dead:
@@ -118,6 +120,10 @@ class Reward:
         return [Score(float(response.length)) for response in responses]
 
 
+def files_of(state: TrainState) -> dict[str, bytes]:
+    return {name: bytes(file) for name, file in state.files().items()}
+
+
 class Loop:
     """The RL loop without models: what each step learns from."""
 
@@ -136,9 +142,9 @@ class Loop:
     def run(self, until: int = STEPS, *, sync_follows: bool = True) -> Loop:
         with RolloutSource(self.ctx, self.state) as source:
             while self.state.step < until:
-                self.saved.append((self.state.state(), dict(self.state.files())))
+                self.saved.append((self.state.state(), files_of(self.state)))
                 collected = source.next_batch()
-                assert self.state.files() == self.saved[-1][1], "a step that is broken off is done again"
+                assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
                 self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
                 self.state.step += 1
@@ -155,6 +161,7 @@ class Loop:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(in_flight, "ray", Store())
+    monkeypatch.setattr(response_file, "ray", Store())
     path = tmp_path / "job.yaml"
     path.write_text(RL.format(runs=tmp_path, model=tmp_path))
 
@@ -185,20 +192,59 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
         assert loop.names() == straight.names()[step:]
         ours, theirs = ([one for done in each for one in done.batch().responses] for each in (loop.learned, straight.learned[step:]))
         for one, other in zip(ours, theirs, strict=True):
-            assert np.array_equal(one.payload.tokens, other.payload.tokens) and len(one.experts) == 2
-            assert all(np.array_equal(mine, other_) for mine, other_ in zip(one.experts, other.experts, strict=True))
+            assert all(np.array_equal(getattr(one.payload, name), getattr(other.payload, name)) for name in ("tokens", "rollout_logp"))
+            for stage in (0, 1):
+                rows = [np.concatenate([part[stage] for part in response.experts]) for response in (one, other)]
+                assert np.array_equal(*rows) and rows[0][:, 0, 0].tolist() == [3 * row + STAGES[stage][0] for row in range(len(rows[0]))]
+                assert len(rows[0]) == len(one.payload.tokens) - 1
     assert bool(straight.saved[1][1]) == (mode != "sync")
 
 
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
-    other.take(loop.state.files())
+    other.take(files_of(loop.state))
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
-        first, rest = response.experts
-        assert set(first.flat) == {0} and first.shape[1] == 1 and [set(rest[:, n].flat) for n in (0, 1)] == [{1}, {2}]
+        [(first, rest)] = response.experts
+        assert set((first % 3).flat) == {0} and first.shape[1] == 1 and [set((rest % 3)[:, n].flat) for n in (0, 1)] == [{1}, {2}]
+
+
+def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -> None:
+    """Which were in the samples of what was not done."""
+    loop = make(*MODES["budget"]).run(2)
+    with np.load(io.BytesIO(files_of(loop.state)["ahead.rest.npz"])) as arrays:
+        older = {name.replace(".experts", ".routed_experts"): array for name, array in arrays.items()}
+    file = io.BytesIO()
+    np.savez(file, **older)
+    other = TrainState(loop.ctx.config, PROMPTS, STAGES)
+    other.take({"ahead.rest.npz": file.getvalue()})
+    both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
+    assert any(one.before for one in both[0])
+    for one, again in zip(*both, strict=True):
+        parts, [kept] = one.experts, again.experts
+        for stage in (0, 1):
+            assert np.array_equal(np.concatenate([part[stage] for part in parts]), kept[stage])
+
+
+def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_written(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a file that is hashed on the way and cannot be sought in, and is the same."""
+    [(_, file)] = make(*MODES["ahead"]).run(2).state.files().items()
+    fetched = list[int]()
+
+    def get(references: list[Any]) -> list[Any]:
+        fetched.append(len(references))
+        return references
+
+    monkeypatch.setattr(response_file, "ray", SimpleNamespace(get=get))
+    record = write_file(tmp_path / "file.npz", file)
+    assert sum(fetched) == 4 * N * 3 and max(fetched) == 2 * N, "a payload and the experts of two stages"
+    assert record == read_record(tmp_path / "file.npz")
+    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(bytes(file))) as whole_file:
+        assert set(written) == set(whole_file) and all(np.array_equal(written[name], whole_file[name]) for name in written)
 
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
@@ -249,6 +295,9 @@ def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: A
     drawn = make(*MODES["sync"]).state.sampler.take(len(learned) + len(left))
     assert sorted(learned + left) == sorted(drawn) and len(left) == 4
     assert all(response.finished for done in budget.learned for response in done.batch().responses)
+    rounds = [done.counts["rollout/budget_rounds"] for done in budget.learned]
+    assert rounds[0] == LONGEST / 4 and all(1 <= number <= LONGEST / 4 for number in rounds)
+    assert not any("rollout/sampling_rounds" in done.counts for done in budget.learned), "which dynamic sampling has"
 
 
 def test_a_reward_that_fails_behind_the_ranks_is_told_before_the_next_step_and_costs_no_prompt(make: Any) -> None:

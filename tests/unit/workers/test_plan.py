@@ -152,7 +152,7 @@ def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finishe
     assert table.asked == [0, 1, 2, 3]
     assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
     assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
-    assert scalars(batch.metrics) == {"rollout/rounds": 2.0, "rollout/groups_dropped": 2.0}
+    assert scalars(batch.metrics) == {"rollout/sampling_rounds": 2.0, "rollout/groups_dropped": 2.0}
 
 
 def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:

@@ -1,0 +1,71 @@
+"""Responses as a file of a checkpoint, which the rank that writes it fetches from the object store, prompt by prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.batch import Sample
+from megarl.response import Response
+from megarl.rollout.parts import whole
+
+ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
+EXPERTS, META = "experts", "meta"
+
+
+@dataclass(frozen=True)
+class ResponseFile:
+    """An .npz of the tokens, log-probs, masks and experts of each response, and of a JSON text with all else, its last member.
+
+    Never more than the responses to one prompt are in memory, but for what the driver knows of all.
+    """
+
+    groups: Sequence[tuple[Sequence[Response], Mapping[str, Any]]]  # the responses to each prompt, and what else is kept of it
+    counts: Mapping[str, float]  # kept as they are
+    order: Sequence[int]  # of the MoE layers, as their experts are written
+
+    def write(self, file: Any) -> None:
+        """Writes it from its beginning to its end into a file that need not be seekable."""
+        groups = []
+        with zipfile.ZipFile(file, "w") as archive:
+            for number, (responses, known) in enumerate(self.groups):
+                groups.append({**known, "responses": self._write(archive, str(number), responses)})
+            meta = json.dumps({"groups": groups, "counts": self.counts})
+            _add(archive, META, np.frombuffer(meta.encode(), np.uint8))
+
+    def __bytes__(self) -> bytes:
+        file = io.BytesIO()
+        self.write(file)
+        return file.getvalue()
+
+    def _write(self, archive: zipfile.ZipFile, name: str, responses: Sequence[Response]) -> list[dict[str, Any]]:
+        payloads = iter(ray.get([part for response in responses for part in (*response.before, response.payload)]))
+        experts = iter(ray.get([stage for response in responses for part in response.experts or () for stage in part]))
+        written = []
+        for index, response in enumerate(responses):
+            own = f"{name}.{index}"
+            parts: list[Sample] = list(islice(payloads, 1 + len(response.before)))
+            sample = whole(parts) if response.before else parts[0]
+            for array in ARRAYS:
+                if (value := getattr(sample, array)) is not None:
+                    _add(archive, f"{own}.{array}", value)
+            if response.experts is not None:
+                rows = [np.concatenate(list(islice(experts, len(part))), axis=1) for part in response.experts]
+                _add(archive, f"{own}.{EXPERTS}", np.concatenate(rows)[:, self.order])
+            plain = asdict(replace(response, payload=None, experts=None, before=()))
+            sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
+            written.append({"response": plain, "sample": sampled, "arrays": own})
+        return written
+
+
+def _add(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+        np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
