@@ -177,7 +177,7 @@ class Watch:
                 self._scans[node["NodeManagerAddress"]] = self._remote(node["NodeID"])
 
     def spare(self, actors: Sequence[Any]) -> None:
-        """These can be replaced: where one stands still, only who waits for them is told."""
+        """These can be replaced: if one is stopped, only callers that wait for it get an error."""
         self._spared = actors
 
     def _remote(self, node: str) -> _Place:
@@ -208,7 +208,7 @@ class Watch:
                 still += scan(None if self._own else self._actors[place])
             except RayError as error:
                 fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
-        seen.still, seen.fault = still, seen.fault or fault  # of the time before `renew` nobody asks any more
+        seen.still, seen.fault = still, seen.fault or fault  # a result from before `renew` is never read
 
     def _of_the_run(self) -> dict[str, set[int]]:
         """The run's actors, without those of the watch."""

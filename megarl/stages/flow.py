@@ -1,4 +1,4 @@
-"""`rollout.mode: free`: the engines never wait; what they are at when new weights come goes on from these."""
+"""`rollout.mode: free`: the engines never wait; responses in progress when new weights arrive continue under them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Schedule:
 
     def __init__(self, wanted: int, max_lag: int) -> None:
         self._wanted, self._lag = wanted, max_lag
-        self._latest: dict[Asked, int] = {}  # of each group, after how many updates it can be learned from at last
+        self._latest: dict[Asked, int] = {}  # for each group, the last update count at which it may still be learned from
         self._done: set[Asked] = set()
 
     @property

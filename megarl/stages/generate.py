@@ -199,7 +199,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
 
 
 class Speaker:
-    """An engine of this process with the job's model; a context. What it writes to stderr is shown where it fails, and else nowhere."""
+    """An engine of this process with the job's model; a context manager. Its stderr is shown only if it fails."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -25,7 +25,7 @@ Stages = Sequence[Sequence[int]]
 def dump(collected: Collected, stages: Stages) -> ResponseFile:
     """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
 
-    stages: as which the experts are kept.
+    stages: how the experts are split over the pipeline stages.
     """
     groups = []
     for group in collected.groups:

@@ -27,7 +27,7 @@ LOST = (
     StandsStill,
     ObjectLostError,
     *FAULTS,
-)  # what ranks that start again may do without; what else they raise they would again
+)  # faults that restarting the ranks may cure; any other would come back
 
 
 class Context(Protocol):

@@ -15,7 +15,8 @@ from megarl.stages.rank_checks import check_rm
 def rm(config: RmConfig) -> None:
     """Trains on the pairs; leaves the reward model in runs/<name>/model and its held-out numbers in summary.json.
 
-    Beside the model it writes which scores the held-out responses got: a policy whose responses score beyond them has left what it knows.
+    Beside the model it writes the range of the held-out scores: responses that score outside it are outside what the reward model was
+    trained on.
     """
 
     def finish(model: Path, measured: Mapping[str, float]) -> None:

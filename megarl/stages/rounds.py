@@ -25,7 +25,8 @@ class Rounds:
     """The rounds of one step: as many as it takes until the step has its groups, the oldest that are done.
 
     A response of T tokens is done after T / `rollout.budget_tokens` rounds, and each step has a round. There are never more than `POOL`
-    steps' worth of groups, and no younger one passes a group that is done: it is learned from in the step of its last round, or the next.
+    steps' worth of groups, and a finished group is never overtaken by a later one: it is learned from in the step of its last round, or in
+    the next.
 
     Args:
         ctx: of the run.

@@ -66,7 +66,7 @@ class State(Protocol):
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
     def files(self) -> Mapping[str, Content]:
-        """What else of it a checkpoint holds, by the names of its files."""
+        """Further files that a checkpoint holds for this state, by name."""
 
     def take(self, files: Mapping[str, bytes], /) -> None:
         """Gets back what `files` gave; none of a name where the checkpoint has none."""

@@ -21,8 +21,8 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, answered, ask, ask_more
 
-LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # what another engine would do without
-AHEAD = 2  # times rollout.max_num_seqs: an engine has so many responses to give, that it need not wait for more
+LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine, which another would not have
+AHEAD = 2  # how many times rollout.max_num_seqs responses an engine is given at once, so that it never runs out of work
 DOING = "generate"
 POLL_S = 0.05
 
@@ -73,7 +73,7 @@ class NoEngine(Exception):
 class Dispatcher:
     """The prompts of one piece of work. What an engine that is lost had to do, the others do.
 
-    One thread asks, and one takes what is finished; it may be another one. A third may replace engines.
+    `ask`, `finished` and the replacement of engines may run in three threads; each of them in one alone.
 
     Args:
         group: the engines' actors.
@@ -111,7 +111,7 @@ class Dispatcher:
     def finished(self, longest_s: float = LOOK_S) -> dict[Any, list[Response]]:
         """The responses to prompts that are finished; waits for the first, but no longer than `longest_s`.
 
-        What an engine raises that no other would do without is raised. NoEngine where none is left.
+        Raises an engine's error where any other engine would fail in the same way. NoEngine where none is left.
         """
         self._hand_out()
         self._charge()
@@ -168,7 +168,7 @@ class Dispatcher:
             self._calls[references[0]] = _Call(wanted, engine, actors[engine], references, time.monotonic() + self._settings.timeout_s)
 
     def _lose(self, engine: int, actor: Any, fault: Exception) -> None:
-        """What the engine that the actor was had to do waits again. Raises a fault that another engine would not do without."""
+        """The unfinished calls of this actor wait again. Raises a fault that another engine would not do without."""
         if not isinstance(fault, LOST):
             raise fault
         if engine not in self.lost:

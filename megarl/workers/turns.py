@@ -1,4 +1,4 @@
-"""Engines and ranks that share devices take turns: who does not work has left them."""
+"""Engines and ranks that share devices take turns: the idle side has vacated them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Turns:
         timeout_s: longest time in which they leave the devices or come back.
 
     Attributes:
-        guard: does something with the engines, and what else it takes where one of them is lost.
+        guard: runs an operation on the engines, replacing any that is lost and trying again.
     """
 
     def __init__(self, engines: ActorGroup, timeout_s: float) -> None:

@@ -39,7 +39,7 @@ class WorkerGroup:
     timeout_s: float
 
     def experts_wanted(self, share: float) -> ExpertsWanted | None:
-        """What the policy's ranks want to know of a share of the responses; None where that is nothing, as for a dense model."""
+        """Which routed experts the policy's ranks need, for this share of the responses; None if none, as for a dense model."""
         told = self.group.call("moe", timeout_s=self.timeout_s) if share else []
         stages = {stage: layers for stage, layers, _, _ in told}
         if not any(stages.values()):

@@ -109,10 +109,10 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
 def _properties(value: Any) -> TensorProperties:
     """torch keeps these as a tuple; only the dtype is of use, the others say what is so anyhow."""
     if type(value) is not Record or value.name != _CLASSES + "TensorProperties" or type(value.state) is not tuple or len(value.state) != 5:
-        raise ValueError("has properties of a tensor that are none")
+        raise ValueError("has malformed tensor properties")
     dtype, layout, gradient, order, pinned = value.state
     if type(dtype) is not Name or dtype not in _DTYPES:
-        raise ValueError("has a dtype that is none")
+        raise ValueError("has an unknown dtype")
     if _called(layout, _LAYOUT) != ("torch.strided",) or _called(order, _CLASSES + "_MEM_FORMAT_ENCODING") != (0,):
         raise ValueError("has a tensor that is not strided and contiguous")
     _expect(bool, gradient, "requires_grad")
@@ -134,7 +134,7 @@ def _place(value: Any) -> _StorageInfo:
 def _size(value: Any) -> torch.Size:
     given = _called(value, "torch.Size")
     if len(given) != 1 or type(given[0]) is not tuple or len(given[0]) > AXES:
-        raise ValueError("has a size that is none")
+        raise ValueError("has a malformed size")
     return torch.Size([_natural(extent, "a size") for extent in given[0]])
 
 

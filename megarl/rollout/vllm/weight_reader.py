@@ -107,8 +107,8 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
 
 
 def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
-    """The shards in the dtype of the stream. vLLM keeps some routers in float32; one that bits of `dtype` do not give stays what it is,
-    and differs. A router's expert bias is float32 in the stream, too."""
+    """The shards in the dtype of the stream. vLLM keeps some routers in float32; one whose values `dtype` cannot represent stays in
+    float32, so that the comparison reports it. A router's expert bias is float32 in the stream, too."""
     if shards.names[0].endswith(_BIAS):
         return shards.stack_BRC
     narrow = shards.stack_BRC.to(dtype)

@@ -64,13 +64,13 @@ def enter_engine_process() -> None:
         cpu_sleep.install()
         _rest()
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the leave.
+        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit what is granted.
         raise RuntimeError("Linux grants this process no AMX tile registers")
 
 
 def _rest() -> None:
     """Tensor-parallel workers wait at a socket: others need the CPU's cores. vLLM's own spin for a second after each call
-    (vllm/distributed/device_communicators/shm_broadcast.py:203); these do in their first second alone, in which the sockets are connected.
+    (vllm/distributed/device_communicators/shm_broadcast.py:203); ours spin only in their first second, while the sockets connect.
     """
     expect(SpinCondition.record_read, "self.last_read = time.monotonic()")
     SpinCondition.record_read = lambda self: None

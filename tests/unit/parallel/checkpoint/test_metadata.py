@@ -271,14 +271,14 @@ FIELDS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "another dtype": (set_field(lambda metadata: whole(metadata).properties, "dtype", torch.int64), "asks for torch.int64"),
     "a size of numbers": (set_field(whole, "size", (2, 4, 8)), "lacks a torch.Size"),
     "a size below nothing": (set_field(lambda metadata: whole(metadata).chunks[0], "sizes", torch.Size((-1, 4, 8))), "has -1 as a size"),
-    "a size of 65 axes": (set_field(whole, "size", torch.Size([1] * 65)), "has a size that is none"),
+    "a size of 65 axes": (set_field(whole, "size", torch.Size([1] * 65)), "has a malformed size"),
     "a chunk outside": (set_field(whole, "size", torch.Size((1, 4, 8))), "puts a chunk of 'w' outside its shape [1, 4, 8]"),
     "fewer axes": (set_field(whole, "size", torch.Size((2, 4))), "puts a chunk of 'w' outside its shape [2, 4]"),
     "chunks as a tuple": (set_field(whole, "chunks", ()), "has a tuple as chunks, not a list"),
     "a chunk of text": (set_field(whole, "chunks", ["a", "b"]), "lacks a ChunkStorageMetadata"),
     "chunks that hold themselves": (lambda metadata: whole(metadata).chunks.__setitem__(0, whole(metadata).chunks), "lacks a ChunkStorage"),
     "three thousand tensors that share three thousand chunks": (share, "describes 9000000 chunks"),
-    "properties that are none": (set_field(whole, "properties", None), "has properties of a tensor that are none"),
+    "properties that are none": (set_field(whole, "properties", None), "has malformed tensor properties"),
 }
 
 
