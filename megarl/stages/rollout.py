@@ -72,9 +72,9 @@ class RolloutBuffer:
     """Collects `wanted` groups of responses for a step.
 
     rounds: with dynamic sampling (DAPO), how many times as many prompts may be asked for. Groups whose rewards are all equal are then set
-    aside, and for each another prompt is asked at once. What comes of it does not depend on which group is finished first: no more
-    prompts are asked for, in their order, than it takes to get `wanted` informative groups. What is still missing when no more may be asked for is filled
-    with the first groups that were set aside, whose advantage is 0. None: every group counts.
+    aside, and for each another prompt is asked at once. What comes of it does not depend on which group is finished first: no more prompts
+    are asked for, in their order, than it takes to get `wanted` informative groups. What is still missing when no more may be asked for is
+    filled with the first groups that were set aside, whose advantage is 0. None: every group counts.
     """
 
     wanted: int

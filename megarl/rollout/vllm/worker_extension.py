@@ -64,7 +64,7 @@ def enter_engine_process() -> None:
         cpu_sleep.install()
         _rest()
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit what is granted.
+        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the grant.
         raise RuntimeError("Linux grants this process no AMX tile registers")
 
 
