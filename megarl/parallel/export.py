@@ -61,8 +61,8 @@ def export_stacks(
         by_stage: each tensor goes to the first rank of its pipeline stage, and no further.
 
     Yields:
-        On rank 0 (Hugging Face name, whole tensor on the device), or for experts of a layer (their names, [experts, *tensor]), valid until
-        the next one is asked for; elsewhere nothing.
+        On rank 0 (Hugging Face name, whole tensor on the device), or for experts of a layer (their names, [experts, *tensor]), in memory of
+        their own; elsewhere nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]

@@ -13,9 +13,9 @@ HASHED = (1 << 26) * 20  # bytes of the temporaries of megarl.sync.fingerprint: 
 
 
 def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
-    """On rank 0: two buckets, the largest tensor or a part of a layer's experts, gathered and joined, fingerprints."""
+    """On rank 0: two buckets, the largest tensor or a part of a layer's experts, gathered and joined; fingerprints, a bucket again."""
     table = largest_tensor(hf, dtype)
-    return 2 * max(sync.bucket_mb << 20, table) + 2 * max(GATHERED, table) + HASHED * sync.verify
+    return (2 + sync.verify) * max(sync.bucket_mb << 20, table) + 2 * max(GATHERED, table) + HASHED * sync.verify
 
 
 def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) -> int:

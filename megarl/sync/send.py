@@ -97,9 +97,10 @@ class Sender:
         On any failure the sender is closed and the failure raised.
 
         Args:
-            stream: (Hugging Face name, tensor), or (names, stack); each is copied before the next is asked for.
+            stream: (Hugging Face name, tensor), or (names, stack), each in memory of its own or none that changes.
             announce: hands a bucket's header (wire.Header.plain()) to the engine workers.
-            watch: is given each (name, tensor), or parts of a stack, once it is copied (fingerprints).
+            watch: is given each (name, tensor), or parts of a stack, while the engines take the bucket that it is in (fingerprints). What
+                is in one bucket is kept for it.
 
         Returns:
             What was moved.
@@ -107,10 +108,14 @@ class Sender:
         with self._closed_on_failure():
             tensors = nbytes = buckets = 0
             taken: Callable[[], object] | None = None
-            for bucket, buffer in self._fill(stream, watch):
+            for bucket, buffer, filled in self._fill(stream, keep=watch is not None):
                 if taken is not None:
                     taken()
                 taken = self._post(bucket, buffer, announce)
+                if watch is not None:
+                    for name, tensor in filled:
+                        watch(name, tensor)
+                    filled.clear()
                 tensors, nbytes, buckets = tensors + bucket.tensors, nbytes + bucket.nbytes, buckets + 1
             if taken is not None:
                 taken()
@@ -122,23 +127,29 @@ class Sender:
             buffer.close()
         self._buffers, self._group, self._store = [], None, None
 
-    def _fill(self, stream: Iterable[tuple[wire.Name, Tensor]], watch: Watch | None) -> Iterator[tuple[wire.Bucket, _Buffer]]:
-        """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for."""
+    def _fill(
+        self, stream: Iterable[tuple[wire.Name, Tensor]], *, keep: bool
+    ) -> Iterator[tuple[wire.Bucket, _Buffer, list[tuple[wire.Name, Tensor]]]]:
+        """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for.
+
+        With `keep` each comes with the tensors that it was filled from.
+        """
         turn, bucket, buffer = 0, None, None
+        filled = list[tuple[wire.Name, Tensor]]()
         for name, tensor in self._parts(stream):
             if bucket is None or not bucket.fits(tensor):
                 if bucket is not None and buffer is not None:
-                    yield bucket, buffer
+                    yield bucket, buffer, filled
                 buffer = self._buffer(turn, tensor.nbytes)
                 room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # though an earlier tensor has grown the buffer
                 turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
             assert buffer is not None
             buffer.reserve(bucket.nbytes + tensor.nbytes)
             bucket.add(name, tensor)
-            if watch is not None:
-                watch(name, tensor)
+            if keep:
+                filled.append((name, tensor))
         if bucket is not None and buffer is not None:
-            yield bucket, buffer
+            yield bucket, buffer, filled
 
     def _parts(self, stream: Iterable[tuple[wire.Name, Tensor]]) -> Iterator[tuple[wire.Name, Tensor]]:
         """The stream with stacks that no bucket holds in parts that one does."""
