@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -191,11 +192,21 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self._ended.wait(self._limit_s / POLLS):
+            while not self._ended.wait(self._limit_s / POLLS) and not self._session_is_over():
                 self._look()
         except Exception as error:
             if not self._ended.is_set():  # else it is the session that ends under it
                 self._failure = error
+
+    def _session_is_over(self) -> bool:
+        """Whether one of Ray's own processes stands still. It is ended, since a call into Ray that waits for it would block this process
+        for ever; Ray then ends this process without a word, so the word comes first."""
+        own = {process.pid: process for process in self._own.values()}
+        stopped = [one for one in self._seen.still if one.pids[0] in own]
+        for one in stopped:
+            print(f"megarl: failed: {StandsStill.__name__}: the session: {one}", file=sys.stderr, flush=True)
+            own[one.pids[0]].kill()
+        return bool(stopped)
 
     def _look(self) -> None:
         seen, still, fault = self._seen, list[Still](), None
@@ -229,8 +240,10 @@ class Watch:
             doing: the work that is waited for.
             groups: the actors that do it, by what each kind is called. Another one that is spared is passed over.
         """
+        own = {process.pid for process in self._own.values()}
+        stopped = any(one.pids[0] in own for one in self._seen.still)  # and has been ended since
         for kind, process in self._own.items():
-            if process.poll() is not None:
+            if process.poll() is not None and not stopped:
                 raise StandsStill(f"{doing}: Ray's {kind} has ended (exit code {process.returncode})", session=True)
         if self._failure is not None:
             raise WatchFailed(f"{doing}: the watch over the run's processes has ended: {self._failure!r}") from self._failure
@@ -240,10 +253,8 @@ class Watch:
         spared = {self._pid(actor) for actor in self._spared} - names.keys()
         still = [one for one in self._seen.still if spared.isdisjoint(one.pids)]
         if still:
-            own = {process.pid for process in self._own.values()}
             named = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in still]
-            session, seconds = any(one.pids[0] in own for one in still), max(one.seconds for one in still)
-            raise StandsStill(f"{doing}: {'; '.join(named)}", session=session, seconds=seconds)
+            raise StandsStill(f"{doing}: {'; '.join(named)}", session=stopped, seconds=max(one.seconds for one in still))
 
     def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
         """Which of these actors stand still, or have a process that does."""
