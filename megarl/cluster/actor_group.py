@@ -172,6 +172,13 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
     return cause
 
 
+def task_fault(error: RayError, node: str, doing: str) -> Exception:
+    """What went wrong in a task that must run on one node, in its own type, or WorkerDied. For the arguments see `cause_of`."""
+    if isinstance(error, RayTaskError):
+        return cause_of(error, node, doing)
+    return WorkerDied(f"{doing}: {node} was lost: {str(error).splitlines()[0]}")
+
+
 def cancel(references: Iterable[Any]) -> None:
     """Ends calls whose results nobody waits for; where they have not ended after CANCEL_S, that is that."""
     left = list(references)

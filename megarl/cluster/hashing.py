@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import damaged
-from megarl.cluster.actor_group import WorkerDied, WorkerLate, cause_of
+from megarl.cluster.actor_group import WorkerLate, task_fault
 
 DOING = "checking a checkpoint"
 PARTS = 16  # for each machine, one after the other: the progress that is told
@@ -67,10 +67,8 @@ def damaged_anywhere(
             node, nbytes = running.pop(reference)
             try:
                 suspects += ray.get(reference)
-            except RayTaskError as error:
-                raise cause_of(error, f"node {node[:8]}", DOING) from error
             except RayError as error:
-                raise WorkerDied(f"{DOING}: node {node[:8]} was lost: {str(error).splitlines()[0]}") from error
+                raise task_fault(error, f"node {node[:8]}", DOING) from error
             progress(done := done + nbytes, size)
             start(node)
         late = [node for node, _ in running.values() if time.monotonic() - begun[node] > timeout_s]

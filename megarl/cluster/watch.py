@@ -145,9 +145,7 @@ class Watch:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
         self._spared: Sequence[Any] = ()  # actors: see `spare`
         self._actors = dict[str, set[int]]()  # the pids of the run's, by their node's address
-        self._scans = dict[
-            str, tuple[Callable[[Collection[int] | None], list[Still]], Callable[[], object]]
-        ]()  # what stands still, what ends it
+        self._scans = dict[str, _Place]()  # by address
         self.renew()
         self._failure: Exception | None = None  # of the watch itself
         self._ended = threading.Event()

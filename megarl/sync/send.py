@@ -115,7 +115,6 @@ class Sender:
                 if watch is not None:
                     for name, tensor in filled:
                         watch(name, tensor)
-                    filled.clear()
                 tensors, nbytes, buckets = tensors + bucket.tensors, nbytes + bucket.nbytes, buckets + 1
             if taken is not None:
                 taken()
@@ -132,7 +131,7 @@ class Sender:
     ) -> Iterator[tuple[wire.Bucket, _Buffer, list[tuple[wire.Name, Tensor]]]]:
         """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for.
 
-        With `keep` each comes with the tensors that it was filled from.
+        With `keep` each comes with the tensors that it was filled from, until the next one is asked for.
         """
         turn, bucket, buffer = 0, None, None
         filled = list[tuple[wire.Name, Tensor]]()
@@ -140,6 +139,7 @@ class Sender:
             if bucket is None or not bucket.fits(tensor):
                 if bucket is not None and buffer is not None:
                     yield bucket, buffer, filled
+                    filled.clear()
                 buffer = self._buffer(turn, tensor.nbytes)
                 room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # though an earlier tensor has grown the buffer
                 turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
