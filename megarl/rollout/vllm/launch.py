@@ -10,7 +10,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         ConfigError: without GPUs, vLLM does not know the architecture.
         RolloutError: vLLM is another version, or does not start.
     """
-    with uncollected():
+    from megarl.rollout.vllm.light_import import without_compilers  # it imports torch
+
+    with uncollected(), nullcontext() if gpu else without_compilers():
         import vllm
 
         if vllm.__version__ != VLLM_VERSION:
@@ -128,6 +130,10 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
 
         if not gpu:
+            # The start would import these itself, later, and torch's compilers and openai's package with them.
+            import vllm.model_executor.layers.quantization.online.base
+            import vllm.renderers.hf
+
             _register_model(hf)
     settings = AsyncEngineArgs(**arguments)
     executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor

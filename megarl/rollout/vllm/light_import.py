@@ -1,0 +1,94 @@
+"""vLLM's import on a CPU, without what an engine there never calls: 3 of the 12 CPU seconds of `megarl generate` with a tiny model.
+
+With TORCH_COMPILE_DISABLE torch compiles nothing, and an engine that is given tokens reads no chats and no calls of tools. vLLM imports
+torch's compilers, and the parsers and packages of a chat server, all the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+    """A decorator that leaves what it decorates alone, with arguments or without."""
+    return function if callable(function) else _as_it_is
+
+
+class _Unused:
+    """A class that is inherited from, caught, or asked for where something is switched on that never is."""
+
+
+# By module, the names that vLLM 0.30.0 and transformers 5.19.0 take from it when they are imported, and where.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "torch._dynamo": {
+        "allow_in_graph": _as_it_is,  # transformers/modeling_utils.py:1169, through torch.compiler
+        "assume_constant_result": _as_it_is,  # transformers/integrations/deepgemm.py:143
+        "disable": _as_it_is,  # transformers/generation/continuous_batching/cache.py:392, through torch.compiler
+    },
+    "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": _Unused},  # vllm/compilation/decorators.py:15
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _Unused},  # transformers/masking_utils.py:43
+    "torch._inductor.custom_graph_pass": {"CustomGraphPass": _Unused},  # vllm/compilation/passes/inductor_pass.py:22
+    "torch._inductor.runtime.triton_helpers": {"libdevice": None},  # vllm/v1/worker/gpu/metrics/logits.py:4, for GPUs
+    "vllm.env_override": {},  # vllm/__init__.py:14: mends of the compilers
+    "vllm.reasoning": {"ReasoningParserManager": _Unused},  # vllm/config/reasoning.py:8, vllm/v1/structured_output/__init__.py:11
+    "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": _Unused},  # vllm/v1/structured_output/__init__.py:10
+    "vllm.entrypoints.chat_utils": {  # vllm/renderers/hf.py:23
+        "PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "",
+        "ChatTemplateResolutionError": _Unused,
+        "load_chat_template": None,
+        "parse_chat_messages": None,
+        "parse_chat_messages_async": None,
+    },
+    "cpuinfo": {},  # vllm/usage/usage_lib.py:16: for reports to vLLM's makers, which VLLM_NO_USAGE_STATS switches off
+}
+
+
+@contextmanager
+def without_compilers() -> Iterator[None]:
+    """For a block that imports vLLM where TORCH_COMPILE_DISABLE is set. Who imports one of STAND_INS after it gets the real module.
+
+    A name that a stand-in lacks fails in the block: so another version of vLLM says what it wants.
+    """
+    stand_ins = {name: _module(name, names) for name, names in STAND_INS.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        # The second: vllm/model_executor/model_loader/reload/meta.py:157 is hidden from a compiler (torch/utils/_python_dispatch.py:115).
+        with patch.object(torch, "compile", _as_it_is), patch.object(TorchDispatchMode, "_should_skip_dynamo", lambda: False):
+            yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+    if "torch._dynamo" in stand_ins:
+        torch._dynamo = _Dynamo()  # whoever imports the real one puts that in its place
+
+
+class _Dynamo:
+    """What stands at torch._dynamo until somebody imports it: vLLM's sampler marks sizes in each token's tensors (sampler.py:347)."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "decorators" and "torch._dynamo" not in sys.modules:
+            return _Marks
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+class _Marks:
+    """Of torch._dynamo.decorators, what the sampler calls."""
+
+    @staticmethod
+    def mark_unbacked(*_: Any) -> None:
+        """Does nothing: no compiler reads the mark."""
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(names)
+    return module
