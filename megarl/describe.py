@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from megarl.cli import VERBS
 from megarl.config import RunSettings
@@ -34,9 +42,38 @@ class Key:
 
 def schema(root: type[RunSettings]) -> dict[str, Any]:
     """The JSON schema of a configuration file, for editors. No key is required: a file may leave to its `base` what it does not change."""
-    found = _partial(root.model_json_schema())
+    found = _partial(root.model_json_schema(schema_generator=_WithMeanings))
     base = {"type": "string", "description": "Another file, relative to this one, that this one is laid over."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "properties": {"base": base, **found["properties"]}}
+
+
+class _WithMeanings(GenerateJsonSchema):
+    """Describes each key with the text below it in the source, which pydantic would read wherever a configuration is imported."""
+
+    def model_schema(self, schema: Any) -> JsonSchemaValue:
+        """The schema of one section."""
+        found = super().model_schema(schema)
+        sections = [one for one in schema["cls"].__mro__ if issubclass(one, BaseModel)]
+        for name, given in found["properties"].items():
+            meanings = [_meanings(one.__module__)[one.__name__].get(name) for one in sections]
+            if meaning := next(filter(None, meanings), None):
+                given.setdefault("description", meaning)
+        return found
+
+
+@cache
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """By class and attribute: the text that stands below the attribute in the source."""
+    classes = [node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)]
+    return {
+        one.name: {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in pairwise(one.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        }
+        for one in classes
+    }
 
 
 def _partial(part: Any) -> Any:

@@ -28,7 +28,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class Rejection(_Settings):

@@ -20,7 +20,7 @@ SLOWEST = 0.1  # of the adaptive coefficient in one step: 1 - 0.2 responses / ho
 class KlToReference(BaseModel):
     """The settings of an algorithm's KL to the reference, and what follows from them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference; above 0 a frozen reference is kept."""

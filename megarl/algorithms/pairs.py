@@ -30,7 +30,7 @@ class Side:
 class PairLoss(BaseModel):
     """A preference loss: its settings, and a formula of both sides of the pairs that autograd differentiates."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     name: ClassVar[str] = "dpo"  # the stage's: its metrics are compared, drawn and promised by it
     head: ClassVar[Literal["lm", "value"]] = "lm"

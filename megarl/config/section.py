@@ -12,9 +12,9 @@ from megarl.paths import nameable
 
 
 class Section(BaseModel):
-    """A frozen part of the tree. Unknown keys are refused; the text below a field is its description in `megarl config`."""
+    """A frozen part of the tree. Unknown keys are refused; the text below a field is its description in `megarl config` (describe.py)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def web_address(url: str) -> str:
