@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +26,7 @@ class Terminated(SystemExit):
 
 _asked: int | None = None
 _may_raise: Callable[[], bool] | None = None  # None: always
+_polled = False
 
 
 def install() -> None:
@@ -58,14 +60,30 @@ def interruptible(now: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _raised_where(now: Callable[[], bool]) -> Iterator[None]:
-    global _may_raise
-    before, _may_raise = _may_raise, now
+def polled() -> Iterator[None]:
+    """Inside, a first signal is only noted, and `poll` raises Terminated: for work that another exception would leave half done anywhere.
+
+    Not in a block inside that is `deferred` or `interruptible`.
+    """
+    with _raised_where(lambda: False, polled=True):
+        yield
+
+
+def poll() -> None:
+    """Called in every wait, and where work that is `polled` has come to a point: Terminated for a signal that was noted."""
+    if _polled and _asked is not None and threading.current_thread() is threading.main_thread():
+        raise Terminated(_asked)
+
+
+@contextmanager
+def _raised_where(now: Callable[[], bool], polled: bool = False) -> Iterator[None]:
+    global _may_raise, _polled
+    before, _may_raise, _polled = (_may_raise, _polled), now, polled
     try:
         with raised():
             yield
     finally:
-        _may_raise = before
+        _may_raise, _polled = before
 
 
 @contextmanager
@@ -86,8 +104,5 @@ def _take(number: int, frame: FrameType | None) -> None:
     first, _asked = _asked in (None, signal.SIGUSR1), number
     if not first or _may_raise is None or _may_raise():
         raise Terminated(number)
-    print(
-        f"megarl: {signal.Signals(number).name}: the run is saved after this step; a second signal ends it at once",
-        file=sys.stderr,
-        flush=True,
-    )
+    then = "the run ends" if _polled else "the run is saved after this step"
+    print(f"megarl: {signal.Signals(number).name}: {then}; a second signal ends it at once", file=sys.stderr, flush=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.checkpoints.steps import Entry, Verified, listing
+from megarl.checkpoints.steps import Entry, SavedStep, listing
 
 
-def newest(root: Path, skipped: Callable[[Entry], None]) -> Verified | None:
+def newest(root: Path, skipped: Callable[[Entry], None]) -> SavedStep | None:
     """The newest; each newer one goes to `skipped`."""
     for entry in listing(root):
-        if entry.verified is not None:
-            return entry.verified
+        if entry.saved is not None:
+            return entry.saved
         skipped(entry)
     return None

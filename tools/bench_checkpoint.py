@@ -126,7 +126,7 @@ class Bench:
             "behind": self.slowest(savers["async"].wait),
             "read": self.slowest(self._read),
         }
-        good = verify(path, contents=False).verified
+        good = verify(path, contents=False).saved
         assert good is not None
         found["verify"] = self.slowest(lambda: verify(path) if self.grid.rank == 0 else None)
         found["load"] = self.slowest(lambda: load(good, self.part, self.grid))

@@ -67,7 +67,7 @@ class StepWriter:
 
     def _retire(self, keep_last: int, keep_every: int) -> None:
         entries = listing(self.root, contents=False)
-        whole = [entry.step for entry in entries if entry.verified is not None and entry.step <= self.step]
+        whole = [entry.step for entry in entries if entry.saved is not None and entry.step <= self.step]
         oldest = min(whole[:keep_last])  # the new one at least is whole
         for entry in entries:
             if entry.finished and entry.step < oldest and not (keep_every and entry.step % keep_every == 0):

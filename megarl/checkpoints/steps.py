@@ -64,9 +64,8 @@ _KINDS = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A step directory whose every file is as it was written; of the size that was written, where the hashes were left out. `verify` alone
-    makes these."""
+class SavedStep:
+    """A step directory that holds a whole save: every file has the size that was written and, unless hashes were left out, the content."""
 
     path: Path
     manifest: Manifest
@@ -95,7 +94,7 @@ class Entry:
     step: int
     finished: bool  # false: left by a save that was cut off
     faults: tuple[str, ...]  # a line each: file, what
-    verified: Verified | None  # where there are no faults
+    saved: SavedStep | None  # where there are no faults
 
 
 def step_name(step: int) -> str:
@@ -130,15 +129,15 @@ def verify(path: Path, contents: bool = True) -> Entry:
     faults = _faults(path, manifest, contents)
     if manifest.step != step:
         faults.append(f"{MANIFEST}: of step {manifest.step}, in a directory of step {step}")
-    return Entry(path, step, True, tuple(faults), None if faults else Verified(path, manifest))
+    return Entry(path, step, True, tuple(faults), None if faults else SavedStep(path, manifest))
 
 
-def trusted(path: Path, contents: bool = False) -> Verified:
+def trusted(path: Path, contents: bool = False) -> SavedStep:
     """A step directory that must be good; contents=False where its hashes have been looked at before. ConfigError with the first fault."""
     entry = verify(path, contents)
-    if entry.verified is None:
+    if entry.saved is None:
         raise ConfigError(f"checkpoint: {path}: {entry.faults[0]}")
-    return entry.verified
+    return entry.saved
 
 
 def listing(root: Path, contents: bool = True) -> list[Entry]:
@@ -147,13 +146,13 @@ def listing(root: Path, contents: bool = True) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
-def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[Verified]:
+def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[SavedStep]:
     """The step directories of `root` whose names and sizes are the manifest's, the newest first, each looked at when it is asked for; the
     others go to `skipped`."""
     for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
         entry = verify(path, contents=False)
-        if entry.verified is not None:
-            yield entry.verified
+        if entry.saved is not None:
+            yield entry.saved
         else:
             skipped(entry)
 

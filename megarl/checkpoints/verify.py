@@ -28,11 +28,11 @@ def table(entries: Sequence[Entry]) -> Iterator[str]:
     """The lines of the table, the newest step first; below each that is not good, what is wrong with it."""
     yield f"{'step':>8}  {'state':10} {'size':>10}  {'files':>5}  {'saved on':24} models"
     for entry in entries:
-        if entry.verified is None:
+        if entry.saved is None:
             yield f"{entry.step:8}  {'damaged' if entry.finished else 'unfinished':10} {entry.path}"
             yield from (f"{'':10}{fault}" for fault in entry.faults)
             continue
-        manifest = entry.verified.manifest
+        manifest = entry.saved.manifest
         layout = ", ".join(f"{key}={value}" for key, value in manifest.layout.items() if value not in (1, None))
         models = ", ".join(name + (" + optimizer" if model["optimizer"] else "") for name, model in manifest.models.items())
         size = f"{manifest.size / 1e9:.3f} GB"

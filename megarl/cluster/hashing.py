@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import damaged
+from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerLate, task_fault
 
 DOING = "checking a checkpoint"
@@ -63,6 +64,7 @@ def damaged_anywhere(
         start(node)
     while running:
         ready, _ = ray.wait(list(running), timeout=1.0)
+        watch.check(DOING, {})
         for reference in ready:
             node, nbytes = running.pop(reference)
             try:

@@ -24,6 +24,7 @@ from ray._private.state import state as ray_state
 from ray.exceptions import RayError, RpcError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl import termination
 from megarl.errors import Stopped
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -296,7 +297,8 @@ def watched(limit_s: float, own: bool) -> Iterator[None]:
 
 
 def check(doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-    """`Watch.check` of the session that is open; without one nothing is watched."""
+    """`Watch.check` of the session that is open, and `termination.poll`: called again and again while anything is waited for."""
+    termination.poll()
     if _current is not None:
         _current.check(doing, groups)
 

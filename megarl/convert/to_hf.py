@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.steps import CHECKPOINTS, HF, Verified, is_step, listing, verify
+from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, is_step, listing, verify
 from megarl.convert.audit import digest_of, raw, sha256, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
@@ -249,14 +249,14 @@ class ToHF(Conversion):
         }
 
 
-def _whole(path: Path, contents: bool) -> Verified:
+def _whole(path: Path, contents: bool) -> SavedStep:
     entry = verify(path, contents)
-    if entry.verified is None:
+    if entry.saved is None:
         raise ConfigError("\n".join(f"convert: {path}: {fault}" for fault in entry.faults))
-    return entry.verified
+    return entry.saved
 
 
-def _model(step: Verified, name: str | None) -> str:
+def _model(step: SavedStep, name: str | None) -> str:
     names = sorted(step.manifest.models)
     if name is None:
         name = names[0] if len(names) == 1 else "policy"

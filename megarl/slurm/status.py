@@ -35,7 +35,7 @@ def _progress(run: Path) -> list[str]:
 
 def _saves(run: Path) -> list[str]:
     entries = listing(run / CHECKPOINTS, contents=False) if (run / CHECKPOINTS).is_dir() else []
-    last = next((entry for entry in entries if entry.verified is not None), None)
+    last = next((entry for entry in entries if entry.saved is not None), None)
     lines = [f"last checkpoint: {'none' if last is None else last.path}"]
     every = int(_config(run).get("save", {}).get("every", 0))
     rows = _rows(run)

@@ -46,11 +46,8 @@ class RunContext:
         return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Starts the ranks again, with the models as they were at the start, and the engines where they are to begin with `model.base`.
-
-        beginning: the run begins anew. Returns whether a node was gone.
-        """
-        return self.models.restart(self.engines, beginning and self.config.model.base is not None)
+        """Starts the ranks again; the models are as they were at the start, or get their weights next. Whether a node was gone."""
+        return self.models.restart(self.engines, beginning)
 
 
 @contextmanager
@@ -62,5 +59,5 @@ def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[Ru
         with run.starting("scoring processes"):
             scorers = stack.enter_context(open_scorers(config.reward, run.note))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
-        models, engines = start(config, run.starting, restarts)
+        models, engines = start(config, run.starting, restarts, blank=resume is not None)
         yield RunContext(config, run, models, engines, *scorers.rewards(models), restarts)

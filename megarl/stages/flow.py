@@ -102,20 +102,20 @@ class Flow:
         state = self._state
         for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
             self._add(Group(place, prompt, [], [], None, (state.step + 1, number)), state.learned)
-        self._gather(ranks=True)
+        self._gather(ranks_wait=True)
         while (chosen := self._schedule.take(state.learned)) is None:
             while not self._arrived:
                 if self._error is not None:
                     self._mend(self._error)
                 time.sleep(POLL_S)
-            self._gather(ranks=True)
+            self._gather(ranks_wait=True)
         self._ctx.run.failures(self._scores)
         self._scores = []
         return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
     def settle(self, *, sync_follows: bool) -> None:
         """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
-        self._gather(ranks=False)
+        self._gather(ranks_wait=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
         self._ctx.engines.replace(self._work, refill=not sync_follows)
         busy_s = self._work.busy_s
@@ -140,13 +140,13 @@ class Flow:
         )
         self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts))
 
-    def _gather(self, *, ranks: bool) -> None:
-        """What has arrived finds its group. `ranks`: they have nothing to do, and a reward model can read the responses."""
+    def _gather(self, *, ranks_wait: bool) -> None:
+        """What has arrived finds its group. `ranks_wait`: they have nothing to do, and a reward model can read the responses."""
         while self._arrived:
             asked, responses, scores = self._arrived.popleft()
             self._keep(asked, responses, scores)
         waiting = {asked: group for asked, group in self._pool.items() if group.responses and not group.scores}
-        if waiting and ranks:
+        if waiting and ranks_wait:
             found = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
             for (asked, group), own in zip(waiting.items(), found, strict=True):
                 self._keep(asked, group.responses, own)

@@ -89,7 +89,7 @@ def learn(
     resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, processes(config)):
         with run.phase("start"):
-            learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps))
+            learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
 
         def work(start: ResumePoint | None) -> None:
@@ -134,8 +134,8 @@ class LearnContext:
         return self.learners.timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Starts the ranks again, with the model as it was at the start. Whether a node was gone."""
-        return self.learners.restart()
+        """Starts the ranks again; the model is as it was at the start, or gets its weights next. Whether a node was gone."""
+        return self.learners.restart(beginning)
 
 
 def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:

@@ -21,13 +21,8 @@ from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
 from megarl.workers.keeper import Copies
 
-LOST = (
-    WorkerDied,
-    WorkerLate,
-    StandsStill,
-    ObjectLostError,
-    *FAULTS,
-)  # faults that restarting the ranks may cure; any other would come back
+# Faults that restarting the ranks may cure. Any other would come back.
+CURABLE = (WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS)
 
 
 class Context(Protocol):
@@ -51,7 +46,10 @@ class Context(Protocol):
         """Of the longest wait."""
 
     def restart(self, beginning: bool, /) -> bool:
-        """Starts the ranks again, with the models as they were at the start; `beginning`: the run begins anew. Whether a node was gone."""
+        """Starts the ranks again. `beginning`: the models are as they were at the start; else their weights are loaded next.
+
+        Returns whether a node was gone.
+        """
 
 
 Find = Callable[[Collection[Path]], ResumePoint | None]
@@ -60,7 +58,7 @@ Find = Callable[[Collection[Path]], ResumePoint | None]
 def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
     """Does the work of a run to its end, however often its ranks fail, as far as `cluster.restarts` allows.
 
-    A failure while they start again is one more. SIGTERM ends the run at once then: there is nothing to be saved.
+    A failure while they start again is one more. SIGTERM ends the run then, and before the first step: there is nothing to be saved.
 
     Args:
         work: from a checkpoint, or from the beginning, with ranks that have just started.
@@ -71,13 +69,14 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
     fault: Exception | None = None
     while True:
         try:
-            if fault is not None:
-                resume = _recovered(fault, ctx, find)
-            elif resume is not None:
-                resume = _verified(resume, ctx, find)
-            work(resume)
-            return
-        except LOST as error:
+            with termination.polled():
+                if fault is not None:
+                    resume = _recovered(fault, ctx, find)
+                elif resume is not None:
+                    resume = _verified(resume, ctx, find)
+                work(resume)
+                return
+        except CURABLE as error:
             if _ray_is_gone(error):
                 raise
             number = termination.asked()
@@ -140,6 +139,7 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
         watch.renew()
         if ctx.restart(resume is None):
             told.kind = "node"
+        termination.poll()
     return resume
 
 

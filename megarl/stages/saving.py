@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from megarl import termination
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.resume import compare
-from megarl.checkpoints.steps import CHECKPOINTS, Entry, Verified, listing, verified, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.config.loading import absolute
 from megarl.errors import Alarmed, SaveError
@@ -83,7 +83,7 @@ class Trained(Protocol):
 
     def wait_for_save(self) -> None: ...
 
-    def load(self, steps: Mapping[str, Verified], /) -> None: ...
+    def load(self, steps: Mapping[str, SavedStep], /) -> None: ...
 
     def copy(self, step: int, record: object, /) -> None: ...
 
@@ -94,7 +94,7 @@ class Trained(Protocol):
 class ResumePoint:
     """A checkpoint whose files have the sizes that were written; or the copy of a step in the memory of the machines."""
 
-    steps: Mapping[str, Verified]  # which step directory holds each trained model
+    steps: Mapping[str, SavedStep]  # which step directory holds each trained model
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
     copy: int | None = None  # the step
@@ -165,10 +165,10 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
     if not config.save.resume or not root.is_dir():
         return
     for entry in listing(root, contents=False):
-        if entry.verified is None:
+        if entry.saved is None:
             continue
         try:
-            data = entry.verified.read(TRAINER)
+            data = entry.saved.read(TRAINER)
         except ConfigError:  # damaged, and passed over when the run starts
             continue
         _refuse_another(_trainer(data, entry.path), entry.path, config, verb, items)
@@ -323,16 +323,16 @@ def every(number: int, count: int) -> bool:
     return bool(number) and count % number == 0
 
 
-def _beside(step: Verified, folder: str, skip: Callable[[Entry], None]) -> Verified | None:
+def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> SavedStep | None:
     """The part of a checkpoint that other ranks wrote; None where it is missing or damaged, which goes to `skip`."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
         passed_over(step.path, f"{path}, which belongs to it, is missing")
         return None
     entry = verify(path, contents=False)
-    if entry.verified is None:
+    if entry.saved is None:
         skip(entry)
-    return entry.verified
+    return entry.saved
 
 
 def passed_over(step: Path, why: str) -> None:

@@ -21,7 +21,7 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, answered, ask, ask_more
 
-LOST = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine, which another would not have
+ENGINE_FAULTS = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine, which another would not have
 AHEAD = 2  # how many times rollout.max_num_seqs responses an engine is given at once, so that it never runs out of work
 DOING = "generate"
 POLL_S = 0.05
@@ -169,7 +169,7 @@ class Dispatcher:
 
     def _lose(self, engine: int, actor: Any, fault: Exception) -> None:
         """The unfinished calls of this actor wait again. Raises a fault that another engine would not do without."""
-        if not isinstance(fault, LOST):
+        if not isinstance(fault, ENGINE_FAULTS):
             raise fault
         if engine not in self.lost:
             self._lost[engine] = actor, fault

@@ -21,7 +21,7 @@ from megarl.restarts import Restarts
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
-from megarl.workers.dispatch import LOST, Dispatcher, NoEngine, Wanted
+from megarl.workers.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import reserve_workers
@@ -241,7 +241,7 @@ class Engines:
         with ExitStack() as recovery:
 
             def lost(index: int, fault: Exception) -> None:
-                if self.starter is None or self._restarts is None or not isinstance(fault, LOST):
+                if self.starter is None or self._restarts is None or not isinstance(fault, ENGINE_FAULTS):
                     raise fault
                 watch.renew()
                 if lost_nodes(self.starter.places):

@@ -19,7 +19,7 @@ from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
 from megarl.checkpoints.files import Content
-from megarl.checkpoints.steps import CHECKPOINTS, Verified
+from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
 from megarl.cluster.reserve import give_back, lost_nodes
@@ -122,7 +122,7 @@ class Learner(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The one model that learns."""
-        return {MODEL: self._trained.state}
+        return {MODEL: self._trained.saved()}
 
     def save(self, directory: Path) -> None:
         """Writes the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
@@ -199,14 +199,17 @@ class Learners:
         """Longest time of a call."""
         return self.config.cluster.phase_timeout_s
 
-    def restart(self) -> bool:
-        """Ends all ranks and starts them again, with the model as it was at the start. Whether a node was gone, and they are on others."""
+    def restart(self, beginning: bool) -> bool:
+        """Ends all ranks and starts them again. Whether a node was gone, and they are on others.
+
+        beginning: the model is as it was at the start; else `load` or `restore` comes next.
+        """
         end(self.group.actors)
         moved = lost_nodes(self.places)
         if moved:
             give_back(self.places)
             [self.places] = reserve_workers(self.config, demand(self.config))
-        self.group = start_ranks(Learner, self.config, self.config.layout, self.places, self.spec)
+        self.group = start_ranks(Learner, self.config, self.config.layout, self.places, self.spec, blank=not beginning)
         return moved
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
@@ -248,7 +251,7 @@ class Learners:
         """Waits until the last checkpoint is written. SaveError where it failed."""
         self.group.call("wait_for_save", timeout_s=self.timeout_s)
 
-    def load(self, steps: Mapping[str, Verified]) -> None:
+    def load(self, steps: Mapping[str, SavedStep]) -> None:
         """Gives the model and its optimizer what the step directory holds of them."""
         self.group.call("load", steps, timeout_s=self.timeout_s)
 
@@ -257,7 +260,7 @@ class Learners:
         self.group.call("save", directory, timeout_s=self.timeout_s)
 
 
-def start_learners(config: RunSettings, spec: TrainSpec) -> Learners:
-    """The ranks of `config.layout`, with the models built."""
+def start_learners(config: RunSettings, spec: TrainSpec, *, blank: bool = False) -> Learners:
+    """The ranks of `config.layout`, with the models built. `blank`: a checkpoint is loaded next."""
     [places] = reserve_workers(config, demand(config))
-    return Learners(config, spec, places, start_ranks(Learner, config, config.layout, places, spec))
+    return Learners(config, spec, places, start_ranks(Learner, config, config.layout, places, spec, blank=blank))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.files import Content
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import SavedStep
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
 from megarl.shared_memory import mapped
@@ -30,6 +30,7 @@ class MegatronWorker:
 
     _saver: Saver | None = None
     _rolling: RollingCopy | None = None
+    _blank = False
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
         self._rank, self._config, self._layout = rank, config, layout
@@ -47,8 +48,17 @@ class MegatronWorker:
         self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
         return self._host, port
 
-    def build(self, address: tuple[str, int]) -> str | None:
-        """Joins the grid, then builds what this kind of rank holds. Returns what the user should know of the hardware's choice."""
+    def build(self, address: tuple[str, int], blank: bool = False) -> str | None:
+        """Joins the grid, then builds what this kind of rank holds.
+
+        Args:
+            address: of `listen`.
+            blank: the models that are trained get no weights: `load` or `restore` is called before anything else.
+
+        Returns:
+            What the user should know of the hardware's choice.
+        """
+        self._blank = blank
         # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -98,7 +108,7 @@ class MegatronWorker:
         if self._saver is not None:
             self._saver.wait()
 
-    def load(self, steps: Mapping[str, Verified]) -> None:
+    def load(self, steps: Mapping[str, SavedStep]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them, and this process its random states."""
         from megarl.parallel.checkpoint.load import load, load_random
 
@@ -146,7 +156,7 @@ class MegatronWorker:
         from megarl.workers.model import Model
 
         place = (self._config.model, self._layout, self._backend, self._grid)
-        return Model(path, *place, head=head, optimizer=optimizer, updates=updates)
+        return Model(path, *place, head=head, optimizer=optimizer, updates=updates, blank=self._blank and optimizer is not None)
 
     @property
     def _reports(self) -> bool:

@@ -47,6 +47,7 @@ class Model:
         head: Literal["lm", "value"] = "lm",
         optimizer: OptimizerSettings | None = None,
         updates: int = 0,
+        blank: bool = False,
     ) -> None:
         """Builds and loads the model. Collective.
 
@@ -59,6 +60,7 @@ class Model:
             head: "value" puts a scalar head in the place of the output layer.
             optimizer: None: the model is frozen.
             updates: optimizer steps of the whole run, for the learning rate.
+            blank: no weights are read, since a checkpoint brings them. Until then they are not numbers.
         """
         self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
         self._head = head
@@ -67,7 +69,11 @@ class Model:
         self._modules: list[Any] = build_chunks(
             self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
         )
-        if settings.weights is not None and path == settings.path and head == "lm":
+        if blank:
+            for module in self._modules:
+                for parameter in module.parameters():
+                    parameter.data.fill_(torch.nan)
+        elif settings.weights is not None and path == settings.path and head == "lm":
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
         else:
             load_hf(self._modules, path, self.hf, grid)
@@ -167,8 +173,7 @@ class Model:
         self._settle()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
-    @property
-    def state(self) -> ModelState:
+    def saved(self) -> ModelState:
         """The model and its optimizer, as a checkpoint holds them. Collective."""
         self._settle()
         return ModelState(self.chunks, self.hf, self._trainable, self._described)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.checkpoints.files import Content
-from megarl.checkpoints.steps import CHECKPOINTS, Verified
+from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back, lost_nodes
@@ -47,9 +47,9 @@ class ModelGroups:
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.save.rolling == "peer")
 
-    def build(self, created: Sequence[ActorGroup]) -> None:
-        """Builds the models on processes that are there: a group for each of `assign_roles`."""
-        build_ranks(created, self.config)
+    def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
+        """Builds the models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
+        build_ranks(created, self.config, blank=blank)
         if self.turns is not None:
             self.turns.join(created[0])
         timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
@@ -153,14 +153,15 @@ class ModelGroups:
         engines.starting.clear()
         return metrics
 
-    def restart(self, engines: Engines, with_engines: bool = False) -> bool:
-        """Ends all ranks and starts them again, with the models as they were at the start.
+    def restart(self, engines: Engines, beginning: bool) -> bool:
+        """Ends all ranks and starts them again.
 
         Where a node is gone, ranks and engines get new places, on nodes that are free now.
 
         Args:
             engines: keep what they have.
-            with_engines: they start again, too, as they did at the beginning.
+            beginning: the models are as they were at the start, and so are engines that began with `model.base`. Else `load` or `restore`
+                comes next.
 
         Returns:
             Whether a node was gone.
@@ -176,13 +177,13 @@ class ModelGroups:
             self.places, engine_places = places_of(self.config)
         created = create_groups(self.config, self.places)
         try:
-            if moved or with_engines:
+            if moved or (beginning and self.config.model.base is not None):
                 share_devices(self.config, created, engines)
                 opening = engines.start_again(engine_places)
             if self.turns is not None:
                 engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
                 self.turns.to_ranks(keep_weights=False)
-            self.build(created)
+            self.build(created, blank=not beginning)
         except BaseException:
             end(actor for group in created for actor in group.actors)
             raise
@@ -238,7 +239,7 @@ class ModelGroups:
         """Waits until the last checkpoint is written. SaveError where it failed."""
         self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
 
-    def load(self, steps: Mapping[str, Verified]) -> None:
+    def load(self, steps: Mapping[str, SavedStep]) -> None:
         """Gives the trained models and their optimizers what the step directories hold of them."""
         self._take_devices()
         self._wait([group.group.start("load", steps) for group in self._trainers], "load")
@@ -269,12 +270,12 @@ class ModelGroups:
 
 
 def start(
-    config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None
+    config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None, *, blank: bool = False
 ) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
     The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows. `starting` is
-    entered with the name of what is waited for.
+    entered with the name of what is waited for. `blank`: a checkpoint is loaded next.
     """
     with starting("model ranks"):
         rank_places, engine_places = places_of(config)
@@ -286,7 +287,7 @@ def start(
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
             engines.turns.to_ranks(keep_weights=not starter.blank)
-        models = build_groups(config, created, engines.turns)
+        models = build_groups(config, created, engines.turns, blank=blank)
         models.places = rank_places
     with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
@@ -316,10 +317,10 @@ def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[An
     return places[:-1], places[-1]
 
 
-def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None) -> ModelGroups:
-    """The models on processes that are there: a group for each of `assign_roles`."""
+def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:
+    """The models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
     models = ModelGroups(config, (), None, turns)
-    models.build(created)
+    models.build(created, blank=blank)
     return models
 
 

@@ -255,7 +255,7 @@ class ModelWorker(MegatronWorker):
 
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as they are here."""
-        return {role: replace(self._models[role].state, wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
+        return {role: replace(self._models[role].saved(), wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
     def park(self) -> None:
         """All models leave the device; each comes back when it is used."""

@@ -152,17 +152,18 @@ def rank_environment(config: RunSettings) -> dict[str, str]:
     return {ALLOCATOR: "expandable_segments:True"}
 
 
-def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
+def build_ranks(groups: Sequence[ActorGroup], config: RunSettings, *, blank: bool = False) -> None:
     """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready.
 
-    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others.
+    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others. `blank`: what is
+    trained gets its weights from a checkpoint, which is loaded next.
     """
     limit_s = config.cluster.start_timeout_s
     building = []
     try:
         for group in groups:
             [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
-            building.append(group.start("build", address))
+            building.append(group.start("build", address, blank))
         notes = [group.wait(calls, "start", limit_s) for group, calls in zip(groups, building, strict=True)]
     except BaseException:
         end(actor for group in groups for actor in group.actors)
@@ -171,10 +172,12 @@ def build_ranks(groups: Sequence[ActorGroup], config: RunSettings) -> None:
         print(f"megarl: {note}", file=sys.stderr)
 
 
-def start_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
-    """One group of ranks, ready."""
+def start_ranks(
+    worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any, blank: bool = False
+) -> ActorGroup:
+    """One group of ranks, ready, but for the weights where it is `blank`."""
     group = create_ranks(worker, config, layout, places, *arguments)
-    build_ranks([group], config)
+    build_ranks([group], config, blank=blank)
     return group
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoints.steps import Verified, verify
+from megarl.checkpoints.steps import SavedStep, verify
 from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
 from megarl.errors import SaveError
 from megarl.models.hf import read_config
@@ -46,10 +46,10 @@ def settings(**changes: object) -> CheckpointSettings:
     return CheckpointSettings.model_validate({"keep_last": 100, "asynchronous": False, **changes})
 
 
-def verified(path: Path) -> Verified:
+def verified(path: Path) -> SavedStep:
     entry = verify(path)
-    assert entry.verified is not None, entry.faults
-    return entry.verified
+    assert entry.saved is not None, entry.faults
+    return entry.saved
 
 
 def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:

@@ -139,6 +139,31 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
         assert pool.run(all_equal, ONE, one, other) == [True]
 
 
+def go_on_blank(grid: Grid, path: Path, root: Path) -> bool:
+    """What is trained on these ranks is saved, and loaded by ranks that read no weights. Whether these had none before."""
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
+    spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3)
+    none = []
+    for number in (1, 2):
+        rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic", "reference"))
+        rank._backend, rank._grid, rank._blank = choose(), grid, number == 2
+        rank.build_models()
+        none.append(
+            [all(tensor.isnan().all() for chunk in model.chunks for tensor in chunk.parameters()) for model in rank._models.values()]
+        )
+        if number == 2:
+            step = verified(root / "step_000001")
+            rank.load({"policy": step, "critic": step})
+        rank.checkpoint(root, number, settings(), {})
+        rank.wait_for_save()
+    return none == [[False, False, False], [True, True, False]]
+
+
+def test_what_goes_on_from_a_checkpoint_reads_no_other_weights(pool: Pool, path: Path, tmp_path: Path) -> None:
+    assert pool.run(go_on_blank, TWO, path, tmp_path) == [True, True]
+    assert pool.run(all_equal, ONE, tmp_path / "step_000001", tmp_path / "step_000002") == [True]
+
+
 def test_another_model_is_refused_with_both_shapes(pool: Pool, saved: Path, path: Path, tmp_path: Path) -> None:
     good = saved / "step_000002"
     other = {

@@ -72,7 +72,7 @@ class Lab:
             pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
             open_scorers(config.reward, run.note) as scorers,
-            self.workers(config, own_engine) as (models, engines),
+            self.workers(config, own_engine, resume is not None) as (models, engines),
         ):
             patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
             ctx = RunContext(config, run, models, engines, *scorers.rewards(models), Restarts(0, run.restarted, run.note))
@@ -94,11 +94,13 @@ class Lab:
         """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model."""
         played: list[Any] = []
 
-        def play(kind: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
+        def play(
+            kind: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any, blank: bool = False
+        ) -> ActorGroup:
             group = ActorGroup("rank", self._take(len(places)))
             played[:] = group.actors  # ranks that start again are others
             _begin(group, kind, config, layout, *arguments)
-            build_ranks([group], config)
+            build_ranks([group], config, blank=blank)
             return group
 
         def engines_of(config: EvalConfig | PairsConfig, restarts: Restarts) -> Engines:
@@ -119,8 +121,8 @@ class Lab:
                 yield
 
     @contextmanager
-    def workers(self, config: TrainConfig, own_engine: bool = False) -> Iterator[tuple[ModelGroups, Engines]]:
-        """The ranks and engines of a run; a model of another shape has an engine of its own in any case."""
+    def workers(self, config: TrainConfig, own_engine: bool = False, blank: bool = False) -> Iterator[tuple[ModelGroups, Engines]]:
+        """The ranks and engines of a run; a model of another shape has an engine of its own in any case. `blank`: it loads a checkpoint."""
         own = own_engine or shape(config.model.path) != shape(self._model)
         turns = Turns(self.engines.group, config.cluster.phase_timeout_s) if config.placement.engines == "shared" and not own else None
         engines = self._start_engine(config) if own else Engines(self.engines.group, config.rollout, turns, playing=playing(config))
@@ -132,7 +134,7 @@ class Lab:
                     _begin(group, ModelWorker, config, layout, rl_spec(config, roles), roles)
                 if turns is not None:
                     turns.to_ranks()
-                models = build_groups(config, groups, turns)
+                models = build_groups(config, groups, turns, blank=blank)
                 yield models, engines
                 if turns is not None:
                     turns.to_engines()  # for the next run

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megarl import termination
+from megarl.cluster import watch
 from megarl.termination import Terminated
 from tests.signals import taken
 
@@ -43,3 +45,19 @@ def test_where_nothing_can_be_saved_the_warning_ends_the_run_at_once() -> None:
     with pytest.raises(Terminated):
         signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)  # while it ends
+
+
+def test_work_that_is_polled_is_left_at_its_waits_alone() -> None:
+    with termination.polled():
+        termination.poll()
+        signal.raise_signal(signal.SIGTERM)
+        with termination.deferred():
+            termination.poll()  # a step has begun: it can be saved
+        with ThreadPoolExecutor(1) as there:  # of the engines ahead: what it raised would not end the run
+            there.submit(termination.poll).result()
+        with pytest.raises(Terminated) as stop:
+            watch.check("weights sync", {})
+        assert stop.value.code == 143
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
+    termination.poll()

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.checkpoints.files import FileRecord, write_file
-from megarl.checkpoints.steps import COMMON, Verified
+from megarl.checkpoints.steps import COMMON, SavedStep
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
 from megarl.text import one_line
@@ -103,7 +103,7 @@ def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
 class DcpReader:
     """Reads the tensors of one model of a step directory."""
 
-    def __init__(self, step: Verified, model: str) -> None:
+    def __init__(self, step: SavedStep, model: str) -> None:
         """Raises ConfigError as `read_metadata` does."""
         self._folder, self._metadata = step.path / model, read_metadata(step, model)
         self._chunks: dict[str, Chunks] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.rng import restore_random_states
@@ -13,7 +13,7 @@ from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
 
 
-def load(step: Verified, models: Mapping[str, ModelState], grid: Grid) -> None:
+def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
     """Loads models, and the optimizers of those that have one, on any layout. Collective.
 
     Args:
@@ -38,7 +38,7 @@ def load(step: Verified, models: Mapping[str, ModelState], grid: Grid) -> None:
             model.trainable.steps = saved["optimizer"]["steps"]
 
 
-def load_random(step: Verified, grid: Grid) -> bool:
+def load_random(step: SavedStep, grid: Grid) -> bool:
     """Sets every random state of this process to the one saved. Collective.
 
     Returns:
@@ -49,7 +49,7 @@ def load_random(step: Verified, grid: Grid) -> bool:
     return restore_random_states(torch_dist.agreed(grid, lambda: step.read(f"{RANDOM}/{grid.rank:05d}.safetensors")))
 
 
-def _saved(step: Verified, name: str, model: ModelState) -> Mapping[str, Any]:
+def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     """What the manifest says of a model. Raises ConfigError where the model at hand cannot be it."""
     saved = step.manifest.models.get(name)
     if saved is None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.checkpoints.files import FileRecord
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
 from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, Name, Record, read_plain
 from megarl.text import one_line
@@ -40,7 +40,7 @@ _NAMES = {
 }
 
 
-def read_metadata(step: Verified, model: str) -> Metadata:
+def read_metadata(step: SavedStep, model: str) -> Metadata:
     """What torch_dist says of a model's tensors; plans and notes of its writer are left out.
 
     Each chunk lies within its tensor, and is stored once, in a file of the checkpoint, within that file's size.

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megarl.checkpoints.steps import Verified
+from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
 from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, read_chunk, tensors
 from megarl.parallel.checkpoint.metadata import read_metadata
@@ -73,7 +73,7 @@ def make_plan(state: Sharded, grid: Grid, known: Plan | None) -> tuple[Plan, lis
     return Plan(mine, ranks or []), tensors
 
 
-def read(step: Verified, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
+def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
     """Fills the tensors of `state`, in place, from a model of a step directory. Collective; each rank reads only what it needs.
 
     Args:

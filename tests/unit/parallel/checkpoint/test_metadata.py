@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.serialization import _get_layout
 
 from megarl.checkpoints.files import FileRecord
-from megarl.checkpoints.steps import Manifest, Verified
+from megarl.checkpoints.steps import Manifest, SavedStep
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint.dcp import Location, Shard, read_chunk, tensors, write_metadata
 from megarl.parallel.checkpoint.metadata import read_metadata
@@ -35,7 +35,7 @@ SECONDS, MEMORY = 1.0, 50 << 20
 MARK, DICT, LIST, TUPLE, SET, SETS, BUILD, NEW, CALL, NONE, STOP = b"(", b"}", b"]", b"t", b"s", b"u", b"b", b"\x81", b"R", b"N", b"."
 
 
-def steps(data: bytes) -> Verified:
+def steps(data: bytes) -> SavedStep:
     """A step directory, verified, whose policy has this `.metadata`; only the manifest says that there is a shard."""
     (folder := Path("step_000001", "policy")).mkdir(parents=True)
     (folder / ".metadata").write_bytes(data)
@@ -43,7 +43,7 @@ def steps(data: bytes) -> Verified:
         "policy/.metadata": FileRecord(len(data), hashlib.sha256(data).hexdigest()),
         f"policy/{FILE}": FileRecord(FILE_BYTES, "0" * 64),
     }
-    return Verified(folder.parent, Manifest(1, 1, {}, {}, {"policy": {}}, files))
+    return SavedStep(folder.parent, Manifest(1, 1, {}, {}, {"policy": {}}, files))
 
 
 @pytest.fixture(autouse=True)
@@ -321,7 +321,7 @@ def test_a_file_larger_than_any_is_not_opened() -> None:
     step = steps(b"")
     record = {"policy/.metadata": FileRecord(1 << 40, "0" * 64)}
     with pytest.raises(ConfigError, match=r"policy/\.metadata has 1099511627776 bytes, more than"):
-        read_metadata(Verified(step.path, replace(step.manifest, files=record)), "policy")
+        read_metadata(SavedStep(step.path, replace(step.manifest, files=record)), "policy")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of protocols that are none
