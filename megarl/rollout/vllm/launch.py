@@ -110,9 +110,9 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         ConfigError: without GPUs, vLLM does not know the architecture.
         RolloutError: vLLM is another version, or does not start.
     """
-    from megarl.rollout.vllm.light_import import without_compilers  # it imports torch
+    from megarl.rollout.vllm.light_import import light_import  # it imports torch
 
-    with uncollected(), nullcontext() if gpu else without_compilers():
+    with uncollected(), nullcontext() if gpu else light_import():
         import vllm
 
         if vllm.__version__ != VLLM_VERSION:

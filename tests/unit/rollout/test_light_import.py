@@ -15,8 +15,8 @@ from megarl.rollout.vllm.launch import environment
 
 IMPORT = """
 import sys, types
-from megarl.rollout.vllm.light_import import STAND_INS, without_compilers
-with without_compilers():
+from megarl.rollout.vllm.light_import import STAND_INS, light_import
+with light_import():
     import vllm.v1.engine.async_llm, vllm.renderers.hf, vllm.model_executor.layers.quantization.online.base, vllm.v1.worker.cpu_worker
 heavy = ("torch._dynamo", "torch._inductor", "openai", "vllm.parser")
 print(sorted(name for name in sys.modules if name in STAND_INS or name.startswith(heavy)))
@@ -35,7 +35,7 @@ def test_after_the_import_everything_is_what_it_was(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(vars(torch), "_dynamo", vars(torch).get("_dynamo"))
     compiles = torch.compile
-    with light_import.without_compilers():
+    with light_import.light_import():
         stand_in = importlib.import_module("torch._dynamo")
         assert stand_in.disable(len) is len and stand_in.disable(reason="none")(len) is len
         assert torch.compile(len) is len and torch.compile(dynamic=True)(len) is len
