@@ -48,7 +48,7 @@ def schema(root: type[RunSettings]) -> dict[str, Any]:
 
 
 class _WithMeanings(GenerateJsonSchema):
-    """Describes each key with the text below it in the source, which pydantic would read wherever a configuration is imported."""
+    """Describes each key with the text below it in the source. Pydantic could, but would then read the source at every import."""
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         """The schema of one section."""

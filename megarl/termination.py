@@ -1,6 +1,7 @@
 """SIGTERM and SIGHUP, as schedulers and closed terminals send them: a run that trains stops where it can be saved.
 
-Elsewhere they are an exception in the main thread at once. So is a second one, everywhere: whoever sends it does not want to wait.
+Elsewhere they are an exception in the main thread, at once or, while a run recovers, at the next wait. A second one is, at once and
+everywhere: whoever sends it does not want to wait.
 SIGUSR1 is Slurm's warning of what is to come (`megarl slurm`): the same, but that it may come as often as it likes.
 """
 
@@ -61,7 +62,7 @@ def interruptible(now: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def polled() -> Iterator[None]:
-    """Inside, a first signal is only noted, and `poll` raises Terminated: for work that another exception would leave half done anywhere.
+    """Inside, a first signal is only noted, and `poll` raises Terminated: for work that must not be cut off at an arbitrary line.
 
     Not in a block inside that is `deferred` or `interruptible`.
     """
@@ -70,7 +71,7 @@ def polled() -> Iterator[None]:
 
 
 def poll() -> None:
-    """Called in every wait, and where work that is `polled` has come to a point: Terminated for a signal that was noted."""
+    """Where the work is `polled`, Terminated for a signal that was noted. Whoever waits in such work calls it about every second."""
     if _polled and _asked is not None and threading.current_thread() is threading.main_thread():
         raise Terminated(_asked)
 

@@ -77,8 +77,8 @@ class HashedFile:
         self.discard()
 
 
-class Content(Protocol):
-    """Of a file that is too large to be in memory at once."""
+class LargeContent(Protocol):
+    """Content of a file that is too large to be in memory at once."""
 
     def write(self, file: HashedFile, /) -> None:
         """Writes all of it."""
@@ -88,7 +88,11 @@ class Content(Protocol):
         ...
 
 
-def write_file(path: Path, data: bytes | Content) -> FileRecord:
+Content = bytes | LargeContent
+"""Of a file."""
+
+
+def write_file(path: Path, data: Content) -> FileRecord:
     """Writes a new file. Raises OSError where it is not whole on the disk."""
     with HashedFile(path) as file:
         if isinstance(data, bytes):

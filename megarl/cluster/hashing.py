@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import damaged
-from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerLate, task_fault
 
 DOING = "checking a checkpoint"
@@ -44,6 +44,7 @@ def damaged_anywhere(
     if len(nodes) < 2:
         found = dict[Path, str]()
         for part in parts:
+            termination.poll()
             found |= damaged(part)
             progress(done := done + _size(part), size)
         return found
@@ -64,7 +65,7 @@ def damaged_anywhere(
         start(node)
     while running:
         ready, _ = ray.wait(list(running), timeout=1.0)
-        watch.check(DOING, {})
+        termination.poll()  # not the watch: what it saw last may be what the run recovers from
         for reference in ready:
             node, nbytes = running.pop(reference)
             try:

@@ -12,7 +12,8 @@ from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.cluster.actor_group import WorkerLate
+from megarl import termination
+from megarl.cluster.actor_group import LOOK_S, WorkerLate
 from megarl.cluster.placement import Kind, Node, NoRoom, place
 from megarl.errors import Stopped
 
@@ -43,7 +44,7 @@ def reserve(kinds: Sequence[Kind], timeout_s: float, grows: bool) -> list[list[P
     places = _wait_for_places(kinds, deadline, timeout_s, grows)
     bundles = [{"CPU": 1.0, "GPU": float(kind.gpus)} if kind.gpus else {"CPU": 1.0} for kind in kinds for _ in range(kind.processes)]
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{NODE_LABEL: name} for name in chain(*places)])
-    if not group.wait(max(POLL_S, deadline - time.monotonic())):
+    if not _ready(group, deadline):
         remove_placement_group(group)
         raise WorkerLate(f"cluster: the places of {len(bundles)} processes were taken by others, and not free within {timeout_s:g} s")
     numbered = iter(range(len(bundles)))
@@ -79,7 +80,16 @@ def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float, g
             if not told and time.monotonic() - begun > TELL_S:
                 told = True
                 print(f"megarl: waiting up to {timeout_s:g} s for places: {error}", file=sys.stderr)
+        termination.poll()
         time.sleep(POLL_S)
+
+
+def _ready(group: PlacementGroup, deadline: float) -> bool:
+    while not group.wait(LOOK_S):
+        termination.poll()
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 def _refuse_what_never_fits(kinds: Sequence[Kind]) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.cluster.actor_group import WorkerLate, task_fault
+from megarl import termination
+from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
 from megarl.errors import ConfigError
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
@@ -57,9 +58,11 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
         deadline = time.monotonic() + timeout_s
         for node, reference in asked.items():
             try:
-                differing = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
-            except GetTimeoutError:
-                raise WorkerLate(f"{DOING}: node {nodes[node]} has not answered in {timeout_s:g} s", timeout_s) from None
+                while not ray.wait([reference], timeout=LOOK_S)[0]:
+                    termination.poll()
+                    if time.monotonic() > deadline:
+                        raise WorkerLate(f"{DOING}: node {nodes[node]} has not answered in {timeout_s:g} s", timeout_s)
+                differing = ray.get(reference)
             except RayError as error:
                 raise task_fault(error, f"node {nodes[node]}", DOING) from error
             for key in differing:

@@ -297,7 +297,7 @@ def watched(limit_s: float, own: bool) -> Iterator[None]:
 
 
 def check(doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-    """`Watch.check` of the session that is open, and `termination.poll`: called again and again while anything is waited for."""
+    """`Watch.check` of the session that is open, and `termination.poll`."""
     termination.poll()
     if _current is not None:
         _current.check(doing, groups)

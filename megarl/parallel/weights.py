@@ -41,14 +41,15 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for chunk in map(unwrap, chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1, over all stages and chunks
-        for name, tensor in (*chunk.named_parameters(), *_weight_buffers(chunk)):
+        for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)):
             name = canonical(name, numbers, ep_rank * _local_experts(chunk))
             assert name not in found, f"{name} twice on one rank"
             found[name] = tensor
     return found
 
 
-def _weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
+def weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
+    """The buffers of a chunk that are weights too, by name."""
     return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
 
 

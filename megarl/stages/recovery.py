@@ -58,7 +58,7 @@ Find = Callable[[Collection[Path]], ResumePoint | None]
 def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
     """Does the work of a run to its end, however often its ranks fail, as far as `cluster.restarts` allows.
 
-    A failure while they start again is one more. SIGTERM ends the run then, and before the first step: there is nothing to be saved.
+    A failure while they start again is one more. SIGTERM ends the run then, at the next wait: there is nothing to be saved.
 
     Args:
         work: from a checkpoint, or from the beginning, with ranks that have just started.
@@ -74,8 +74,9 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
                     resume = _recovered(fault, ctx, find)
                 elif resume is not None:
                     resume = _verified(resume, ctx, find)
-                work(resume)
-                return
+                termination.poll()
+            work(resume)
+            return
         except CURABLE as error:
             if _ray_is_gone(error):
                 raise
@@ -139,7 +140,7 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
         watch.renew()
         if ctx.restart(resume is None):
             told.kind = "node"
-        termination.poll()
+        termination.poll()  # before it is told that the run goes on
     return resume
 
 

@@ -68,7 +68,7 @@ class State(Protocol):
     def files(self) -> Mapping[str, Content]:
         """Further files that a checkpoint holds for this state, by name."""
 
-    def take(self, files: Mapping[str, bytes], /) -> None:
+    def restore_files(self, files: Mapping[str, bytes], /) -> None:
         """Gets back what `files` gave; none of a name where the checkpoint has none."""
 
 
@@ -79,7 +79,7 @@ class Trained(Protocol):
     def folders(self) -> Mapping[str, str]:
         """In which folder of the run the checkpoints hold each model."""
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content], /) -> None: ...
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content], /) -> None: ...
 
     def wait_for_save(self) -> None: ...
 
@@ -220,7 +220,7 @@ class Checkpoints:
             else:
                 self._models.restore(resume.copy)
             state.restore(resume.progress)
-            state.take(resume.files)
+            state.restore_files(resume.files)
         self._saved = state.step if resume.copy is None else None
 
     def after_step(self, state: State) -> None:
@@ -258,7 +258,7 @@ class Checkpoints:
             with self._failures():
                 self._models.wait_for_save()  # a failure of the one before must not prevent this one
             with self._failures():
-                files: dict[str, bytes | Content] = {TRAINER: json.dumps(trainer).encode(), **state.files()}
+                files: dict[str, Content] = {TRAINER: json.dumps(trainer).encode(), **state.files()}
                 self._models.checkpoint(self._config.directory, step, self._settings, files)
                 self._saved = step
 

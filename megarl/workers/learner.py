@@ -225,7 +225,7 @@ class Learners:
         """Where a run's checkpoints hold the model."""
         return {MODEL: CHECKPOINTS}
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content]) -> None:
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
         """Saves the model and its optimizer.
 
         Args:

@@ -85,7 +85,7 @@ class MegatronWorker:
         """The models with their optimizers, by name."""
         raise NotImplementedError
 
-    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, bytes | Content]) -> None:
+    def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, Content]) -> None:
         """Saves the trained models and their optimizers; returns when what is saved may change again.
 
         Args:

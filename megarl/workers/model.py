@@ -25,7 +25,7 @@ from megarl.parallel.export import export_stacks, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
-from megarl.parallel.weights import load_hf
+from megarl.parallel.weights import load_hf, weight_buffers
 from megarl.parking import Parking
 from megarl.workers.speed import speed, training_flops
 
@@ -34,7 +34,7 @@ Read = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
 class Model:
-    """This rank's part of a model that was loaded from a Hugging Face directory."""
+    """This rank's part of the model of a Hugging Face directory."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Model:
         updates: int = 0,
         blank: bool = False,
     ) -> None:
-        """Builds and loads the model. Collective.
+        """Builds the model, and loads it unless it is `blank`. Collective.
 
         Args:
             path: the Hugging Face directory.
@@ -71,8 +71,8 @@ class Model:
         )
         if blank:
             for module in self._modules:
-                for parameter in module.parameters():
-                    parameter.data.fill_(torch.nan)
+                for _, tensor in (*module.named_parameters(), *weight_buffers(module)):
+                    tensor.data.fill_(torch.nan)
         elif settings.weights is not None and path == settings.path and head == "lm":
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
         else:

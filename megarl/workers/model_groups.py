@@ -200,7 +200,7 @@ class ModelGroups:
             if role in TRAINED
         }
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, bytes | Content]) -> None:
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
         """Saves all trained models and their optimizers.
 
         Args:
@@ -346,6 +346,6 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         reward=source.path if isinstance(source, ModelReward) else None,
         old_logp=config.old_logp,
         offload=config.placement.offload,
-        relay=config.placement.engines == "shared",
+        shared_devices=config.placement.engines == "shared",
         routing=config.routing,
     )

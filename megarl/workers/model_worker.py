@@ -64,7 +64,7 @@ class RLSpec:
     critic_together: int = 1  # micro-batches that the critic takes as one
     reward: Path | None = None  # the reward model
     offload: bool = False  # models that wait leave the device
-    relay: bool = False  # the engines share the devices of the policy's ranks
+    shared_devices: bool = False  # the engines are on those of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
@@ -241,7 +241,7 @@ class ModelWorker(MegatronWorker):
             return {}
         try:
             if self._publisher is None or not self._publisher.reaches(engines):
-                place, relay = (self._host, self._backend.device), self._spec.relay
+                place, relay = (self._host, self._backend.device), self._spec.shared_devices
                 self._publisher = WeightPublisher(engines, workers_per_engine, settings, *place, relay=relay)
             return self._publisher.publish(stream, version)
         except BaseException:

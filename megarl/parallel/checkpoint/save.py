@@ -49,7 +49,7 @@ class Saver:
         self._saves = 0
         self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
 
-    def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, bytes | Content]) -> Staged:
+    def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, Content]) -> Staged:
         """Saves a step; returns when its tensors are copied, or, if not asynchronous, when everything lies on the disk.
 
         Waits for the save before this one.
@@ -134,7 +134,7 @@ class Saver:
         staged: StagedWriter,
         random: bytes,
         models: Mapping[str, Any],
-        extra: Mapping[str, bytes | Content],
+        extra: Mapping[str, Content],
         barrier: SaveBarrier,
     ) -> None:
         """In a background thread: every rank reports to rank 0 what it wrote, and rank 0 commits the step directory."""
@@ -158,7 +158,7 @@ class Saver:
             writer.discard()
             barrier.conclude(_fault(error))
 
-    def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, bytes | Content]) -> None:
+    def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, Content]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}
         for model in models:
             ranks = [report["locations"].get(model, []) for report in reports]

@@ -26,6 +26,7 @@ from torch import Tensor
 from megarl.models.te_names import to_te
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
+from megarl.parallel.weights import weight_buffers
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # of each parameter, in float32
 _EXTRA = "_extra_state"  # Transformer Engine's fp8 scales: pickled by Megatron, empty in bfloat16, left out
@@ -49,7 +50,7 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
             leaf.key = renamed[leaf.key]
         state[f"model{number}"] = tensors
         covered = _by_parameter(tensors)
-        lost = [name for name, parameter in chunk.named_parameters() if parameter not in covered]
+        lost = [name for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)) if tensor not in covered]
         assert not lost, f"in no checkpoint: {lost}"
     return state
 

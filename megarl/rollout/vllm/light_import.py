@@ -90,16 +90,18 @@ class _Dynamo:
 
     def __getattr__(self, name: str) -> Any:
         if name == "decorators" and "torch._dynamo" not in sys.modules:
-            return _Marks
+            return _Decorators()
         return getattr(importlib.import_module("torch._dynamo"), name)
 
 
-class _Marks:
-    """Of torch._dynamo.decorators, what the sampler calls."""
+class _Decorators:
+    """What stands at torch._dynamo.decorators."""
 
-    @staticmethod
-    def mark_unbacked(*_: Any) -> None:
+    def mark_unbacked(self, *_: Any) -> None:
         """Does nothing: no compiler reads the mark."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo.decorators"), name)
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:

@@ -16,6 +16,7 @@ from megarl import restarts as restarts_module
 from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import FLIPPED
+from megarl.cluster import hashing, watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
@@ -27,6 +28,7 @@ from megarl.stages import recovery
 from megarl.stages.recovery import newer, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint
 from megarl.workers.keeper import Copies
+from tests.signals import taken
 
 SFT = """
 name: job
@@ -149,6 +151,42 @@ def test_a_run_that_was_to_end_does_not_start_its_ranks_again(tmp_path: Path, mo
     assert stop.value.code == 143
     assert stop.value.message == "SIGTERM, after update: rank 0 died; started again, the run goes on from what it has saved"
     assert not (tmp_path / "job" / "summary.json").exists()
+
+
+def test_a_signal_while_ranks_start_again_is_taken_once_they_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[bool]()
+
+    def restart(self: Ranks, beginning: bool) -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        begun.append(beginning)
+        return False
+
+    monkeypatch.setattr(Ranks, "restart", restart)
+    with taken(), pytest.raises(termination.Terminated) as stop:
+        done(tmp_path, {5: WorkerDied("update: rank 0 died")}, 3)
+    assert stop.value.code == 143 and begun == [False]
+    said = capsys.readouterr()
+    assert "SIGTERM: the run ends; a second signal ends it at once" in said.err and "goes on after" not in said.out + said.err
+
+
+def test_what_stands_still_does_not_keep_a_recovery_from_reading_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch sees it until the recovery ends it, which comes after."""
+
+    def check(doing: str, groups: object) -> None:
+        raise StandsStill(f"{doing}: rank 1 has been stopped")
+
+    task: Any = SimpleNamespace(options=lambda **_: task, remote=lambda part: (id(part),))
+    nodes = [{"NodeID": name, "Alive": True} for name in "ab"]
+    cluster = {"nodes": lambda: nodes, "remote": lambda _: task, "wait": lambda all, timeout: (all[:1], all[1:]), "get": lambda _: []}
+    monkeypatch.setattr(hashing, "ray", SimpleNamespace(**cluster))
+    monkeypatch.setattr(hashing, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(watch, "_current", SimpleNamespace(check=check))
+    read = list[int]()
+    files = {tmp_path / name: FileRecord(1, "") for name in "cd"}
+    assert hashing.damaged_anywhere(files, {"a", "b"}, 60.0, lambda done, of: read.append(done)) == {}
+    assert read == [1, 2]
 
 
 def test_a_restart_says_what_it_was() -> None:

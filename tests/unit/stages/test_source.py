@@ -186,7 +186,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
     for step, (progress, files) in enumerate(straight.saved):
         loop = make(*MODES[mode])
         loop.state.restore(progress)
-        loop.state.take(files)
+        loop.state.restore_files(files)
         loop.engines.version = step
         loop.run()
         assert loop.names() == straight.names()[step:]
@@ -203,7 +203,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
-    other.take(files_of(loop.state))
+    other.restore_files(files_of(loop.state))
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
@@ -219,7 +219,7 @@ def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -
     file = io.BytesIO()
     np.savez(file, **older)
     other = TrainState(loop.ctx.config, PROMPTS, STAGES)
-    other.take({"ahead.rest.npz": file.getvalue()})
+    other.restore_files({"ahead.rest.npz": file.getvalue()})
     both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
     assert any(one.before for one in both[0])
     for one, again in zip(*both, strict=True):
@@ -254,7 +254,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> N
     progress, files = loop.saved[-1]
     again = make(*free)
     again.state.restore(progress)
-    again.state.take(files)
+    again.state.restore_files(files)
     again.engines.version = 2
     again.run()
     for one in (loop, again):
