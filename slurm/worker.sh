@@ -3,4 +3,22 @@
 set -euo pipefail
 allocation=$1 python=$2
 ulimit -n "$(ulimit -Hn)"
-exec "$python" -m megarl.cluster.join "$allocation"
+status=0
+"$python" -m megarl.cluster.join "$allocation" || status=$?
+
+# Where the first node is lost, so is the script that would queue the job again; and Slurm, which is not to end a job that loses a node
+# (--no-kill), keeps this one without it. So a node that is left does it, once Slurm has given the first one up.
+command -v scontrol >/dev/null || exit "$status"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+answer=$(timeout 5 bash -c ": <'/dev/tcp/$first/1'" 2>&1) || true
+[[ $answer != *refused* ]] || exit "$status" # it is there
+for ((tries = 0; tries < 120; tries++)); do
+    nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) || exit "$status"
+    if [[ -n $nodes ]] && ! scontrol show hostnames "$nodes" | grep -qx "$first"; then
+        echo "megarl: $first, the first node, is lost: the job is queued again"
+        scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID" # of a chain: the next job goes on
+        exit "$status"
+    fi
+    sleep 5
+done
+exit "$status"
