@@ -62,12 +62,14 @@ def interruptible(now: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def polled() -> Iterator[None]:
-    """Inside, a first signal is only noted, and `poll` raises Terminated: for work that must not be cut off at an arbitrary line.
+    """Inside, a first signal is only noted, and `poll` raises Terminated, as the block's end does: for work that must not be cut off at an
+    arbitrary line.
 
     Not in a block inside that is `deferred` or `interruptible`.
     """
     with _raised_where(lambda: False, polled=True):
         yield
+        poll()
 
 
 def poll() -> None:

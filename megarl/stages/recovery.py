@@ -74,7 +74,6 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
                     resume = _recovered(fault, ctx, find)
                 elif resume is not None:
                     resume = _verified(resume, ctx, find)
-                termination.poll()
             work(resume)
             return
         except CURABLE as error:

@@ -47,8 +47,9 @@ def test_where_nothing_can_be_saved_the_warning_ends_the_run_at_once() -> None:
     signal.raise_signal(signal.SIGUSR1)  # while it ends
 
 
-def test_work_that_is_polled_is_left_at_its_waits_alone() -> None:
-    with termination.polled():
+def test_work_that_is_polled_is_left_at_its_waits_and_its_end_alone() -> None:
+    at_its_end = False
+    with pytest.raises(Terminated), termination.polled():
         termination.poll()
         signal.raise_signal(signal.SIGTERM)
         with termination.deferred():
@@ -60,4 +61,6 @@ def test_work_that_is_polled_is_left_at_its_waits_alone() -> None:
         assert stop.value.code == 143
         with pytest.raises(Terminated):
             signal.raise_signal(signal.SIGTERM)
+        at_its_end = True
+    assert at_its_end
     termination.poll()
