@@ -1,4 +1,4 @@
-"""What replaying experts buys and costs: `python tools/bench_routing.py [--seeds 1 2 3] [--steps 8] [--rounds 20] [--write]`.
+"""What replaying experts buys and costs: `python -m tools.bench_routing [--seeds 1 2 3] [--steps 8] [--rounds 20] [--write]`.
 
 For each seed three short GRPO runs of a tiny mixture of experts, one after the other: routing.replay off, r2, r3. The engines sample in
 bfloat16, and the routers' weights get noise on their way to them: a jitter that makes them choose other experts than the trainer, which
@@ -170,6 +170,7 @@ def costs(path: Path, rounds: int) -> dict[str, list[float]]:
             if routing is not None:
                 routing.metrics("rollout")
         if replay == "r2":
+            assert routing is not None
             filled = [batch.with_extra(routed_experts=routing.recorded[index]) for index, batch in enumerate(filled)]
         with policy.routing.follow("routed_experts", replay=True) if replay != "off" else nullcontext() as routing:
             policy.step(filled, loss, routing)
