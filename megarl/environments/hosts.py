@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from megarl.config import EnvironmentSettings, HttpEnvironment, ToolsEnvironment
 from megarl.data.tokenizer import first_line
-from megarl.environments.processes import ProcessHost
+from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.sandbox import process
 
 
 class Episode(Protocol):
@@ -48,6 +49,16 @@ def open_host(settings: EnvironmentSettings) -> Host:
 
         return ToolsHost(settings.source, settings)
     return ProcessHost(settings)
+
+
+def guarantee(settings: EnvironmentSettings) -> str | None:
+    """What the processes of `settings.source` are kept from on this machine, for the console; None where it has none here.
+
+    Raises ConfigError where the machine grants less than is asked for.
+    """
+    if isinstance(settings.source, HttpEnvironment):
+        return None
+    return process.guarantee(settings.sandbox, "environment.sandbox", code_of(settings.source))
 
 
 def in_tokens(render: Callable[..., list[int]], *said: Any) -> list[int]:
