@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,15 @@ def dump(collected: Collected, stages: Stages) -> ResponseFile:
     return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
-def load(data: bytes, prompts: Sequence[Prompt], stages: Stages) -> Collected:
-    """What a file of `dump` holds, in this session's object store.
+def load(file: Path | bytes, prompts: Sequence[Prompt], stages: Stages) -> Collected:
+    """What a file of `dump` holds, in this session's object store. It is read response by response.
 
     Args:
-        data: its bytes.
+        file: where it lies, or its bytes.
         prompts: of data.train.
         stages: as which the experts are to be kept; they may be others than before.
     """
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+    with np.load(io.BytesIO(file) if isinstance(file, bytes) else file, allow_pickle=False) as arrays:
         meta = json.loads(arrays[META].tobytes())
         groups = [
             Group(

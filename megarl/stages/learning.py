@@ -58,7 +58,7 @@ class SupervisedState:
         """None: items are drawn when they are learned from."""
         return {}
 
-    def restore_files(self, files: Mapping[str, bytes]) -> None:
+    def restore_files(self, files: Mapping[str, Path | bytes]) -> None:
         pass
 
 

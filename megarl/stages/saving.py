@@ -68,8 +68,8 @@ class State(Protocol):
     def files(self) -> Mapping[str, Content]:
         """Further files that a checkpoint holds for this state, by name."""
 
-    def restore_files(self, files: Mapping[str, bytes], /) -> None:
-        """Gets back what `files` gave; none of a name where the checkpoint has none."""
+    def restore_files(self, files: Mapping[str, Path | bytes], /) -> None:
+        """Gets back what `files` gave, from files or their bytes; none of a name where the checkpoint has none."""
 
 
 class Trained(Protocol):
@@ -98,13 +98,13 @@ class ResumePoint:
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
     copy: int | None = None  # the step
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of `State.files`
+    files: Mapping[str, Path | bytes] = field(default_factory=dict)  # of `State.files`
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
     """The newest checkpoint of the run, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    Only names and sizes are compared with the manifest, and the contents of what is read here; `recovery.intact` reads the rest.
+    Only names and sizes are compared with the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
 
     Args:
         config: of the run.
@@ -132,7 +132,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
         if step.path in damaged:
             continue
         try:
-            trainer, files = step.read(TRAINER), {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
+            trainer = step.read(TRAINER)
         except ConfigError as error:
             passed_over(step.path, str(error))
             faulty = True
@@ -143,6 +143,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
             continue
         _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}
+        files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     if faulty:
         raise ConfigError(f"save.resume: no checkpoint in {root} is whole; with false the run begins anew, and what is there is kept")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import threading
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +22,7 @@ from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
+from megarl.observe.report import LAG_SHARES
 from megarl.response import Response
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
@@ -124,6 +127,12 @@ def files_of(state: TrainState) -> dict[str, bytes]:
     return {name: bytes(file) for name, file in state.files().items()}
 
 
+def written(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return {name: folder / name for name in files}
+
+
 class Loop:
     """The RL loop without models: what each step learns from."""
 
@@ -146,7 +155,7 @@ class Loop:
                 collected = source.next_batch()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
-                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
+                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
                 self.state.step += 1
                 source.settle(sync_follows=sync_follows)
                 self.state.learned += 1
@@ -181,12 +190,13 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> None:
+def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp_path: Path) -> None:
+    """And from copies of them in memory."""
     straight = make(*MODES[mode]).run()
     for step, (progress, files) in enumerate(straight.saved):
         loop = make(*MODES[mode])
         loop.state.restore(progress)
-        loop.state.restore_files(files)
+        loop.state.restore_files(written(files, tmp_path) if step % 2 else files)
         loop.engines.version = step
         loop.run()
         assert loop.names() == straight.names()[step:]
@@ -247,6 +257,23 @@ def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_writt
         assert set(written) == set(whole_file) and all(np.array_equal(written[name], whole_file[name]) for name in written)
 
 
+def test_a_checkpoint_s_responses_are_read_back_one_by_one(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the object store has taken a response, the driver holds nothing of it."""
+    loop = make(*MODES["ahead"]).run(2)
+    large = [np.zeros((1 << 20, len(stage), 1), np.uint8) for stage in STAGES]
+    groups = [replace(group, responses=[replace(one, experts=[large]) for one in group.responses]) for group in loop.state.ahead.groups]
+    path = tmp_path / "file.npz"
+    size = write_file(path, in_flight.dump(Collected(groups), STAGES)).size
+    monkeypatch.setattr(in_flight, "ray", SimpleNamespace(put=lambda _: None))
+    tracemalloc.start()
+    try:
+        loaded = in_flight.load(path, PROMPTS, STAGES)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(loaded.groups) == 4 and size > 8 * 3 << 20 and most < size / 2
+
+
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
     """Of a run that is cut off what was done is kept, and what was not begins again."""
     free = ("rollout.mode=free", "rollout.max_lag=2")
@@ -286,6 +313,28 @@ def test_each_mode_has_its_lag(make: Any) -> None:
     assert any(lag["rollout/lag_mixed"] > 0 for lag in budget.lags)
     places = [[group.place for group in done.groups] for done in ahead.learned]
     assert places == [[group.place for group in done.groups] for done in sync.learned], "the same prompts in the same steps"
+
+
+def shares(lag: dict[str, float]) -> dict[int, float]:
+    return {int(name.rpartition("_")[2]): value for name, value in lag.items() if "_share_from_" in name}
+
+
+def test_the_share_of_tokens_of_each_lag_is_told(make: Any) -> None:
+    sync, ahead, budget = (make(*MODES[mode]).run() for mode in ("sync", "ahead", "budget"))
+    assert [shares(lag) for lag in sync.lags] == [{}] * STEPS
+    assert [shares(lag) for lag in ahead.lags] == [{1: 0.0}, *[{1: 1.0}] * (STEPS - 1)]
+    assert all(set(shares(lag)) == {1, 2, 4} and sum(shares(lag).values()) <= 1 for lag in budget.lags)
+    assert max(share for lag in budget.lags for share in shares(lag).values()) > 0
+
+    def response(length: int, *spans: tuple[int, int]) -> Response:
+        return Response(0, "", 3, length, length, True, None, 0, weight_versions=[VersionSpan(*span) for span in spans])
+
+    several, one = response(10, (0, 3), (4, 7), (9, 8)), response(6, (0, 5))  # with two frozen steps lags of 5, 1 and 0, and of 3
+    told = scalars(lag_metrics([several, one], learned=6, frozen=2, most=8))
+    assert shares(told) == {1: 5 / 16, 2: 6 / 16, 4: 4 / 16, 8: 0.0}
+    assert (told["rollout/lag_mean"], told["rollout/lag_max"]) == ((4 * 5 + 5 * 1 + 6 * 3) / 16, 5)
+    largest = make("rollout.mode=free", "rollout.max_lag=1024").ctx.config.rollout.most_lag
+    assert [name for name in scalars(lag_metrics([one], 6, 0, largest)) if "_share_" in name] == list(LAG_SHARES), "the report shows all"
 
 
 def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: Any) -> None:
