@@ -8,15 +8,16 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
-from megarl.checkpoints.files import read_record, write_file
+from megarl.checkpoints.files import LargeContent, read_record, write_file
 from megarl.cluster.actor_group import WorkerDied
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
@@ -27,6 +28,7 @@ from megarl.response import Response
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
 from megarl.rollout.parts import added, whole
+from megarl.shared_memory import MemoryFile
 from megarl.stages import in_flight
 from megarl.stages.rollout import Collected
 from megarl.stages.rollout_metrics import lag_metrics
@@ -124,13 +126,27 @@ class Reward:
 
 
 def files_of(state: TrainState) -> dict[str, bytes]:
-    return {name: bytes(file) for name, file in state.files().items()}
+    return {name: content_of(file) for name, file in state.files().items()}
+
+
+def content_of(file: LargeContent) -> bytes:
+    held = io.BytesIO()
+    file.write(held)
+    return held.getvalue()
 
 
 def written(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return {name: folder / name for name in files}
+
+
+def copied(files: dict[str, bytes]) -> dict[str, MemoryFile]:
+    return {name: MemoryFile(partial(_write, data)) for name, data in files.items()}
+
+
+def _write(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
 
 
 class Loop:
@@ -196,7 +212,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp
     for step, (progress, files) in enumerate(straight.saved):
         loop = make(*MODES[mode])
         loop.state.restore(progress)
-        loop.state.restore_files(written(files, tmp_path) if step % 2 else files)
+        loop.state.restore_files(written(files, tmp_path) if step % 2 else copied(files))
         loop.engines.version = step
         loop.run()
         assert loop.names() == straight.names()[step:]
@@ -213,7 +229,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
-    other.restore_files(files_of(loop.state))
+    other.restore_files(copied(files_of(loop.state)))
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
@@ -229,7 +245,7 @@ def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -
     file = io.BytesIO()
     np.savez(file, **older)
     other = TrainState(loop.ctx.config, PROMPTS, STAGES)
-    other.restore_files({"ahead.rest.npz": file.getvalue()})
+    other.restore_files(copied({"ahead.rest.npz": file.getvalue()}))
     both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
     assert any(one.before for one in both[0])
     for one, again in zip(*both, strict=True):
@@ -253,7 +269,7 @@ def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_writt
     record = write_file(tmp_path / "file.npz", file)
     assert sum(fetched) == 4 * N * 3 and max(fetched) == 2 * N, "a payload and the experts of two stages"
     assert record == read_record(tmp_path / "file.npz")
-    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(bytes(file))) as whole_file:
+    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(content_of(file))) as whole_file:
         assert set(written) == set(whole_file) and all(np.array_equal(written[name], whole_file[name]) for name in written)
 
 
@@ -281,7 +297,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> N
     progress, files = loop.saved[-1]
     again = make(*free)
     again.state.restore(progress)
-    again.state.restore_files(files)
+    again.state.restore_files(copied(files))
     again.engines.version = 2
     again.run()
     for one in (loop, again):
