@@ -243,10 +243,16 @@ def _scored_by_gym(reward: RewardSettings) -> bool:
 
 
 def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
-    """ConfigError where experts are to be replayed in a model that has none, or whose routers cannot be followed."""
-    if config.routing.replay == "off" and not config.routing.critic:
-        return
+    """ConfigError where experts are to be replayed in a model that has none, or compared or replayed where routers cannot be followed."""
     critic, megatron = config.critic if config.routing.critic else None, config.model.megatron
+    sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
+    if config.routing.replay == "off" and not config.routing.critic:
+        if config.routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
+            name = "moe_router_load_balancing_type" if sinkhorn else "moe_router_fusion"
+            raise ConfigError(
+                f"routing.sample={config.routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
+            )
+        return
     replayed = [] if config.routing.replay == "off" else [(f"routing.replay={config.routing.replay}", "model.path", config.model.path, hf)]
     if critic is not None:
         own = ("model.path", config.model.path) if critic.path is None else ("critic.path", critic.path)
@@ -258,7 +264,7 @@ def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
     for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
         if megatron.get(name):
             raise ConfigError(f"{key}: model.megatron.{name}={megatron[name]!r}: experts are chosen, or dropped, where no replay reaches")
-    if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", "")):
+    if sinkhorn:
         raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
 
 
