@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from megarl.algorithms.blocks import Shown, blocks
+from megarl.algorithms.blocks import LossStats, blocks
 from megarl.algorithms.correction import Correction
 from megarl.algorithms.kl import KlToReference
 from megarl.algorithms.ops import Aggregation, Average, Block, SumOver, Term, attach, log_ratio, token_weights
@@ -153,9 +153,11 @@ class PolicyAlgorithm(KlToReference):
         mean = {name: Average(total, tokens) for name, total in shown.totals.items()}
         return Loss(loss_T, mean=mean | shown.averages, peak=shown.peaks)
 
-    def _detached(self, lp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> tuple[Tensor, Tensor, Shown]:
+    def _detached(
+        self, lp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float
+    ) -> tuple[Tensor, Tensor, LossStats]:
         """Value and slope of all of the loss but the entropy, 0 at masked entries."""
-        value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), Shown()
+        value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), LossStats()
         mean_N = self._sequence_means(lp_T, batch, sum_over)
         for here, part in blocks(batch):
             d_T = log_ratio(lp_T[here], part.extra_T["old_logp"], part)
@@ -170,7 +172,7 @@ class PolicyAlgorithm(KlToReference):
             shown.add({"actor/entropy": torch.where(part.mask_T, entropy_T[here], zero).sum()})
         return value_T, slope_T, shown
 
-    def _corrected(self, lp_T: Tensor, d_T: Tensor, mean_N: Tensor | None, part: Batch, shown: Shown) -> Term:
+    def _corrected(self, lp_T: Tensor, d_T: Tensor, mean_N: Tensor | None, part: Batch, shown: LossStats) -> Term:
         """The policy's term times the correction's weights."""
         mean_T = None if mean_N is None else part.spread(mean_N).masked_fill_(~part.mask_T, 0.0)
         term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], mean_T))

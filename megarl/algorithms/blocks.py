@@ -36,7 +36,7 @@ def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class LossStats:
     """What a loss shows of its loss tokens, gathered block by block, all 0-dim: `totals` of means over tokens, `averages`, `peaks`."""
 
     totals: dict[str, Tensor] = field(default_factory=dict)

