@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +53,8 @@ def parts_alone(package: str) -> Iterator[None]:
     stand_in = ModuleType(package)
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
     if "." not in package:
+        from importlib.metadata import version  # takes longer than all else that a scoring process imports
+
         vars(stand_in)["__version__"] = version(package)
     sys.modules[package] = stand_in
     try:

@@ -2,8 +2,8 @@
 
 For each seed three short GRPO runs of a tiny mixture of experts, one after the other: routing.replay off, r2, r3. The engines sample in
 bfloat16, and the routers' weights get noise on their way to them: a jitter that makes them choose other experts than the trainer, which
-trains in float32. Shown: the share of choices that differ, the KL and the gap of the log-probs between engine and trainer, the alarms, the
-seconds of a step without rollout and start, and the memory of a model rank.
+trains in float32. Shown: the share of choices that differ, the KL and the gap of the log-probs between engine and trainer, the memory of a
+model rank, and the alarms.
 
 What it costs is measured apart, on one rank and one batch: old log-probs and update, rounds of off, r2 and r3 in turn, CPU seconds. The
 experts that are replayed are those that the routers choose anyway, so the models' own work is the same. `--write` puts the table and the
@@ -88,7 +88,7 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """What a run's metrics say: means over its steps, medians of its times."""
+    """What a run's metrics say: means over its steps."""
     rows = [row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()) if "routing/rollout_changed_frac" in row]
     summary = json.loads((directory / "summary.json").read_text())
 
@@ -100,7 +100,6 @@ def measured(directory: Path) -> dict[str, Any]:
         "tokens": mean("routing/rollout_changed_tokens"),
         "kl": mean("rollout_corr/k3_kl"),
         "gap": mean("training/logprob_gap_mean"),
-        "seconds": statistics.median(row["timing_s/old_logp"] + row["timing_s/update"] for row in rows[1:]),
         "memory": summary["peak_rss_mb"]["model_worker"],
         "alarms": ", ".join(sorted(summary["alarms"])) or "none",
     }
@@ -109,11 +108,11 @@ def measured(directory: Path) -> dict[str, Any]:
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     """In Markdown."""
     names = ["seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs"]
-    names += ["old log-probs and update, s", "memory of a rank, MB", "alarms"]
+    names += ["memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for (seed, replay), found in results.items():
         cells = [seed, replay, f"{found['choices']:.1%}", f"{found['tokens']:.0%}", f"{found['kl']:.2e}", f"{found['gap']:.4f}"]
-        cells += [f"{found['seconds']:.3f}", f"{found['memory']:.0f}", found["alarms"].replace("_", " ")]
+        cells += [f"{found['memory']:.0f}", found["alarms"].replace("_", " ")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

@@ -5,9 +5,14 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:?a directory to work in, such as runs/own}
+[[ ! -e $out ]] || { echo "hour: error: $out is there already: name another directory" >&2; exit 2; }
+command -v megarl >/dev/null || PATH=$here/../../.venv/bin:$PATH
+command -v megarl >/dev/null || { echo "hour: error: no megarl: bash tools/setup.sh makes it" >&2; exit 2; }
 
 python "$here/make.py" "$out"
 cp "$here/my_reward.py" "$here/eval.yaml" "$out"
+PS4=$'\n$ ' # each command is shown before it runs
+set -x
 cd "$out"
 
 megarl init tiny talks.jsonl --cpu --out sft.yaml

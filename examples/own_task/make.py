@@ -30,7 +30,9 @@ def make_model(out: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of a model that is written in no time
     letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, merges=[]))
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
 from megarl.data.bounds import in_memory, in_time
-from megarl.imports import parts_alone, uncollected
+from megarl.imports import uncollected
+from megarl.light_transformers import light_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +40,8 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         if (path / "tokenizer.json").is_file():
-            # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import. The package
-            # itself reads the source of 1,500 models first (its __init__.py, define_import_structure), for half a second.
-            with uncollected(), parts_alone("transformers"):
+            # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import.
+            with uncollected(), light_transformers():
                 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)

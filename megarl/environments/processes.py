@@ -113,6 +113,11 @@ class ProcessEpisode:
             await self._host.ask(self, ("close", self.number))
 
 
+def code_of(source: Any) -> list[str]:
+    """The module of one's own that a process of `environment.source` imports."""
+    return [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
+
+
 class _Gone(Exception):
     """A process has to be ended, or has ended, with the reason."""
 
@@ -122,9 +127,8 @@ class _Process:
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         source = settings.source
-        code = [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
         self._step_s = settings.step_s
-        self._sandboxed = SandboxedProcess("megarl.environments.worker", settings.sandbox, code)
+        self._sandboxed = SandboxedProcess("megarl.environments.worker", settings.sandbox, code_of(source))
         self._send((source.model_dump(), settings.step_s))
 
     def wait_ready(self) -> None:

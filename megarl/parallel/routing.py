@@ -80,8 +80,11 @@ class RoutingPass:
         return [layer for layers in self._layers.values() for layer in layers]
 
     @contextmanager
-    def micro_batch(self, index: int, chunk: Any, batch: Batch, packed: Packed, *, backward: bool) -> Iterator[None]:
-        """Around the forward of one chunk on one micro-batch. What a backward computes again comes after it."""
+    def micro_batch(self, index: int, chunk: Any, batch: Batch, packed: Packed, *, backward: bool, keep: bool = True) -> Iterator[None]:
+        """Around the forward of one chunk on one micro-batch. What a backward computes again comes after it.
+
+        Without `keep` it is not among those that were given, and nothing of it is recorded.
+        """
         layers = self._layers[chunk]
         entry_T, row_T, rows = self._shard(packed)
         seen_2T = self._seen.setdefault(index, torch.zeros(2, len(batch), dtype=torch.bool))
@@ -104,7 +107,7 @@ class RoutingPass:
             moved_R = torch.stack([layer.moved_R for layer in layers]).any(0).cpu()
             known_R = torch.stack([layer.known_R for layer in layers]).any(0).cpu()
             seen_2T[:, entry_T] |= torch.stack([moved_R, known_R])[:, row_T]
-        if layers and (self._record == "all" or (self._record == "known" and experts_TLK is not None)):
+        if keep and layers and (self._record == "all" or (self._record == "known" and experts_TLK is not None)):
             chosen_RLK = torch.stack([layer.chosen_RK for layer in layers], 1).to(torch.int16).cpu()
             if self._record == "known":
                 chosen_RLK[~known_R] = -1

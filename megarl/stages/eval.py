@@ -106,6 +106,7 @@ def run_eval(config: EvalConfig) -> None:
     with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
         with run.phase("start"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
+        engines.note_sandbox(run.note)
         evaluate("eval", sets, engines, scorers.rewards()[1], run, config.seed)
         counts = {one.name: len(one.prompts) for one in sets}
         content = {"model": str(config.model.path), "prompts": sum(counts.values()), **rates(run.evaluations["eval"].results)}

@@ -126,6 +126,14 @@ class Engines:
         assert self.starter is not None
         return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 
+    def note_sandbox(self, note: Callable[[str], object]) -> None:
+        """Notes how far the environment's processes are shut in where the engines are. ConfigError where that is less than is asked for."""
+        if self.playing is not None:
+            said = self.group.call("guarantee", self.playing.environment, timeout_s=PING_S)
+            for guarantee in dict.fromkeys(said):
+                if guarantee is not None:
+                    note(f"the environment runs in a sandbox: {guarantee}")
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
         """The responses to every prompt, in the order of the prompts."""
         self.take_turn()

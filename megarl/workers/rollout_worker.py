@@ -16,7 +16,7 @@ from megarl.batch import Sample
 from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
-from megarl.environments.hosts import Host, open_host
+from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.response import Episode, Response
@@ -141,6 +141,10 @@ class RolloutWorker:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
         self._responder = Responder(self._engine, settings.timeout_s)
+
+    async def guarantee(self, environment: EnvironmentSettings) -> str | None:
+        """`megarl.environments.hosts.guarantee`, of this machine."""
+        return guarantee(environment)
 
     async def respond(
         self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None

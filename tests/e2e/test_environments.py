@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from megarl.sandbox.level import level
 from tests.e2e.job import Job, assert_same_step
 from tests.e2e.lab import Lab
 
@@ -19,11 +22,14 @@ GAME = (
 )
 
 
-def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_episode(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_episode(
+    lab: Lab, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The log-prob gap of whole conversations is that of single responses; no replayed expert is missing."""
     jobs = []
     for name, layout in (("one", ()), ("two", ("layout.ranks=2", "layout.cp=2"))):
         jobs.append(lab.run(Job(tmp_path / name, tiny_model, (*GAME, *layout))))
+    assert capsys.readouterr().err.count(f"job: the environment runs in a sandbox: {level()} (") == 2
     one, two = jobs
     assert_same_step(two, one)
     first, again = one.steps()[0], two.steps()[0]

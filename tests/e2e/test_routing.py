@@ -16,7 +16,7 @@ from tools.bench_routing import jittered_sync
 from tools.make_tiny_model import build
 
 SHORT = ("train.steps=3", "algorithm={type: grpo}")
-JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4")
+JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4", "train.old_logp=forward")
 
 
 def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path) -> None:

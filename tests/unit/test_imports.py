@@ -6,12 +6,14 @@ import gc
 import importlib
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from megarl import imports
+from megarl import light_transformers
 from megarl.imports import parts_alone, uncollected
+from megarl.light_transformers import Distributions
 
 
 def test_the_collector_rests_and_leaves_alone_what_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,7 @@ def test_a_module_comes_without_its_package(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "heavy_package/__init__.py").write_text("from heavy_package.part import VERSION, Kind\nwhole = True")
     (tmp_path / "heavy_package/part.py").write_text("from heavy_package import __version__ as VERSION\nclass Kind: ...")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(imports, "version", {"heavy_package": "1.2"}.__getitem__)
+    monkeypatch.setattr(metadata, "version", {"heavy_package": "1.2"}.__getitem__)
     with parts_alone("heavy_package"):
         part = importlib.import_module("heavy_package.part")
     assert part.VERSION == "1.2" and "heavy_package" not in sys.modules
@@ -50,6 +52,27 @@ def test_a_module_comes_without_its_package(tmp_path: Path, monkeypatch: pytest.
     assert package.whole and package.Kind is part.Kind
     with parts_alone("heavy_package"):
         assert sys.modules["heavy_package"] is package
+
+
+def test_distributions_are_those_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, found = metadata.packages_distributions(), Distributions()
+    monkeypatch.setattr(light_transformers, "_of_all", lambda: pytest.fail("the files of all distributions are read"))
+    assert found.get("torch") == whole["torch"] == ["torch"]
+    monkeypatch.setattr(light_transformers, "_of_all", lambda: whole)
+    assert found["yaml"] == whole["yaml"] == ["PyYAML"] and found.get("no_such_package", []) == [] and dict(found).keys() == whole.keys()
+
+
+def test_transformers_asks_for_no_more_when_it_is_imported() -> None:
+    code = """
+from megarl import light_transformers
+light_transformers._of_all = None
+with light_transformers.light_transformers():
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+    from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
+print(type(PACKAGE_DISTRIBUTION_MAPPING).__name__, light_transformers.metadata.packages_distributions.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "Distributions packages_distributions\n"
 
 
 ALONE = """

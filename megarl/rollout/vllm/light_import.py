@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.imports import parts_alone
+from megarl.light_transformers import light_transformers
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
@@ -78,7 +78,7 @@ def light_import() -> Iterator[None]:
 @contextmanager
 def _folders_read_once() -> Iterator[None]:
     """transformers looks for names in its thousand files of models (__init__.py:814), and a second time (models/__init__.py:552)."""
-    with parts_alone("transformers"):
+    with light_transformers():
         from transformers.utils import import_utils
     read = import_utils.create_import_structure_from_path
     with patch.object(import_utils, "create_import_structure_from_path", cache(read)):

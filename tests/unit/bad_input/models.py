@@ -116,6 +116,18 @@ TABLE = [
         r"^routing\.replay=r3: model\.megatron\.moe_router_load_balancing_type=sinkhorn ",
     ),
     Case(
+        "a sample of the experts of fused routers",
+        "train",
+        given(f"{ROUTERS}router_fusion=true"),
+        r"^routing\.sample=0\.01: model\.megatron\.moe_router_fusion=True: no experts can be compared; give 0$",
+    ),
+    Case(
+        "a sample of a choice for the batch",
+        "train",
+        given(f"{ROUTERS}router_load_balancing_type=sinkhorn"),
+        r"^routing\.sample=0\.01: model\.megatron\.moe_router_load_balancing_type='sinkhorn': ",
+    ),
+    Case(
         "the engine's experts for a reference, without them",
         "train",
         given("routing={replay: r2, reference: true}", "algorithm.kl_coef=0.1"),

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
-from megarl.environments.hosts import open_host
+from megarl.environments.hosts import guarantee, open_host
 from megarl.environments.processes import ProcessHost
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
+from megarl.sandbox import process
+from megarl.sandbox.level import Level, level, meaning
 
 WORLDS = "tests.unit.environments.worlds"
 
@@ -35,6 +37,18 @@ async def episode(host: Any, seed: int, texts: list[str], task: dict[str, Any] |
         return [await one.reset(seed, task), *[await one.step(text, [1, 2], True) for text in texts]]
     finally:
         await one.close()
+
+
+def test_a_machine_says_how_far_environments_are_shut_in_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    game = settings("Counting")
+    http = EnvironmentSettings.model_validate({"source": {"type": "http", "url": "http://127.0.0.1:1"}})
+    assert guarantee(http) is None
+    for granted in (level(), Level.LIMITS):
+        monkeypatch.setattr(process, "level", lambda granted=granted: granted)
+        assert str(guarantee(game)).startswith(meaning(granted, network=False))
+    strict = game.model_copy(update={"sandbox": SandboxSettings(require="landlock")})
+    with pytest.raises(ConfigError, match=r"^environment\.sandbox\.require: landlock, and this machine grants limits only"):
+        guarantee(strict)
 
 
 ATTACKS = {

@@ -112,11 +112,11 @@ def tcp_listen(meta: dict[str, Any]) -> int:
 
 @hostile
 def udp_to_this_machine(meta: dict[str, Any]) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"hello", ("127.0.0.1", meta["udp_port"]))
-        except OSError:
-            return 0
+    except OSError:
+        pass
     return 0  # the test looks whether it came
 
 
@@ -128,6 +128,31 @@ def a_socket_in_the_file_tree(meta: dict[str, Any]) -> int:
 @hostile
 def an_abstract_socket(meta: dict[str, Any]) -> int:
     return _connects(socket.AF_UNIX, "\0" + meta["abstract"])
+
+
+@hostile
+def a_datagram_into_the_file_tree(meta: dict[str, Any]) -> int:
+    try:
+        one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # of which each end sends wherever it likes
+        return one.sendto(b"hello", meta["datagram_path"])
+    except OSError:
+        return 0
+
+
+@hostile
+def a_socket_to_the_hypervisor(meta: dict[str, Any]) -> int:
+    """It would lead out of any network namespace."""
+    try:
+        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM):
+            return 1
+    except OSError:
+        return 0
+
+
+@hostile
+def a_socket_by_another_call(meta: dict[str, Any]) -> int:
+    parameters = ctypes.create_string_buffer(120)
+    return int(ctypes.CDLL(None).syscall(425, 1, parameters) >= 0)  # io_uring_setup
 
 
 @hostile
@@ -162,10 +187,10 @@ def _writes(path: str) -> int:
 
 
 def _connects(family: int, address: Any) -> int:
-    with socket.socket(family, socket.SOCK_STREAM) as client:
-        client.settimeout(1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as client:
+            client.settimeout(1)
             client.connect(address)
-        except OSError:
-            return 0
+    except OSError:
+        return 0
     return 1

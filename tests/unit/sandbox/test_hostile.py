@@ -19,7 +19,8 @@ from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Request, Score
 from megarl.rewards.sources import check
 from megarl.sandbox import process
-from megarl.sandbox.level import Level, bubblewrap, level, readable
+from megarl.sandbox.level import Level, bubblewrap, level, meaning, readable
+from megarl.sandbox.sockets import filtered
 from tests.unit.sandbox.hostile import HOSTILE
 
 SECRET = "a-secret-of-the-run"
@@ -35,8 +36,10 @@ SECRETS = [
     *("environment", "environment_of_the_run", "environment_of_everybody", "memory_of_the_run", "trace_the_run", "home_directory"),
     *("home_directory_by_a_link", "home_directory_through_root", "home_directory_through_a_shell", "write_beside_the_run"),
     *("write_where_the_code_is", "remove_the_code", "mount_something", "become_root_again", "run_a_setuid_program", "tcp_to_this_machine"),
-    *("tcp_listen", "udp_to_this_machine", "a_socket_in_the_file_tree", "an_abstract_socket", "shared_memory_of_the_run", "kill_the_run"),
+    *("tcp_listen", "udp_to_this_machine", "a_socket_in_the_file_tree", "an_abstract_socket", "a_datagram_into_the_file_tree"),
+    *("a_socket_to_the_hypervisor", "a_socket_by_another_call", "shared_memory_of_the_run", "kill_the_run"),
 ]
+SOCKETS = [name for name in SECRETS if any(part in name for part in ("tcp", "udp", "socket", "datagram"))]
 EXPECTED: dict[str, tuple[float, Beginnings]] = {
     **dict.fromkeys(SECRETS, NOTHING),
     "end_at_once": (0, DIED + "exit status 3"),
@@ -106,6 +109,8 @@ def host(directory: Path) -> Iterator[dict[str, Any]]:
         udp.bind(("127.0.0.1", 0))
         udp.setblocking(False)
         places = {"unix_path": str(directory / "socket"), "abstract": f"megarl-test-{os.getpid()}"}
+        places["datagram_path"] = str(directory / "datagrams")
+        stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(places["datagram_path"])
         for address in (places["unix_path"], "\0" + places["abstract"]):
             server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             server.bind(address)
@@ -141,8 +146,7 @@ def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return asked
 
 
-# Landlock alone: of 6.18's ABI 7, UDP and sockets in the file tree are still open. Processes are counted by namespace or user.
-OPEN = {Level.LANDLOCK: {"udp_to_this_machine", "a_socket_in_the_file_tree", "a_fork_bomb"}, Level.NAMESPACES: set[str]()}
+OPEN = {Level.LANDLOCK: {"a_fork_bomb"}, Level.NAMESPACES: set[str]()}  # processes are counted by namespace or user
 
 
 def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
@@ -175,16 +179,17 @@ def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
 
 
 def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file to read, a variable, a directory to write."""
+    """A file to read, a variable, a directory to write, a loop of asyncio's, which has a pair of sockets."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "words.txt").write_text("right")
     code = tmp_path / "code"
     code.mkdir()
     (code / "needs_helper.py").write_text("WORD = 'x'\n")
     (code / "needs.py").write_text(
-        "import os, tempfile, needs_helper\n"
+        "import asyncio, os, tempfile, needs_helper\n"
         f"def f(response):\n    word = open({str(tmp_path / 'data' / 'words.txt')!r}).read()\n"
         "    with tempfile.TemporaryFile() as file:\n        file.write(b'x')\n"
+        "    asyncio.run(asyncio.sleep(0))\n"
         "    return float(response == word and os.environ['MEGARL_KEY'] == 'k' and 'MEGARL_OTHER' not in os.environ)\n"
     )
     monkeypatch.syspath_prepend(code)
@@ -207,7 +212,7 @@ def test_it_is_said_where_roots_processes_have_no_bound(tmp_path: Path) -> None:
         tmp_path.chmod(mode)
         sandbox = SandboxSettings(readable=[tmp_path])
         with ProcessScorer(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=sandbox)) as scorer:
-            assert scorer.guarantee == level().meaning + said
+            assert scorer.guarantee == meaning(level(), network=False) + said
 
 
 def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +225,26 @@ def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch
         assert scorer.score([Request("", "x", "", {}, True)]) == [Score(0.5)]
 
 
+@pytest.mark.parametrize("asked", [Level.LIMITS, Level.LANDLOCK], ids=str)
+def test_no_socket_is_made_where_there_are_no_namespaces(asked: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernel grants else: a process has no network of its own there."""
+    if asked > level() or not filtered():
+        pytest.skip("this kernel grants no such level, or no filter")
+    monkeypatch.setattr(process, "level", lambda: asked)
+    assert len(SOCKETS) >= 8
+    settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), workers=1)
+    with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
+        assert "no sockets" in scorer.guarantee
+        scores = scorer.score([Request("", name, "", meta, True) for name in SOCKETS])
+    assert dict(zip(SOCKETS, scores, strict=True)) == dict.fromkeys(SOCKETS, Score(0.0))
+
+
 def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(network=True))
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
-        [score] = scorer.score([Request("", "tcp_to_this_machine", "", meta, True)])
-    assert score.value == 1.0
+        scores = scorer.score([Request("", name, "", meta, True) for name in ("tcp_to_this_machine", "a_socket_to_the_hypervisor")])
+        said = scorer.guarantee
+    assert scores == [Score(1.0), Score(0.0)] and "no network" not in said and "no sockets" not in said
 
 
 def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
