@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,10 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, `step` first, flushed at once. JSON has no nan: a non-finite number is the string "nan", "inf" or "-inf"."""
+    """One JSON object a line, `step` first, flushed at once. JSON has no nan: a non-finite number is the string "nan", "inf" or "-inf".
+
+    `write` raises OSError, with the file's name, where a line does not reach the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -30,11 +34,15 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         row: dict[str, Any] = {"step": step}
         row |= {name: value if math.isfinite(value) else str(value) for name, value in sorted(values.items())}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a line of which `write` has told
+            self._file.close()
 
 
 def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:

@@ -351,3 +351,10 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig)
             run.failures(scores)
     with Run(config) as run:
         run.failures([broken, good])
+
+
+def test_a_line_of_metrics_that_does_not_reach_a_full_disk_is_told_with_the_file() -> None:
+    lines = JsonLines(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
+        lines.write(1, {"reward/mean": 0.5})
+    lines.close()
