@@ -92,7 +92,7 @@ def light_transformers() -> Iterator[None]:
     """For a block that imports modules of transformers: without its `__init__`, which reads the source of 1,500 models for half a second,
     and without the files of all distributions, which transformers/utils/import_utils.py:51 reads for 0.2 s and asks for torch's alone."""
     read: Any = metadata.packages_distributions
-    metadata.packages_distributions = Distributions  # type: ignore[assignment]
+    metadata.packages_distributions = Distributions
     try:
         with parts_alone("transformers"):
             yield
