@@ -15,7 +15,7 @@ from megarl.cli import VERBS
 from megarl.config import ConfigError, ConversationSource, FileSource, TrainConfig, load
 from megarl.data.conversations import load_conversations
 from megarl.data.files import find, read_rows
-from megarl.data.prompts import load_prompts
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:  # a process that only holds memory does without torch, which takes two seconds to import
     from torch import Tensor
@@ -50,6 +51,24 @@ class SharedMemory:
     def close(self) -> None:
         """Lets go of it; `memory` and views of `bytes_B` stay valid. Can be called twice."""
         self._close()
+
+
+class MemoryFile:
+    """A file in this machine's memory, without a name: a path for this process, which ends with this object.
+
+    Args:
+        write: gives it its content. OSError where there is no room.
+    """
+
+    def __init__(self, write: Callable[[BinaryIO], None]) -> None:
+        descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, descriptor)
+        self._path = f"/proc/self/fd/{descriptor}"
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            write(file)
+
+    def __fspath__(self) -> str:
+        return self._path
 
 
 def mapped(path: str, size: int) -> Tensor:

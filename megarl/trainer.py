@@ -101,7 +101,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     batch = collected.batch()
     run.keep(state.step + 1, collected.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
-    metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned)
+    metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens
         plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)

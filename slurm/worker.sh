@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Each further node of a job: worker.sh ALLOCATION PYTHON. It joins the driver's Ray session, and ends with it.
+# Each further node of a job: worker.sh ALLOCATION PYTHON LEFT. It joins the driver's Ray session, and ends with it.
 set -euo pipefail
-allocation=$1 python=$2
+allocation=$1 python=$2 left=$3 # how often the job may still be queued again
 ulimit -n "$(ulimit -Hn)"
 status=0
 "$python" -m megarl.cluster.join "$allocation" || status=$?
@@ -15,8 +15,14 @@ answer=$(timeout 5 bash -c ": <'/dev/tcp/$first/1'" 2>&1) || true
 for ((tries = 0; tries < 120; tries++)); do
     nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) || exit "$status"
     if [[ -n $nodes ]] && ! scontrol show hostnames "$nodes" | grep -qx "$first"; then
-        echo "megarl: $first, the first node, is lost: the job is queued again"
-        scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID" # of a chain: the next job goes on
+        if ((left > 0)); then
+            echo "megarl: $first, the first node, is lost: queued again"
+            # Of several nodes one comes first: for the others the job runs no more.
+            scontrol requeue "$SLURM_JOB_ID" || scancel --state=RUNNING "$SLURM_JOB_ID"
+        else
+            echo "megarl: $first, the first node, is lost: cancelled, for no restart is left (--max-restarts, or a chain)"
+            scancel "$SLURM_JOB_ID"
+        fi
         exit "$status"
     fi
     sleep 5

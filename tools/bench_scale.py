@@ -15,12 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow
 import ray
 import torch
+from pyarrow import parquet
 
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import MANIFEST, Manifest, encode, step_name, verify
 from megarl.cluster.actor_group import ActorGroup
+from megarl.config import FileSource
+from megarl.data.large import LargeFile
+from megarl.data.sources import load_prompts
 from megarl.models.families import family_of
 from megarl.models.hf import ShardWriter
 from megarl.shared_memory import mapped
@@ -30,9 +35,11 @@ from megarl.sync.send import Sender
 from megarl.sync.wire import Header, Name, unpack_stacks
 from megarl.workers.plan import split_step
 from tests.published_models import MODELS
+from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 
 GROWTH = 2.0
 WRITERS, PROMPT_TOKENS, CAPACITY = 2, 512, 16384  # files of each rank for a model; tokens
+PROMPTS = 512  # of a step
 
 
 class Job(NamedTuple):
@@ -40,9 +47,14 @@ class Job(NamedTuple):
     ranks: int
     data_parallel: int
     responses: int  # of a step
+    rows: int  # of the file of prompts
 
 
-JOBS = [Job("Qwen3-30B-A3B", 32, 8, 4096), Job("Qwen3-235B-A22B", 256, 16, 8192), Job("DeepSeek-V3", 1024, 64, 16384)]
+JOBS = [
+    Job("Qwen3-30B-A3B", 32, 8, 4096, 200_000),
+    Job("Qwen3-235B-A22B", 256, 16, 8192, 600_000),
+    Job("DeepSeek-V3", 1024, 64, 16384, 1_800_000),
+]
 
 
 class Cost(NamedTuple):
@@ -148,12 +160,30 @@ def hugging_face(job: Job) -> Cost:
         return Cost(len(flat), time.process_time() - begun)
 
 
+def prompts(job: Job) -> Cost:
+    """A file of prompts in DAPO's columns, from reading it to a step's draw."""
+    question, width = "What is the sum of 17 and 17? " * 8, 1000
+    row = {"prompt": [{"role": "user", "content": question}], "reward_model": {"ground_truth": "34"}, "data_source": "math_dapo"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.parquet"
+        table = pyarrow.concat_tables([pyarrow.Table.from_pylist([row] * width)] * (job.rows // width))
+        parquet.write_table(table.append_column("index", pyarrow.array(torch.randperm(job.rows).numpy())), path)
+        del table
+        tokenizer = fast_tokenizer(train_sentencepiece(seed=1))
+        begun = time.process_time()
+        read = load_prompts(FileSource(path=path), tokenizer, False, "{prompt}", 4096, "data.train")
+        assert isinstance(read, LargeFile) and len(read) == job.rows
+        assert all(read[place].answer == "34" for place in range(0, job.rows, job.rows // PROMPTS))
+        return Cost(job.rows, time.process_time() - begun)
+
+
 PARTS: dict[str, tuple[str, Callable[[Job], Cost]]] = {
     "weight sync": ("tensor", sync),
     "planner": ("response", planner),
     "plan to ranks": ("rank", driver),
     "manifest": ("file", manifests),
     "Hugging Face save": ("tensor", hugging_face),
+    "prompts": ("row", prompts),
 }
 
 

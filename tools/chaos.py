@@ -5,6 +5,8 @@
 Every run goes through its phases on the real stack while its processes are killed or stopped, or its disk is full or slow. What ends a run
 is followed by the same command again, as a scheduler would. At its end a run's weights and metrics are compared with those of the run of
 the same layout that nothing happened to; a difference is an error. The same seed breaks the same things in the same phases.
+
+Needs root, for the disk. With --write, the table of a whole run of the tool goes into megarl/cluster/README.md.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -29,20 +32,23 @@ import psutil
 from tests.e2e.comparing import numbers, weights
 from tests.e2e.job import EVERYTHING, ROOT, Job
 from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
+from tools.faulty_disk import SPEED, FaultyDisk, missing, mount_for_this_process_alone
 from tools.make_tiny_model import build
 
-STEPS, STILL_S, LIMIT_S = 24, 3, 300.0
+STEPS, STILL_S, LIMIT_S = 40, 3, 900.0  # which ends what hangs
 LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}",)}
 COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
-PER_RUN = 6  # faults
-FULL = 200_000  # bytes of a file that a full disk still takes: of a checkpoint's files none is so small
-SLOW = "import os, time\nfsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.2), fsync(file))[1]\n"  # of every process of a run
+PER_RUN = 12  # faults
+PAUSE_S = 3 * STILL_S  # of the driver
+PAGE = ROOT / "megarl" / "cluster" / "README.md"
+BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
 BEGUN, MENDED = re.compile(r"restart \d+ of cluster\.restarts="), re.compile(r"goes on after step (\d+): ")
+STEP = re.compile(r"step (\d+)/")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken: a process by a signal, or the disk for a rank."""
+    """What is broken: a process by a signal, or the disk of the run's directory."""
 
     victim: str
     number: signal.Signals | None = None
@@ -51,15 +57,20 @@ class Fault:
         return self.victim if self.number is None else f"{self.victim}, {self.number.name}"
 
 
+WORKER = "reward worker"
 PROCESSES = {"rank": "model rank", "actor": "rollout actor", "core": "vLLM core", "gcs_server": "GCS", "raylet": "raylet"}
 FAULTS = (
     *(Fault(name, number) for name in PROCESSES for number in (signal.SIGKILL, signal.SIGSTOP)),
     Fault("driver", signal.SIGKILL),
     Fault("driver", signal.SIGTERM),
-    Fault("reward worker", signal.SIGKILL),
-    Fault("reward worker", signal.SIGSTOP),
+    Fault("driver", signal.SIGSTOP),
+    Fault(WORKER, signal.SIGKILL),
+    Fault(WORKER, signal.SIGSTOP),
     Fault("full disk"),
+    Fault("slow disk"),
 )
+# Nobody has to mend these: a run waits for the disk, for a driver that goes on after PAUSE_S, and replaces a reward worker by the way.
+HARMLESS = (Fault("driver", signal.SIGSTOP), Fault(WORKER, signal.SIGKILL), Fault(WORKER, signal.SIGSTOP), Fault("slow disk"))
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Outcome:
     seen: float | None  # None: nobody had to
     mended: float
     lost: int  # steps that were done again
-    ended: bool  # the run had to be started again
+    ended: str = ""  # the last line of the run, where it had to be started again
 
 
 def draw(count: int, random: np.random.Generator) -> Iterator[tuple[Fault, Phase]]:
@@ -87,8 +98,8 @@ def draw(count: int, random: np.random.Generator) -> Iterator[tuple[Fault, Phase
 class Run:
     """One run that is broken again and again, and started again where that ends it."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, disk: FaultyDisk) -> None:
+        self.job, self._disk = job, disk
         self._start()
 
     def _start(self) -> None:
@@ -97,7 +108,7 @@ class Run:
     def broken(self, fault: Fault, phase: Phase, wait: int) -> Outcome | None:
         """Waits for so many steps, and for the phase, breaks something and waits until the run goes on; None where it had ended before."""
         job, begin = self.job, done(self.job)
-        if begin + wait >= STEPS - 1:
+        if begin + wait > STEPS - 5:  # what is broken must have become whole by the end
             return None
         job.wait_for("a step", lambda: done(job) >= begin + wait, 0.01)
         processes = Processes.of(job)
@@ -112,31 +123,35 @@ class Run:
             if seen is None and BEGUN.search(news):
                 seen = now
             if mended := MENDED.search(news):
-                return Outcome(fault, phase, seen, now, before - int(mended[1]), ended=False)
-            if fault.victim == "reward worker" and done(job) > before:
-                return Outcome(fault, phase, None, now, 0, ended=False)
+                return Outcome(fault, phase, seen, now, before - int(mended[1]))
+            if fault in HARMLESS and done(job) > before + 1:  # a step that began after it
+                return Outcome(fault, phase, None, now, 0)
             assert now < LIMIT_S, f"{fault} in {phase}: nothing has happened:\n{news[-3000:]}"
             time.sleep(0.01)
         seen = time.monotonic() - begun
         assert job.process.returncode != 0 and job.gone(), f"{fault} in {phase}: ended with {job.process.returncode}:\n{job.text()[-3000:]}"
+        self._disk.mend()
+        last = (job.text().splitlines() or ["nothing"])[-1]
         self._start()
-        rows = len(job.rows())
-        job.wait_for("a row", lambda: len(job.rows()) > rows or done(job) > before, 0.01)
-        kept = int(re.findall(r"step (\d+)/", job.text())[0]) - 1
-        return Outcome(fault, phase, seen, time.monotonic() - begun, max(0, before - kept), ended=True)
+        job.wait_for("a step", lambda: STEP.search(job.text()) is not None, 0.01)
+        kept = int(STEP.findall(job.text())[0]) - 1
+        return Outcome(fault, phase, seen, time.monotonic() - begun, max(0, before - kept), last)
 
     def _break(self, fault: Fault, processes: Processes) -> None:
         if fault.number is None:
-            resource.prlimit(processes.rank, resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
+            (self._disk.fill if fault.victim == "full disk" else self._disk.slow_down)()
             return
         if fault.victim in ("driver", "rank", "actor", "core"):
             pid = int(getattr(processes, fault.victim))
-        elif fault.victim == "reward worker":  # in its sandbox, it has nothing of the job's environment
+        elif fault.victim == WORKER:  # in its sandbox, it has nothing of the job's environment
             below = psutil.Process(self.job.process.pid).children(recursive=True)
             pid = [one.pid for one in below if "megarl.rewards.worker" in title(one.pid)][-1]
         else:
             [pid] = [pid for pid in self.job.pids() if Path(title(pid).split("\0")[0]).name == fault.victim]
         os.kill(pid, fault.number)
+        if fault == Fault("driver", signal.SIGSTOP):
+            time.sleep(PAUSE_S)
+            os.kill(pid, signal.SIGCONT)
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -166,41 +181,63 @@ def main() -> int:
     asked.add_argument("--faults", type=int, default=100)
     asked.add_argument("--seed", type=int, default=1)
     asked.add_argument("--out", type=Path, required=True)
+    asked.add_argument("--write", action="store_true", help="put the table into megarl/cluster/README.md")
     given = asked.parse_args()
+    if why := missing():
+        asked.error(why)
+    mount_for_this_process_alone()
     random, out = np.random.default_rng(given.seed), given.out
-    (out / "slow").mkdir(parents=True)
-    (out / "slow" / "sitecustomize.py").write_text(SLOW)
+    out.mkdir(parents=True)
     build(out / "model", layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)
     straight = cache(lambda layout: Job(out / f"straight {layout}", out / "model", (*COMMON, *LAYOUTS[layout])).run())
-    plan, outcomes, number = list(draw(given.faults, random)), list[Outcome](), 0
+    plan, outcomes, loads, number = list(draw(given.faults, random)), list[Outcome](), list[float](), 0
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     try:
         while plan:
             number += 1
-            layout, rolling, slow = list(LAYOUTS)[number % len(LAYOUTS)], ("off", "local")[number // 2 % 2], number % 3 == 0
+            layout, rolling = list(LAYOUTS)[number % len(LAYOUTS)], ("off", "local")[number // 2 % 2]
             job = Job(out / f"{number:03d}", out / "model", (*COMMON, *LAYOUTS[layout], f"save.rolling={rolling}"))
-            job.environment = {"PYTHONPATH": f"{out / 'slow'}:{ROOT}"} if slow else {}
-            print(f"{number}: {layout}, save.rolling={rolling}{', every fsync takes 0.2 s' if slow else ''}", flush=True)
-            for outcome in broken(job, plan, random):
-                plan.pop(0)
-                outcomes.append(outcome)
-                seen = "" if outcome.seen is None else f"seen after {outcome.seen:.1f} s, "
-                mended = f"goes on after {outcome.mended:.1f} s, {outcome.lost} steps done again"
-                print(f"{number}: {outcome.fault} in {outcome.phase}: {seen}{mended}", flush=True)
-            assert_same(job, straight(layout))
-            print(f"{number}: the weights and {len(job.rows())} rows are those of the run that nothing happened to", flush=True)
+            print(f"{number}: {layout}, save.rolling={rolling}", flush=True)
+            disk = FaultyDisk(job.runs / "job")
+            try:
+                for outcome in broken(job, disk, plan, random):
+                    plan.pop(0)
+                    outcomes.append(outcome)
+                    loads.append(os.getloadavg()[0])
+                    seen = "" if outcome.seen is None else f"seen after {outcome.seen:.1f} s, "
+                    mended = f"goes on after {outcome.mended:.1f} s, {outcome.lost} steps done again"
+                    ended = f", after it had ended with: {outcome.ended}" if outcome.ended else ""
+                    print(f"{number}: {outcome.fault} in {outcome.phase}: {seen}{mended}{ended}", flush=True)
+                assert_same(job, straight(layout))
+            finally:
+                disk.close()
+            disk.image.unlink()
+            print(f"{number}: the weights and rows are those of the run that nothing happened to", flush=True)
     finally:
         print("\n".join(table(outcomes)))
+    if given.write:
+        took = f"{date.today()}, commit {commit}, {os.cpu_count()} cores with a load of {min(loads):.0f} to {max(loads):.0f}"
+        how = f"`cluster.still_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s"
+        write(f"{len(outcomes)} faults in {number} runs (seed {given.seed}; {took}; {how}); medians, the largest in brackets:", outcomes)
     return 0
 
 
-def broken(job: Job, plan: Sequence[tuple[Fault, Phase]], random: np.random.Generator) -> Iterator[Outcome]:
+def write(title: str, outcomes: Sequence[Outcome]) -> None:
+    """Puts the table into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text("\n".join([before + BEGIN, title, "", *table(outcomes), "", END]) + after)
+
+
+def broken(job: Job, disk: FaultyDisk, plan: Sequence[tuple[Fault, Phase]], random: np.random.Generator) -> Iterator[Outcome]:
     """Runs a job to its end, and breaks it meanwhile: PER_RUN times at most, in what is first in the plan whenever it looks."""
     try:
-        run = Run(job)
+        run = Run(job, disk)
         for _ in range(PER_RUN):
             outcome = run.broken(*plan[0], int(random.integers(1, 3))) if plan else None
             if outcome is None:
                 break
+            disk.mend()
             yield outcome
         assert job.finish(LIMIT_S) == 0, job.text()[-3000:]
         assert job.gone(), "a process is left"

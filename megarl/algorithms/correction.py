@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from megarl.algorithms.ops import SumOver, log_ratio
+from megarl.algorithms.settings import Settings
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
@@ -27,11 +28,7 @@ BOUND = 20.0  # of a log ratio: exp(20) = 5e8
 Level = Literal["token", "sequence", "geometric"]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-
-
-class Rejection(_Settings):
+class Rejection(Settings):
     """Drops tokens, or sequences, whose divergence is out of bounds (verl's `rollout_rs`, slime's `rs`).
 
     k1: the ratio exp(g) leaves [lo, hi]; k2: g^2 / 2 > hi; k3: exp(g) - 1 - g > hi. `over` says of what: a token, which is dropped alone;
@@ -77,7 +74,7 @@ class Rejection(_Settings):
         return batch.spread(batch.sequence_sum((~inside_T).double()) == 0)
 
 
-class _Correction(_Settings):
+class _Correction(Settings):
     reject: list[Rejection] = []
     """Tokens or sequences that are dropped."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None

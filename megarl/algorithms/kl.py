@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from megarl.algorithms.ops import Term, bounded_ratio, log_ratio
+from megarl.algorithms.settings import Settings
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
@@ -17,10 +18,8 @@ KlKind = Literal["k1", "k2", "k3"]
 SLOWEST = 0.1  # of the adaptive coefficient in one step: 1 - 0.2 responses / horizon is 0 from 5 horizons on, and 0 stays 0
 
 
-class KlToReference(BaseModel):
+class KlToReference(Settings):
     """The settings of an algorithm's KL to the reference, and what follows from them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference; above 0 a frozen reference is kept."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import Average, SumOver, attach, log_ratio
+from megarl.algorithms.settings import Settings
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
@@ -27,10 +26,8 @@ class Side:
     count_P: Tensor  # its loss tokens, in the dtype of the others
 
 
-class PairLoss(BaseModel):
+class PairLoss(Settings):
     """A preference loss: its settings, and a formula of both sides of the pairs that autograd differentiates."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     name: ClassVar[str] = "dpo"  # the stage's: its metrics are compared, drawn and promised by it
     head: ClassVar[Literal["lm", "value"]] = "lm"

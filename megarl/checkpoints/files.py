@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 _CHUNK = 4 << 20  # bytes read at a time
 
@@ -80,12 +80,8 @@ class HashedFile:
 class LargeContent(Protocol):
     """Content of a file that is too large to be in memory at once."""
 
-    def write(self, file: HashedFile, /) -> None:
-        """Writes all of it."""
-
-    def __bytes__(self) -> bytes:
-        """The same."""
-        ...
+    def write(self, file: HashedFile | BinaryIO, /) -> None:
+        """Writes all of it into a file that need not be seekable."""
 
 
 Content = bytes | LargeContent

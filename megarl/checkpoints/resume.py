@@ -14,7 +14,8 @@ MAY_DIFFER = (
     *("layout", "placement", "model.recompute", "*.micro_batch_tokens", "sync"),
     *("rollout.replicas", "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction", "rollout.timeout_s"),
     *("reward.workers", "reward.timeout_s", "reward.source.url", "reward.source.token_env", "reward.source.batch_size"),
-    *("environment.workers", "environment.source.url", "environment.source.token_env", "environment.source.connections"),
+    *("environment.workers", "environment.max_concurrent"),
+    *("environment.source.url", "environment.source.token_env", "environment.source.connections"),
     *("reward.source.timeout_s", "reward.source.attempts", "reward.source.backoff_s", "reward.source.deadline_s"),
     # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
     *(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 LINKS_S = 120.0  # for what ranks do together once their processes are there
 SHOWN = 200  # characters of what a test failed with
+
+Link = tuple[str, str]  # two nodes
 
 
 def reach(
@@ -47,11 +51,11 @@ def reach(
         broken = _broken(names, nodes, gpus, timeout_s)
         if not broken:
             raise
-        alone = cut_off(names, broken)
-        good = [name for name in names if name not in alone]
-        if not alone or names[0] in alone or len(good) < needed:
-            raise TooFewNodes(f"not all nodes reach each other ({reason})", alone or _ends(broken)) from error
-    return _measured([nodes[name] for name in good], per_node, gpus, timeout_s), alone
+        bad = to_blame(names, broken, partial(_unreached, nodes=nodes, gpus=gpus, timeout_s=timeout_s))
+        good = [name for name in names if name not in bad]
+        if names[0] in bad or len(good) < needed:
+            raise TooFewNodes(f"not all nodes reach each other ({reason})", bad) from error
+    return _measured([nodes[name] for name in good], per_node, gpus, timeout_s), bad
 
 
 def on(node: str) -> dict[str, Any]:
@@ -116,42 +120,49 @@ def compared(times: Sequence[Times], nodes: int, factor: float) -> tuple[list[in
     return slow(best, factor), words
 
 
-def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[tuple[str, str]]:
-    """The neighbours that do not reach each other, where a test of all nodes together has failed: each two are tested alone."""
+def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
+    """The neighbours that do not reach each other, where a test of all nodes together has failed."""
     from megarl.parallel.links import edges
 
-    def works(edge: tuple[int, int]) -> bool:
+    rounds = [[(names[a], names[b]) for a, b in pairs] for pairs in edges(len(names))]
+    return [link for links in rounds for link in _unreached(links, nodes, gpus, timeout_s)]
+
+
+def _unreached(links: Sequence[Link], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
+    """Those that do not work; each is tested alone, all at the same time, and so no node may be in two."""
+
+    def works(link: Link) -> bool:
         try:
-            _measured([nodes[names[n]] for n in edge], 1, gpus, timeout_s)
+            _measured([nodes[name] for name in link], 1, gpus, timeout_s)
         except Exception:
             return False
         return True
 
-    found = list[tuple[str, str]]()
-    for pairs in edges(len(names)):
-        with ThreadPoolExecutor(len(pairs)) as threads:
-            working = list(threads.map(works, pairs))
-        found += [(names[a], names[b]) for (a, b), well in zip(pairs, working, strict=True) if not well]
-    return found
+    with ThreadPoolExecutor(len(links)) as threads:
+        return [link for link, well in zip(links, threads.map(works, links), strict=True) if not well]
 
 
-def cut_off(names: Sequence[str], broken: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The nodes that reach neither of their neighbours, and whom they do not reach.
+def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[Sequence[Link]], list[Link]]) -> dict[str, str]:
+    """The nodes without which all others reach each other, as far as tests of two tell, and whom they do not reach.
+
+    A node that reaches neither of its neighbours is one. Of two that only do not reach each other, each is tested with the other's next
+    neighbour: it is the one that reaches fewer, and where that does not tell them apart, the later one.
 
     Args:
         names: of the nodes, as in `links.edges`.
         broken: the neighbours that do not reach each other.
+        unreached: tests links between pairs of nodes, and gives those that do not work.
     """
     from megarl.parallel.links import edges
 
     reached = {names[n] for pairs in edges(len(names)) for edge in pairs if (names[edge[0]], names[edge[1]]) not in broken for n in edge}
-    return {name: why for name, why in _ends(broken).items() if name not in reached}
-
-
-def _ends(broken: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """What is wrong with the nodes of broken links."""
-    found: dict[str, list[str]] = {}
+    bad, found = [name for name in names if name not in reached], list(broken)
     for a, b in broken:
-        found.setdefault(a, []).append(b)
-        found.setdefault(b, []).append(a)
-    return {name: f"does not reach {', '.join(sorted(others))}" for name, others in found.items()}
+        if a in bad or b in bad:
+            continue
+        if len(names) > 3:
+            found += unreached([(names[names.index(a) - 1], b), (a, names[(names.index(b) + 1) % len(names)])])
+        counting = [link for link in found if not {*link} & {*bad}]
+        bad.append(max(a, b, key=lambda name: (sum(name in link for link in counting), names.index(name))))
+    others = {name: sorted({*chain(*(link for link in found if name in link))} - {name}) for name in bad}
+    return {name: f"does not reach {', '.join(unreached_by)}" for name, unreached_by in others.items()}

@@ -135,7 +135,7 @@ class Watch:
     Args:
         limit_s: how long a process may stand still.
         own: this process has started the session: every process of it belongs to the run, and this machine's of Ray are watched too. Else
-            the cluster may be at work for others: only the run's actors, and what they have started, are looked at and ended.
+            the cluster may be at work for others: only its nodes, and there its actors and what they have started, are looked at and ended.
     """
 
     def __init__(self, limit_s: float, own: bool) -> None:
@@ -159,7 +159,7 @@ class Watch:
         Peers of a lost node see broken connections at once, Ray the loss some seconds later: it is waited for.
         """
         silent = set[str]()
-        for place, (_, end) in self._scans.items():
+        for place, (_, end) in dict(self._scans).items():
             try:
                 end()
             except RayError:
@@ -171,10 +171,9 @@ class Watch:
         if self._own:
             scan = Scan(*(process.pid for process in self._own.values()))
             self._scans["this machine"] = partial(scan.still, self._limit_s), scan.end
-        here = ray.get_runtime_context().get_node_id() if self._own else None
-        for node in ray.nodes():
-            if node["Alive"] and node["NodeID"] != here:
-                self._scans[node["NodeManagerAddress"]] = self._remote(node["NodeID"])
+            here = ray.get_runtime_context().get_node_id()
+            others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+            self._scans |= {node["NodeManagerAddress"]: self._remote(node["NodeID"]) for node in others}
 
     def spare(self, actors: Sequence[Any]) -> None:
         """These can be replaced: if one is stopped, only callers that wait for it get an error."""
@@ -209,9 +208,10 @@ class Watch:
 
     def _look(self) -> None:
         seen, still, fault = self._seen, list[Still](), None
+        scans = self._scans
         if not self._own:
             self._actors = self._of_the_run()
-        for place, (scan, _) in dict(self._scans).items():
+        for place, (scan, _) in dict(scans).items():
             if not self._own and place not in self._actors:
                 continue
             try:
@@ -219,6 +219,15 @@ class Watch:
             except RayError as error:
                 fault = f"{place} does not answer within {self._limit_s:g} s ({type(error).__name__})"
         seen.still, seen.fault = still, seen.fault or fault  # a result from before `renew` is never read
+        if not self._own:
+            self._follow(scans)
+
+    def _follow(self, scans: dict[str, _Place]) -> None:
+        """From the next look on, the nodes that the run has come to are looked at."""
+        if new := self._actors.keys() - scans.keys():
+            with suppress(RpcError):  # then after the next look
+                used = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in new]
+                scans |= {node["NodeManagerAddress"]: self._remote(node["NodeID"]) for node in used}
 
     def _of_the_run(self) -> dict[str, set[int]]:
         """The run's actors, without those of the watch."""

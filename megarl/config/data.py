@@ -28,7 +28,8 @@ class ReasoningGymSource(Section):
 class FileSource(Section):
     """A .jsonl or .parquet file, or a directory of `datasets` (save_to_disk), in the columns of DAPO and verl.
 
-    These are `prompt` (text or chat messages) and `reward_model.ground_truth`.
+    These are `prompt` (text or chat messages) and `reward_model.ground_truth`. Of 100,000 rows of Parquet or `datasets` on, prompts are
+    tokenised when they are drawn, and before the start those alone that could be refused.
     """
 
     type: Literal["file"] = "file"

@@ -89,6 +89,8 @@ class EnvironmentSettings(Section):
     """Longest turn of the policy; null: what is left of rollout.max_response_tokens, which holds all turns and the answers to them."""
     step_s: Seconds = 30.0
     """Longest time of one answer, and of one tool's call; a late environment ends its episode, a late tool is told to the model."""
+    max_concurrent: PositiveInt | None = None
+    """Most episodes of each engine at a time, from reset to close; null: as many as are asked of it."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 2
     """Processes of each engine in which environments or tools run; each works on one answer at a time."""
     sandbox: SandboxSettings = SandboxSettings()

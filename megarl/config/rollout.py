@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -76,6 +77,14 @@ class TrainRolloutSettings(RolloutSettings):
     """budget: most tokens of a response in one round. No token is older than ceil(max_response_tokens / budget_tokens) + 1 updates."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
     """free: most updates by which a token may be older than the weights that learn from it."""
+
+    @property
+    def most_lag(self) -> int:
+        """Most updates by which a token is older than the weights that learn from it, in each mode."""
+        if self.mode == "budget":
+            assert self.budget_tokens is not None
+            return math.ceil(self.max_response_tokens / self.budget_tokens) + 1
+        return {"sync": 0, "ahead": 1, "free": self.max_lag or 0}[self.mode]
 
 
 class SyncSettings(Section):

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from megarl.algorithms.settings import Settings
 from megarl.paths import nameable
 
 
-class Section(BaseModel):
+class Section(Settings):
     """A frozen part of the tree. Unknown keys are refused; the text below a field is its description in `megarl config` (describe.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def web_address(url: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,11 +33,16 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
     """
     last = None if source.rows is None else source.skip + source.rows
     for place, row in islice(read_rows(source.path, key), source.skip, last):
-        prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
-        answer = at(row, source.answer_key, place, f"{key}.answer_key")
-        text = _answer(answer, place, source.answer_key)
-        used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
-        yield place, prompt, text, {name: value for name, value in row.items() if name not in used}
+        yield place, *parts(row, source, place, key)
+
+
+def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, str, dict[str, Any]]:
+    """(prompt as it stands, answer, other columns) of a row. Raises ConfigError, beginning with `place`."""
+    prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
+    answer = at(row, source.answer_key, place, f"{key}.answer_key")
+    text = _answer(answer, place, source.answer_key)
+    used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
+    return prompt, text, {name: value for name, value in row.items() if name not in used}
 
 
 def _answer(value: Any, place: str, name: str) -> str:
@@ -80,29 +86,46 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
     from pyarrow import parquet
 
     number, size = 0, path.stat().st_size
-    try:
-        # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
-        with parquet.ParquetFile(path, pre_buffer=False) as table:
-            if table.metadata.num_rows > max(MOST_ROWS, size):
-                raise ConfigError(f"{key}: {path} says that it has {table.metadata.num_rows:,} rows in {size:,} bytes")
-            batches = table.iter_batches(batch_size=BATCH, use_threads=False)
-            while (batch := _bounded(size, partial(next, batches, None))) is not None:
-                for row in _bounded(size, batch.to_pylist):
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} is not readable as Parquet after row {number}: {first_line(error)}") from None
+    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {number}")
+    # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
+    with trouble, parquet.ParquetFile(path, pre_buffer=False) as table:
+        check_count(table.metadata.num_rows, size, path, key)
+        batches = table.iter_batches(batch_size=BATCH, use_threads=False)
+        while (batch := bounded(size, partial(next, batches, None))) is not None:
+            for row in bounded(size, batch.to_pylist):
+                number += 1
+                yield number, row
 
 
 def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of what Hugging Face's `Dataset.save_to_disk` wrote: Arrow streams, which state.json names in their order."""
+    last = 0
+    for part in arrow_files(path, key):
+        for number, row in _stream(part, key, last):
+            last = number
+            yield number, row
+
+
+def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of an Arrow stream, which count on from `number`."""
     import pyarrow
     from pyarrow import ipc
 
+    size = path.stat().st_size
+    trouble = readable(lambda: f"{key}: {path} is not readable as Arrow after row {number}")
+    with trouble, pyarrow.memory_map(str(path)) as file, ipc.open_stream(file) as stream:
+        batches = iter(stream)
+        while (batch := bounded(size, partial(next, batches, None))) is not None:
+            for first in range(0, batch.num_rows, BATCH):
+                for row in bounded(size, batch.slice(first, BATCH).to_pylist):
+                    number += 1
+                    yield number, row
+
+
+def arrow_files(path: Path, key: str) -> list[Path]:
+    """The Arrow streams of what Hugging Face's `Dataset.save_to_disk` wrote, in the order that state.json names. Raises ConfigError."""
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(split.name for split in path.iterdir() if (split / "state.json").is_file()))
         raise ConfigError(f"{key}: {path} holds several splits ({splits}): name one, such as {path}/train")
@@ -117,22 +140,27 @@ def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{key}: {path} is no directory of `datasets` (save_to_disk): state.json: {first_line(error)}") from None
-    number = 0
-    for name in names:
-        try:
-            size = (path / name).stat().st_size
-            with pyarrow.memory_map(str(path / name)) as file, ipc.open_stream(file) as stream:
-                batches = iter(stream)
-                while (batch := _bounded(size, partial(next, batches, None))) is not None:
-                    for first in range(0, batch.num_rows, BATCH):
-                        for row in _bounded(size, batch.slice(first, BATCH).to_pylist):
-                            number += 1
-                            yield number, row
-        except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{key}: {path / name} is not readable as Arrow after row {number}: {first_line(error)}") from None
+    return [path / name for name in names]
 
 
-def _bounded(size: int, read: Callable[[], Any]) -> Any:
+def check_count(rows: int, size: int, path: Path, key: str) -> None:
+    """ConfigError where a Parquet file of `size` bytes says that it has far more rows."""
+    if rows > max(MOST_ROWS, size):
+        raise ConfigError(f"{key}: {path} says that it has {rows:,} rows in {size:,} bytes")
+
+
+@contextmanager
+def readable(trouble: Callable[[], str]) -> Iterator[None]:
+    """ConfigError, beginning with `trouble`, where the block cannot read a file of Parquet's or Arrow's."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{trouble()}: {first_line(error)}") from None
+
+
+def bounded(size: int, read: Callable[[], Any]) -> Any:
     """What `read` makes of a batch. MemoryError where it swells far beyond the `size` of its file."""
     with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
         return read()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
 from megarl.data.conversations import Conversation, ended
 from megarl.data.files import at, find, read_rows
-from megarl.data.mixture import mixed
-from megarl.data.prompts import Prompt, Row, checked, tokenised
+from megarl.data.mixture import Mixture
+from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, check_size, encode
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def load_preferences(
             (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key), part.weight)
             for n, part in enumerate(source.parts)
         ]
-        return mixed(parts, source.seed)
-    prompts = tokenised(_rows(source, key), tokenizer, data.chat, data.template, max_tokens, key, limit_key, data.system)
-    pairs = [_read(prompt) for prompt in prompts]
+        return list(Mixture(parts, source.seed))
+    renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system)
+    pairs = [_read(prompt) for prompt in renderer.all(_rows(source, key))]
     if not pairs:
         raise ConfigError(f"{key}.path: {source.path} holds no pairs")
     preferences = []

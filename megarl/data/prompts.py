@@ -1,26 +1,21 @@
-"""Prompts from reasoning-gym and from JSONL and Parquet files, tokenised and checked before any process starts."""
+"""A prompt, and how it is made of a row of a source: checked, rendered and tokenised."""
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
-from megarl.data.files import read_file
-from megarl.data.gym import read_gym
-from megarl.data.mixture import mixed
+from megarl.config import ConfigError
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
 CHUNK = 4096  # rows tokenised together
+SECTION = "data"  # says it for every source
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,116 +56,69 @@ class Row:
     meta: dict[str, Any]
 
 
-def load_prompts(
-    source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    template: str,
-    max_prompt_tokens: int,
-    key: str,
-    limit_key: str = "rollout.max_prompt_tokens",
-    system: str | None = None,
-    tools: Sequence[dict[str, Any]] | None = None,
-) -> list[Prompt]:
-    """Every prompt of a source, tokenised; episodes as they are.
+class Renderer:
+    """Makes prompts of rows: the text that the model reads, its tokens, and what is refused of them.
 
     Args:
-        source: where they come from.
         tokenizer: the model's.
         chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
         template: a text with "{prompt}" in it; read without `chat`.
-        max_prompt_tokens: a longer prompt is refused.
-        key: the source's dotted key, say "data.train".
-        limit_key: what a message calls the limit.
+        most: tokens; a longer prompt is refused.
+        limit_key: what a message calls that limit.
         system: a system message before each chat that begins with none.
         tools: schemas of the tools that the chat template tells of.
 
-    Returns:
-        The prompts in the order of the source, whose `id` counts them.
-
     Raises:
-        ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
-            template, a template without "{prompt}".
+        ConfigError: in one line: chat without a chat template, a template without "{prompt}".
     """
-    if isinstance(source, EpisodeSource):
-        seeds = range(source.seed, source.seed + source.items)
-        return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
-    if isinstance(source, MixtureSource):
-        parts = [
-            (
-                load_prompts(
-                    part.source, tokenizer, chat, template, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, system, tools
-                ),
-                part.weight,
-            )
-            for n, part in enumerate(source.parts)
-        ]
-        return [replace(prompt, id=number) for number, prompt in enumerate(mixed(parts, source.seed))]
-    return tokenised(_rows(source, key), tokenizer, chat, template, max_prompt_tokens, key, limit_key, system, tools)
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: bool,
+        template: str,
+        most: int,
+        limit_key: str,
+        system: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        if chat and not tokenizer.chat_template:
+            raise ConfigError(f"{SECTION}.chat: the tokenizer has no chat template; give {SECTION}.template and {SECTION}.chat=false")
+        if chat:
+            check_template(tokenizer, f"{SECTION}.chat")
+        elif "{prompt}" not in template:
+            raise ConfigError(f"{SECTION}.template: {template!r} has no {{prompt}} in it")
+        self.most = most
+        self._tokenizer, self._chat, self._template, self._limit_key = tokenizer, chat, template, limit_key
+        self._system, self._tools = system, tools
 
-def tokenised(
-    rows: Iterator[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    template: str,
-    max_prompt_tokens: int,
-    key: str,
-    limit_key: str,
-    system: str | None = None,
-    tools: Sequence[dict[str, Any]] | None = None,
-) -> list[Prompt]:
-    """The rows of a source as prompts: `load_prompts` from there on.
-
-    The other arguments and what is refused are as there, but no row at all is no fault.
-    """
-    section = "data"  # says it for every source
-    if chat and not tokenizer.chat_template:
-        raise ConfigError(f"{section}.chat: the tokenizer has no chat template; give {section}.template and {section}.chat=false")
-    if chat:
-        check_template(tokenizer, f"{section}.chat")
-    elif "{prompt}" not in template:
-        raise ConfigError(f"{section}.template: {template!r} has no {{prompt}} in it")
-    prompts: list[Prompt] = []
-    while chunk := list(islice(rows, CHUNK)):
-        for row in chunk:
-            _check_turn(row)
-        texts = (
-            _chat_texts(tokenizer, chunk, system, tools)
-            if chat
-            else [template.replace("{prompt}", _question(row, section)) for row in chunk]
-        )
-        for row, text in zip(chunk, texts, strict=True):
-            check_size(tokenizer, text, max_prompt_tokens, f"{row.place}: the prompt", limit_key)
-        for row, tokens in zip(chunk, encode(tokenizer, texts, special=not chat), strict=True):
+    def prompts(self, rows: Sequence[Row], ids: Sequence[int]) -> list[Prompt]:
+        """The rows as prompts of these ids. ConfigError in one line: the first row that is malformed, empty or too long."""
+        found, texts = [], self.texts(rows)
+        for row, text in zip(rows, texts, strict=True):
+            check_size(self._tokenizer, text, self.most, f"{row.place}: the prompt", self._limit_key)
+        for row, number, tokens in zip(rows, ids, encode(self._tokenizer, texts, special=not self._chat), strict=True):
             if not tokens:
                 raise ConfigError(f"{row.place}: the prompt has no token")
-            if len(tokens) > max_prompt_tokens:
-                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {limit_key}={max_prompt_tokens}")
-            prompts.append(Prompt(len(prompts), _text(row), array("I", tokens), row.answer, row.meta, _given(row)))
-    return prompts
+            if len(tokens) > self.most:
+                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self._limit_key}={self.most}")
+            found.append(Prompt(number, _text(row), array("I", tokens), row.answer, row.meta, _given(row)))
+        return found
 
+    def texts(self, rows: Sequence[Row]) -> list[str]:
+        """What the model reads of each row. ConfigError for one that is malformed, or that the chat template refuses."""
+        for row in rows:
+            _check_turn(row)
+        if self._chat:
+            return _chat_texts(self._tokenizer, rows, self._system, self._tools)
+        return [self._template.replace("{prompt}", _question(row, SECTION)) for row in rows]
 
-def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
-    """The rows of a source. ConfigError where there is none."""
-    empty = True
-    if isinstance(source, ReasoningGymSource):
-        entries, dropped = read_gym(source, key)
-        if dropped:
-            log.info("%s: %d of %d items left out, their questions are in %s.exclude", key, dropped, source.items, key)
-        if not entries:
-            raise ConfigError(f"{key}.items: all {source.items} items are in {key}.exclude")
-        # Scoring makes the dataset again, with the same parameters.
-        for number, entry in enumerate(entries):
-            meta = {**entry["metadata"], "source_params": source.params}
-            answer = "" if entry["answer"] is None else str(entry["answer"])
-            yield Row(f"{key}: item {number}", checked(entry["question"], f"{key}: item {number}"), answer, meta)
-        return
-    for place, prompt, answer, meta in read_file(source, key):
-        empty = False
-        yield Row(place, checked(prompt, place), answer, meta)
-    if empty:
-        raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
+    def all(self, rows: Iterator[Row]) -> list[Prompt]:
+        """The rows of a source as prompts that count from 0; no row at all is no fault."""
+        found: list[Prompt] = []
+        while chunk := list(islice(rows, CHUNK)):
+            found += self.prompts(chunk, range(len(found), len(found) + len(chunk)))
+        return found
 
 
 def checked(prompt: Any, place: str) -> str | list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -39,7 +40,12 @@ class Host(Protocol):
 
 
 def open_host(settings: EnvironmentSettings) -> Host:
-    """The host of `settings.source`. Processes are started as they are needed."""
+    """The host of `settings.source`, which holds `settings.max_concurrent` episodes. Processes are started as they are needed."""
+    host = _host(settings)
+    return host if settings.max_concurrent is None else BoundedHost(host, settings.max_concurrent)
+
+
+def _host(settings: EnvironmentSettings) -> Host:
     if isinstance(settings.source, HttpEnvironment):
         from megarl.environments.http import HttpHost
 
@@ -59,6 +65,42 @@ def guarantee(settings: EnvironmentSettings) -> str | None:
     if isinstance(settings.source, HttpEnvironment):
         return None
     return process.guarantee(settings.sandbox, "environment.sandbox", code_of(settings.source))
+
+
+class BoundedHost:
+    """Begins an episode only when fewer than so many others have begun and are not closed; those that wait take turns in order."""
+
+    def __init__(self, host: Host, most: int) -> None:
+        self._host, self._room = host, asyncio.Semaphore(most)
+
+    def open(self) -> Episode:
+        """A new episode, whose `reset` waits for room."""
+        return _BoundedEpisode(self._host.open(), self._room)
+
+    def close(self) -> None:
+        """Ends what has been started. Can be called twice."""
+        self._host.close()
+
+
+class _BoundedEpisode:
+    def __init__(self, episode: Episode, room: asyncio.Semaphore) -> None:
+        self._episode, self._room, self._inside = episode, room, False
+
+    async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+        await self._room.acquire()
+        self._inside = True
+        return await self._episode.reset(seed, task)
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
+        return await self._episode.step(text, tokens, finished)
+
+    async def close(self) -> None:
+        try:
+            await self._episode.close()
+        finally:
+            if self._inside:
+                self._inside = False
+                self._room.release()
 
 
 def in_tokens(render: Callable[..., list[int]], *said: Any) -> list[int]:

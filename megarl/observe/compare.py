@@ -13,13 +13,14 @@ from typing import Any
 
 from megarl.config import yaml_text
 from megarl.errors import ConfigError
+from megarl.observe.report import LAG_SHARES
 from megarl.observe.writers import read_json_lines
 from megarl.stdout import say
 from megarl.text import escaped, one_line
 
 SHOWN = (
     *("reward/mean", "sft/loss", "rm/accuracy", "dpo/accuracy", "actor/entropy", "response_length/mean", "actor/grad_norm"),
-    *("critic/explained_variance", "training/logprob_gap_mean", "perf/tokens_per_second", "perf/time_per_step"),
+    *("critic/explained_variance", "training/logprob_gap_mean", *LAG_SHARES, "perf/tokens_per_second", "perf/time_per_step"),
 )
 MIDDLE = ("perf/",)  # whose median says more than the last value
 MOST_RUNS, LONGEST = 16, 60  # characters of a value of a configuration

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.observe.alarms import BIAS, PROFILE
 from megarl.observe.writers import read_json_lines
 
+LAG_SHARES = tuple(f"rollout/lag_share_from_{1 << octave}" for octave in range(11))  # rollout.max_lag is 1024 at most
 # One panel each: its title and the metrics that it shows.
 PANELS = (
     ("reward", ("reward/mean",)),
@@ -21,6 +22,7 @@ PANELS = (
     ("response length", ("response_length/mean", "response_length/max")),
     ("gradient norm", ("actor/grad_norm", "rm/grad_norm")),
     ("clipped share", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
+    ("share of tokens by lag, in updates", LAG_SHARES),
     ("log-prob gap, engine to trainer", ("training/logprob_gap_mean", "training/logprob_gap_max")),
     ("loss", ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/")))),
     ("value loss", ("critic/vf_loss",)),

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from megarl.config import (
     optimizers,
 )
 from megarl.data.gym import all_drawn
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompts import Prompt
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.errors import refuse_all
@@ -65,7 +67,7 @@ class HeldOut:
     """A set of prompts that evaluations ask."""
 
     name: str
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     n: int  # sampled responses to each
     temperature: float  # of those
     greedy: bool  # the greedy response too
@@ -76,11 +78,11 @@ class HeldOut:
 class Data:
     """Prompts that passed every check."""
 
-    train: list[Prompt]
+    train: Sequence[Prompt]
     sets: list[HeldOut]
 
     @property
-    def eval(self) -> list[Prompt]:
+    def eval(self) -> Sequence[Prompt]:
         """Those of data.eval."""
         return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
@@ -182,8 +184,8 @@ def check_gpus(config: RunSettings, here: int) -> None:
 
 def check_prompts(
     config: TrainConfig | EvalConfig | PairsConfig, data: PromptFormat, rollout: RolloutSettings, source: PromptSource, key: str
-) -> list[Prompt]:
-    """Every prompt of a source, tokenised.
+) -> Sequence[Prompt]:
+    """Every prompt of a source, tokenised; those of a large file when they are asked for.
 
     Args:
         config: says which model's tokenizer, and how responses are scored.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import ConfigError, EvalConfig, ModelReward, PairsConfig
@@ -17,8 +18,8 @@ from megarl.stages.checks import HeldOut, check_length, check_model, check_promp
 class Asked:
     """The prompts of both files."""
 
-    train: list[Prompt]
-    eval: list[Prompt]
+    train: Sequence[Prompt]
+    eval: Sequence[Prompt]
 
 
 def check_eval(config: EvalConfig) -> list[HeldOut]:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, RolloutSettings
 from megarl.data.files import at, read_rows
-from megarl.data.prompts import Prompt, Row, checked, tokenised
+from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
 from megarl.imports import find
 from megarl.models.families import check_checkpoint
@@ -195,7 +195,7 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
     """The rows as the model reads them: through `template`, else its chat template, else as they stand."""
     through_chat = template is None and bool(tokenizer.chat_template)
-    return tokenised(rows, tokenizer, through_chat, template or "{prompt}", most, "FILE", "the model's room", system)
+    return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
 
 
 class Speaker:

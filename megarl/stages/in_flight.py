@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,15 @@ def dump(collected: Collected, stages: Stages) -> ResponseFile:
     return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
-def load(data: bytes, prompts: Sequence[Prompt], stages: Stages) -> Collected:
-    """What a file of `dump` holds, in this session's object store.
+def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> Collected:
+    """What a file of `dump` holds, in this session's object store. It is read response by response.
 
     Args:
-        data: its bytes.
+        file: where it lies.
         prompts: of data.train.
         stages: as which the experts are to be kept; they may be others than before.
     """
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+    with np.load(file, allow_pickle=False) as arrays:
         meta = json.loads(arrays[META].tobytes())
         groups = [
             Group(

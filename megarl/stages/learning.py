@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
-from megarl.checkpoints.files import Content
+from megarl.checkpoints.files import LargeContent
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
@@ -53,11 +54,11 @@ class SupervisedState:
         self.measured = state.get("measured", self.step)  # older checkpoints do not say, and nothing of a best evaluation
         self.best.restore(state.get("best", NOTHING))
 
-    def files(self) -> dict[str, Content]:
+    def files(self) -> dict[str, LargeContent]:
         """None: items are drawn when they are learned from."""
         return {}
 
-    def restore_files(self, files: Mapping[str, bytes]) -> None:
+    def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
         pass
 
 

@@ -18,9 +18,9 @@ from megarl.config import (
     SftSource,
 )
 from megarl.data.conversations import Conversation, answered, load_conversations
-from megarl.data.mixture import mixed
+from megarl.data.mixture import Mixture
 from megarl.data.preferences import Preference, load_preferences
-from megarl.data.prompts import load_prompts
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import check_template, load_tokenizer
 from megarl.http_client import token_of
 from megarl.models.weight_map import HeadKind
@@ -57,7 +57,7 @@ def check_sft(config: SftConfig) -> Conversations:
     def conversations(source: SftSource, key: str) -> list[Conversation]:
         if isinstance(source, SftMixture):
             parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
-            return mixed(parts, source.seed)
+            return list(Mixture(parts, source.seed))
         if isinstance(source, ConversationSource):
             if not data.chat:
                 raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")

@@ -38,13 +38,17 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
     return metrics | environment_metrics(responses) | reward_failures(scores)
 
 
-def lag_metrics(responses: Sequence[Response], learned: int, frozen: int) -> dict[str, Metric]:
+def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: int) -> dict[str, Metric]:
     """How many updates of the policy lie between the weights that the responses were sampled from and those that learn from them.
+
+    rollout/lag_share_from_n is the share of tokens of a lag from n to 2n - 1, n = 1, 2, 4, 8 and so on up to `most`; what is missing from 1
+    has none.
 
     Args:
         responses: of the step.
         learned: updates of the policy before this step.
         frozen: steps before these that left it as it was; the weights' version counts them, too.
+        most: the lag that the run's mode allows.
     """
     lags_N: list[list[tuple[int, int]]] = []  # of each response (tokens, lag)
     for response in responses:
@@ -57,10 +61,15 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int) -> dic
         )
     flat = [pair for lags in lags_N for pair in lags]
     tokens = float(sum(count for count, _ in flat))
+    shares: dict[str, Metric] = {
+        f"rollout/lag_share_from_{1 << octave}": Mean(float(sum(count for count, lag in flat if lag.bit_length() == octave + 1)), tokens)
+        for octave in range(most.bit_length())
+    }
     return {
         "rollout/lag_mean": Mean(float(sum(count * lag for count, lag in flat)), tokens),
         "rollout/lag_max": Max(float(max((lag for _, lag in flat), default=0))),
         "rollout/lag_mixed": Mean(float(sum(len(lags) > 1 for lags in lags_N)), float(len(lags_N))),
+        **shares,
     }
 
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
-from megarl.checkpoints.files import Content
+from megarl.checkpoints.files import Content, LargeContent
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
@@ -20,6 +21,7 @@ from megarl.config.loading import absolute
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
+from megarl.shared_memory import MemoryFile
 
 TRAINER = "trainer.json"
 AHEAD = "ahead."  # begins the names of `State.files`
@@ -65,10 +67,10 @@ class State(Protocol):
 
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
-    def files(self) -> Mapping[str, Content]:
+    def files(self) -> Mapping[str, LargeContent]:
         """Further files that a checkpoint holds for this state, by name."""
 
-    def restore_files(self, files: Mapping[str, bytes], /) -> None:
+    def restore_files(self, files: Mapping[str, PathLike[str]], /) -> None:
         """Gets back what `files` gave; none of a name where the checkpoint has none."""
 
 
@@ -98,13 +100,13 @@ class ResumePoint:
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
     copy: int | None = None  # the step
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of `State.files`
+    files: Mapping[str, PathLike[str]] = field(default_factory=dict)  # of `State.files`
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
     """The newest checkpoint of the run, where `save.resume` asks for one. A damaged one is named and passed over.
 
-    Only names and sizes are compared with the manifest, and the contents of what is read here; `recovery.intact` reads the rest.
+    Only names and sizes are compared with the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
 
     Args:
         config: of the run.
@@ -132,7 +134,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
         if step.path in damaged:
             continue
         try:
-            trainer, files = step.read(TRAINER), {name: step.read(name) for name in step.manifest.files if name.startswith(AHEAD)}
+            trainer = step.read(TRAINER)
         except ConfigError as error:
             passed_over(step.path, str(error))
             faulty = True
@@ -143,6 +145,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
             continue
         _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}
+        files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     if faulty:
         raise ConfigError(f"save.resume: no checkpoint in {root} is whole; with false the run begins anew, and what is there is kept")
@@ -234,9 +237,9 @@ class Checkpoints:
         if self._settings.rolling == "off":
             return
         record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
-        record["files"] = {name: bytes(content) for name, content in state.files().items()}
         with self._run.phase("rolling"):
             try:
+                record["files"] = {name: MemoryFile(content.write) for name, content in state.files().items()}
                 self._models.copy(state.step, record)
             except OSError as error:
                 self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")

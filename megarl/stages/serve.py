@@ -16,7 +16,7 @@ from megarl.batch import Sample
 from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
-from megarl.data.prompts import Row, checked, tokenised
+from megarl.data.prompts import Renderer, Row, checked
 from megarl.data.tokenizer import check_size, encode, load_tokenizer
 from megarl.http_client import token_of
 from megarl.rewards.server import Server
@@ -28,23 +28,25 @@ from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_rank
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LIMIT_KEY = "serve.max_tokens"
+
 
 class Service:
     """The model of `megarl.rewards.server`: tokens of what clients send, and the ranks' scores of them."""
 
     def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: WorkerGroup) -> None:
-        self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
+        self._tokenizer, self._ranks, self._settings, data = tokenizer, ranks, config.serve, config.data
+        self._renderer = Renderer(tokenizer, data.chat, data.template, self._settings.max_tokens, LIMIT_KEY, data.system)
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
         payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
-        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._config.serve.micro_batch_tokens)
+        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._settings.micro_batch_tokens)
         found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
         """The tokens of what a client has sent. ConfigError for a malformed or too long one; whatever the tokenizer raises."""
-        settings, data = self._config.serve, self._config.data
         rows = []
         for number, sample in enumerate(samples):
             place = f"sample {number}"
@@ -53,8 +55,8 @@ class Service:
             rows.append(
                 Row(place, checked(sample.get("prompt"), place), sample["response"], {"finished": bool(sample.get("finished", True))})
             )
-        limit, key = settings.max_tokens, "serve.max_tokens"
-        prompts = tokenised(iter(rows), self._tokenizer, data.chat, data.template, limit, "data.samples", key, data.system)
+        limit, key = self._settings.max_tokens, LIMIT_KEY
+        prompts = self._renderer.all(iter(rows))
         for row in rows:
             check_size(self._tokenizer, row.answer, limit, f"{row.place}: the response", key)
         responses = encode(self._tokenizer, [row.answer for row in rows], special=False) if rows else []

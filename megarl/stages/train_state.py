@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class TrainState:
         there = {BATCH: self.ahead, REST: Collected(self.pool) if self.pool else None}
         return {name: in_flight.dump(collected, self._stages) for name, collected in there.items() if collected is not None}
 
-    def restore_files(self, files: Mapping[str, bytes]) -> None:
+    def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
         """Gets them back."""
         there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
         self.ahead = there.get(BATCH)

@@ -22,7 +22,7 @@ from megarl.rollout.generate import Sampling
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, answered, ask, ask_more
 
 ENGINE_FAULTS = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine, which another would not have
-AHEAD = 2  # how many times rollout.max_num_seqs responses an engine is given at once, so that it never runs out of work
+AHEAD = 2  # how many times as many responses as it can work on an engine is given at once, so that it never runs out of work
 DOING = "generate"
 POLL_S = 0.05
 
@@ -89,6 +89,8 @@ class Dispatcher:
         self, group: ActorGroup, settings: RolloutSettings, playing: Playing | None, starting: Container[int] = frozenset()
     ) -> None:
         self._group, self._settings, self._playing, self._starting = group, settings, playing, starting
+        episodes = None if playing is None else playing.environment.max_concurrent
+        self._together = min(settings.max_num_seqs, episodes or settings.max_num_seqs)  # responses that an engine works on at a time
         self._queue: deque[Wanted] = deque()
         self._calls: dict[Any, _Call] = {}  # by the reference that is ready when the responses are
         self._lost: dict[int, tuple[Any, Exception]] = {}  # engines with the actors that they were
@@ -160,7 +162,7 @@ class Dispatcher:
                 load[call.engine] += call.wanted.responses
         while self._queue and load:
             engine = min(load, key=load.__getitem__)
-            if load[engine] >= AHEAD * self._settings.max_num_seqs:
+            if load[engine] >= AHEAD * self._together:
                 return
             wanted = self._queue.popleft()
             load[engine] += wanted.responses

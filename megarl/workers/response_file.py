@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -40,11 +39,6 @@ class ResponseFile:
                 groups.append({**known, "responses": self._write(archive, str(number), responses)})
             meta = json.dumps({"groups": groups, "counts": self.counts})
             _add(archive, META, np.frombuffer(meta.encode(), np.uint8))
-
-    def __bytes__(self) -> bytes:
-        file = io.BytesIO()
-        self.write(file)
-        return file.getvalue()
 
     def _write(self, archive: zipfile.ZipFile, name: str, responses: Sequence[Response]) -> list[dict[str, Any]]:
         payloads = iter(ray.get([part for response in responses for part in (*response.before, response.payload)]))

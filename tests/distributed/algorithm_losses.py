@@ -160,19 +160,29 @@ def shown(loss: Loss) -> dict[str, Metric]:
 
 
 @dataclass(frozen=True)
+class Slopes:
+    """The largest slopes of a loss by the logits that predict tokens which are learned from, and by all others, padding too."""
+
+    learned: float
+    others: float
+
+
+@dataclass(frozen=True)
 class Step:
     """What one rank saw of one loss through the model."""
 
     grad_norm: float
     total: float
     metrics: dict[str, Metric]
+    slopes: list[Slopes]  # of each micro-batch, on the last stage
 
 
 def through_the_model(grid: Grid, job: Job, names: Sequence[str]) -> dict[str, Step]:
     """The gradient norms of policy losses: one model, one forward and backward each, no optimizer step."""
-    trainable, batch = build(grid, job), global_batch(job.sequences)
+    trainable, batch = build(grid, job), conversations(global_batch(job.sequences))
     reports = grid.is_last_stage and grid.tp_rank == 0
     steps = {}
+    seen: list[tuple[Tensor, Tensor]] = []  # of each micro-batch the largest slope by a row of logits, and whether it predicts such a token
     for name in names:
         algorithm = ALGORITHMS[name]
 
@@ -182,16 +192,26 @@ def through_the_model(grid: Grid, job: Job, names: Sequence[str]) -> dict[str, S
             logp_T, entropy_T = logprob_entropy(logits_RV, row_T, part.target_T, 1.0, grid.groups.tp, TINY["vocab_size"])
             loss = algorithm.loss(logp_T, entropy_T, part, lambda value: summed(value, grid.groups.cp), algorithm.kl_coef)
             total = (loss.loss_T * part.extra_T["weight"]).sum() + (0 if loss.weighted is None else loss.weighted)
+            learned_R = torch.zeros(len(logits_RV), dtype=torch.bool).index_fill(0, row_T[part.mask_T], True)
+            logits_RV.register_hook(lambda slope_RV: seen.append((slope_RV.abs().amax(1), learned_R)))
             return total, (float(total.detach()), shown(loss))
 
+        seen.clear()
         mine = shares(_off_policy(batch, algorithm), job.micro_batches)[grid.dp_rank :: grid.dp_size]
         trainable.zero_grad()
         results = schedule.run(trainable.chunks, mine, loss_fn, grid, forward_only=False)
         trainable.optimizer.prepare_grads()
         norm = float(trainable.optimizer.get_grad_norm())
         results = results if reports else []
-        steps[name] = Step(norm, sum(total for total, _ in results), merge(metrics for _, metrics in results))
+        slopes = [Slopes(*(float(slope_R[rows_R].max()) for rows_R in (learned_R, ~learned_R))) for slope_R, learned_R in seen]
+        steps[name] = Step(norm, sum(total for total, _ in results), merge(metrics for _, metrics in results), slopes)
     return steps
+
+
+def conversations(batch: Batch) -> Batch:
+    """The batch with answers of an environment in its responses, which are not learned from: two tokens in five."""
+    mask_T = batch.mask_T & (batch.position_T % 5 < 3)
+    return replace(batch, mask_T=mask_T, count_N=torch.bincount(batch.seq_T[mask_T], minlength=len(batch.length_N)))
 
 
 def _off_policy(batch: Batch, algorithm: PolicyAlgorithm) -> Batch:

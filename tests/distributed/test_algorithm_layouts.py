@@ -75,3 +75,11 @@ def test_gradient_through_the_model_is_independent_of_the_layout(
         assert [step.grad_norm for step in steps] == pytest.approx([one.grad_norm] * len(steps), rel=1e-5), loss
         assert sum(step.total for step in steps) == pytest.approx(one.total, rel=1e-5, abs=1e-6), loss
         assert scalars(merge(step.metrics for step in steps)) == pytest.approx(scalars(one.metrics), rel=1e-4, abs=1e-6), loss
+        assert {slopes.others for step in steps for slopes in step.slopes} == {0.0}, loss
+
+
+def test_prompts_and_what_an_environment_said_have_no_gradient(one_rank: dict[str, Step]) -> None:
+    """Not even a small one: the slope of every loss by the logits that predict them is 0."""
+    for loss, step in one_rank.items():
+        [slopes] = step.slopes
+        assert slopes.others == 0.0 < 1e-6 < slopes.learned, loss

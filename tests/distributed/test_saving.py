@@ -241,11 +241,13 @@ def test_metadata_that_changes_after_it_was_verified_is_not_read(pool: Pool, ste
     )
 
 
-def test_a_full_disk_is_told_at_the_next_call_and_harms_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:
+def test_a_full_disk_and_lost_responses_are_told_at_the_next_call_and_harm_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     told = pool.run(fail_then_recover, TWO, path, root)
     assert told[0] == told[1], "the ranks disagree"
-    for line in told[0]:
+    *full, lost = told[0]
+    assert lost.startswith("checkpoint: step 2 was not saved: ObjectLostError: Failed to retrieve object abab") and "\n" not in lost
+    for line in full:
         assert line.startswith("checkpoint: step 2 was not saved: rank 1: File too large: ") and "\n" not in line
         assert "step_000002.partial/policy/__1_" in line
     good = newest(root, lambda entry: None)

@@ -62,7 +62,7 @@ class Processes:
     def phases(self) -> set[Phase]:
         """Where the job is now. A save goes on behind the next phases' back."""
         method, found = title(self.rank).partition(".")[2], set[Phase]()
-        if title(self.actor).endswith(".respond"):
+        if title(self.actor).endswith((".respond", ".go_on")):
             found.add("rollout")
         if method.startswith("update"):
             found.add("update")

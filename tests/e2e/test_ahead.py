@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import Job
-from tests.e2e.kill_at import done, engine_processes
+from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Processes, done, engine_processes, titled
 from tests.e2e.lab import Lab
 
 EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
@@ -58,6 +58,33 @@ def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny
     assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_whose_engines_are_ahead_and_that_is_killed_in_every_phase_is_the_run_that_was_not(
+    mode: str, lab: Lab, tmp_path: Path, tiny_model: Path
+) -> None:
+    """In each phase a rank and an engine, after which it goes on by itself, and then the driver."""
+    rolling = f"save.rolling={'local' if mode == 'budget' else 'off'}"
+    overrides = (*EACH, *MODES[mode], "train.steps=40", "train.eval_every=10", "cluster.restarts=2", rolling)
+    straight, job = lab.run(Job(tmp_path / "straight", tiny_model, overrides)), Job(tmp_path / "killed", tiny_model, overrides)
+    random, met = np.random.default_rng(16), list[str]()
+    try:
+        for phase in PHASES:
+            job.start().wait_for("actors", lambda: "sync ..." in job.text())
+            for number, victim in enumerate(VICTIMS[::-1]):
+                job.wait_for("an engine and a rank", lambda: bool(len(engine_processes(job)) == 1 and titled(job, "ray::ModelWorker")))
+                met.append(Aim(phase, victim, done(job) + 2).hit(job, Processes.of(job), job.wait_for, random))
+                if victim != "driver":
+                    job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+            assert job.finish() == -9 and job.gone(), met
+        job.run()
+    finally:
+        job.kill()
+    print(*met, sep="\n")
+    assert all(phase in moment for phase, moment in zip(np.repeat(PHASES, len(VICTIMS)), met, strict=True))
+    assert_same(job, straight, "model")
 
 
 @pytest.mark.long

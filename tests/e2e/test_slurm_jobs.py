@@ -28,6 +28,7 @@ STEPS = 8
 # A process for each of the four CPUs of two nodes: ranks on both, the engine on the second.
 OVERRIDES = (f"train.steps={STEPS}", "layout.ranks=3", "sync.transport=gloo", "train.eval_at_start=false", "rollout.max_response_tokens=24")
 SLOW = "reward.source.path=tests.slurm.slow:share_of_letters"  # a step lasts some seconds
+PATIENT = "cluster.still_timeout_s=3600"  # where a rank is held
 ASK_S = 1.0  # between two questions to Slurm
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -53,6 +54,16 @@ class Submitted:
     def limit(self, minutes: int) -> None:
         """Sets the time limit of the job's start that runs now."""
         self.slurm.say("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The step that is under way lasts as long as this: a rank on the second node is stopped."""
+        rank = next(pid for pid, words in self.slurm.processes("n2").items() if words.startswith("ray::ModelWorker"))
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(rank, signal.SIGCONT)
 
     def further(self) -> str:
         """A node with ranks that is not the head."""
@@ -100,21 +111,19 @@ def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 
 @pytest.mark.long
 def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
-    job = Job(tmp_path, tiny_model, (*OVERRIDES, "cluster.still_timeout_s=3600"))
+    job = Job(tmp_path, tiny_model, (*OVERRIDES, PATIENT))
     first = Submitted(slurm, job)
     first.wait_for_step(2)
-    rank = next(pid for pid, words in slurm.processes("n2").items() if words.startswith("ray::ModelWorker"))
-    os.kill(rank, signal.SIGSTOP)  # the step lasts as long as this test wants
-    done, head = len(job.steps()), first.logs / f"{first.number}-0" / "head.json"
-    told = json.loads(head.read_text())
-    token, port = told["token"], int(told["address"].partition(":")[2])
-    assert 10_000 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert stat.S_IMODE(head.stat().st_mode) == 0o600 and len(token) >= 32
-    assert any(words.startswith("ray::ModelWorker") for words in slurm.processes("n1").values()), "ranks on both"
-    for _ in range(2):
-        slurm.say("scancel", "--signal=USR1", "--batch", first.number)
-    first.wait_for("the warning", (head.parent / "stop").exists)
-    os.kill(rank, signal.SIGCONT)
+    with first.held():
+        done, head = len(job.steps()), first.logs / f"{first.number}-0" / "head.json"
+        told = json.loads(head.read_text())
+        token, port = told["token"], int(told["address"].partition(":")[2])
+        assert 10_000 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        assert stat.S_IMODE(head.stat().st_mode) == 0o600 and len(token) >= 32
+        assert any(words.startswith("ray::ModelWorker") for words in slurm.processes("n1").values()), "ranks on both"
+        for _ in range(2):
+            slurm.say("scancel", "--signal=USR1", "--batch", first.number)
+        first.wait_for("the warning", (head.parent / "stop").exists)
     first.wait_for_restart(1)
     [saved] = map(int, re.findall(r"stopped by SIGUSR1: saved at step (\d+);", first.text()))
     assert done <= saved < STEPS and not head.exists()
@@ -151,12 +160,12 @@ def preempt(submitted: Submitted) -> None:
 
 def cut_off(submitted: Submitted) -> None:
     """A node with ranks, and not the head, is there, and reaches nobody."""
-    submitted.slurm.say("ip", "link", "set", f"v{submitted.further()[1:]}", "down")
+    submitted.slurm.cut_off(submitted.further())
 
 
 def cut_off_head(submitted: Submitted) -> None:
     """So is the node of the driver."""
-    submitted.slurm.say("ip", "link", "set", "v1", "down")
+    submitted.slurm.cut_off("n1")
 
 
 def die(submitted: Submitted) -> None:
@@ -167,32 +176,18 @@ def die(submitted: Submitted) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@contextmanager
-def healed(slurm: Cluster) -> Iterator[None]:
-    """After it, all nodes reach each other."""
-    try:
-        yield
-    finally:
-        for node in range(1, 1 + slurm.nodes):
-            slurm.say("ip", "link", "set", f"v{node}", "up")
-    wait_until_idle(slurm)
-
-
-def wait_until_idle(slurm: Cluster) -> None:
-    """All nodes are free."""
-    slurm.wait_for("idle nodes", lambda: slurm.say("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == str(slurm.nodes), ASK_S)
-
-
 def run_out_of_time(submitted: Submitted) -> None:
     """The time limit is one to two minutes from now; Slurm warns 110 s before it."""
     hours, minutes, _ = map(int, submitted.slurm.job(submitted.number, "RunTime").split(":"))
-    submitted.limit(60 * hours + minutes + 2)
+    with submitted.held():  # else the run could be over by then
+        submitted.limit(60 * hours + minutes + 2)
+        submitted.wait_for("the warning", (submitted.logs / f"{submitted.number}-0" / "stop").exists)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("interrupt", "options"),
-    [(requeue, ()), (preempt, ()), (cut_off, ()), (cut_off_head, ()), (run_out_of_time, ("--time", 60, "--grace", 110))],
+    [(requeue, ()), (preempt, ()), (cut_off, ()), (cut_off_head, ()), (run_out_of_time, (PATIENT, "--time", 60, "--grace", 110))],
 )
 def test_a_run_goes_on_after(
     interrupt: Callable[[Submitted], None],
@@ -206,7 +201,7 @@ def test_a_run_goes_on_after(
     submitted = Submitted(slurm, job, *options)
     submitted.wait_for_step(3)
     begun = time.monotonic()
-    with healed(slurm):
+    with slurm.healed():
         interrupt(submitted)
         submitted.wait_for_restart(1)
         print(f"{interrupt.__name__}: again after {time.monotonic() - begun:.1f} s")
@@ -226,10 +221,10 @@ def test_a_lost_node_is_replaced_by_the_spare_one(
     lose: Callable[[Submitted], None], slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
 ) -> None:
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
-    wait_until_idle(slurm)  # else the job would not wait for the spare one
+    slurm.wait_until_idle()  # else the job would not wait for the spare one
     submitted = Submitted(slurm, job, "--spare", 1)
     submitted.wait_for_step(3)
-    with healed(slurm):
+    with slurm.healed():
         lose(submitted)
         slurm.wait_for("end", lambda: submitted.state in OVER, ASK_S)
     submitted.finish()

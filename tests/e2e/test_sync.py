@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(
 
 
 @torch.no_grad()
-def agreed_answers(saved: Path, prompts: list[Prompt], engines: Engines) -> list[str]:
+def agreed_answers(saved: Path, prompts: Sequence[Prompt], engines: Engines) -> list[str]:
     """The engine's greedy answers, which must be those of transformers token for token."""
     from transformers import AutoModelForCausalLM
 

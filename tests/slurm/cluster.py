@@ -98,6 +98,24 @@ class Cluster:
             time.sleep(0.2)
         assert not found, found
 
+    def cut_off(self, node: str) -> None:
+        """The node is there, and reaches nobody."""
+        self.say("ip", "link", "set", f"v{node[1:]}", "down")
+
+    @contextmanager
+    def healed(self) -> Iterator[None]:
+        """After it, all nodes reach each other, and are free."""
+        try:
+            yield
+        finally:
+            for node in range(1, self.nodes + 1):
+                self.say("ip", "link", "set", f"v{node}", "up")
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """All nodes are free."""
+        self.wait_for("idle nodes", lambda: self.say("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == str(self.nodes), 1.0)
+
     def wait_for(self, what: str, condition: Callable[[], bool], pause_s: float = 0.2, limit_s: float = LIMIT_S) -> None:
         """AssertionError where the condition does not come true in time."""
         deadline = time.monotonic() + limit_s

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megarl.slurm.job import Job
-from megarl.slurm.script import render
+from megarl.slurm.script import NODE_SCRIPTS, render, templates
 from tests.e2e.job import RL
 from tests.slurm.cluster import Cluster
 from tests.slurm.virtual import MANY
@@ -35,6 +38,8 @@ DRIVERS = {
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
+# Of a session that ends for all nodes but the first, which does not answer any more.
+HEADLESS = "touch $allocation/on-$here; [[ ${!#} == *=* ]] && sleep infinity; until [[ -e $allocation/over ]]; do sleep .1; done; exit 1"
 OPTIONS = {
     "spare": {"spare": 2},
     "stepless": {"nodes": 2},
@@ -116,6 +121,35 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     [lost] = re.findall(r": (n\d) died: queued again", text("left"))
     assert slurm.job(jobs["left"][0], "ExcNodeList") == lost
     assert "the next job of the chain goes on" in text("chained") and text("chained").count("nothing to do: the run is finished") == 1
+    slurm.wait_until_clean()
+
+
+@pytest.mark.long
+def test_a_node_that_is_left_queues_the_job_again_as_long_as_it_may(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\n{HERE}\n{HEADLESS}\n")
+    (tmp_path / "python").chmod(0o755)
+    job = replace(script_job(tmp_path, str(tmp_path / "python")), nodes=2, spare=1, max_restarts=1)
+    for name in NODE_SCRIPTS:
+        shutil.copy(templates() / name, tmp_path)
+    (tmp_path / "job.sbatch").write_text(render(job, tmp_path))
+    (tmp_path / "slurm").mkdir()
+    slurm.wait_until_idle()
+    number = slurm.say("sbatch", "--parsable", tmp_path / "job.sbatch")
+
+    def lose(restart: int, first: str, *others: str) -> None:
+        logs = tmp_path / "slurm" / f"{number}-{restart}"
+        slurm.wait_for("all nodes", lambda: all((logs / f"on-{node}").exists() for node in (first, *others)))
+        slurm.cut_off(first)
+        slurm.say("scontrol", "update", f"NodeName={first}", "State=DOWN", "Reason=test")  # which Slurm says itself after SlurmdTimeout
+        (logs / "over").touch()
+        told = f"{first}, the first node, is lost: {'cancelled' if restart else 'queued again'}"
+        slurm.wait_for(told, lambda: any(told in (logs / f"{node}.log").read_text() for node in others))
+
+    with slurm.healed():
+        lose(0, "n1", "n2", "n3")
+        lose(1, "n2", "n3")
+        slurm.wait_for("end", lambda: slurm.job(number, "JobState") == "CANCELLED")
+    assert slurm.job(number, "Restarts") == "1"
     slurm.wait_until_clean()
 
 

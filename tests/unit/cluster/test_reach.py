@@ -46,12 +46,35 @@ def test_a_node_whose_links_hang_is_done_without_where_there_are_others(monkeypa
 
 
 @pytest.mark.parametrize(
+    ("hang", "bad"),
+    [
+        (("bc", "bd"), {"b": "does not reach c, d"}),
+        (("bc", "ac"), {"c": "does not reach a, b"}),
+        (("bc",), {"c": "does not reach b"}),  # the link alone: either will do
+        (("ae",), {"e": "does not reach a"}),  # the head stays
+    ],
+)
+def test_of_two_nodes_that_do_not_reach_each_other_others_tell_which_one_is_to_go(
+    monkeypatch: pytest.MonkeyPatch, hang: tuple[str, ...], bad: dict[str, str]
+) -> None:
+    (times, alone), tests = outcome(monkeypatch, "abcde", 4, *hang)
+    assert alone == bad and times == [name for name in "abcde" if name not in bad]
+    assert len(tests) == 1 + 5 + 2 + 1
+
+
+def test_what_a_node_does_not_reach_that_is_left_out_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (times, alone), _ = outcome(monkeypatch, "abcd", 2, "bc", "ac", "da")
+    assert alone == {"c": "does not reach a, b", "d": "does not reach a"} and times == ["a", "b"]
+
+
+@pytest.mark.parametrize(
     ("names", "needed", "hang", "bad"),
     [
         ("abcd", 4, ("bc", "cd"), {"c": "does not reach b, d"}),
         ("abcd", 2, ("ab", "da"), {"a": "does not reach b, d"}),  # the head
-        ("abcd", 2, ("bc",), {"b": "does not reach c", "c": "does not reach b"}),  # who is to blame nobody knows
-        ("ab", 1, ("ab",), {"a": "does not reach b", "b": "does not reach a"}),
+        ("abcd", 4, ("bc",), {"c": "does not reach b"}),
+        ("abcd", 2, ("ab", "ac"), {"a": "does not reach b, c"}),
+        ("ab", 1, ("ab",), {"a": "does not reach b", "b": "does not reach a"}),  # nobody can tell
     ],
 )
 def test_nodes_that_are_needed_and_do_not_reach_each_other_are_named(

@@ -69,6 +69,39 @@ def test_nodes_without_an_actor_of_the_run_are_nobodys_affair(watched: Watch) ->
     assert asked[:3] == [{7}] * 3
 
 
+def test_only_nodes_that_the_run_uses_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = [{"NodeID": f"id {n}", "NodeManagerAddress": f"node {n}", "Alive": n != 9} for n in (7, 8, 9)]
+    runs: dict[str, set[int]] = {}
+    watched, looked = list[str](), list[str]()
+
+    def remote(self: Watch, node: str) -> Any:
+        watched.append(node)
+
+        def look(only: Any) -> list[Any]:
+            looked.append(node)
+            return []
+
+        return look, lambda: None
+
+    monkeypatch.setattr(watch, "ray", SimpleNamespace(nodes=lambda: alive))
+    monkeypatch.setattr(Watch, "_of_the_run", lambda self: dict(runs))
+    monkeypatch.setattr(Watch, "_remote", remote)
+    joined = Watch(3600.0, own=False)
+    try:
+        joined._look()
+        assert not watched, "no actor is anywhere yet"
+        runs |= {"node 7": {1}, "node 9": {2}}
+        for _ in range(3):
+            joined._look()
+        assert watched == ["id 7"] and looked == ["id 7"] * 2
+        runs["node 8"] = {3}
+        for _ in range(2):
+            joined._look()
+        assert watched == ["id 7", "id 8"] and looked[2:] == ["id 7", "id 7", "id 8"]
+    finally:
+        joined.close()
+
+
 def test_only_what_belongs_to_the_run_is_seen_and_ended() -> None:
     """Of two programs that have stopped a child, one is another's."""
     mine, theirs = (subprocess.Popen(["bash", "-c", "kill -STOP $BASHPID & sleep 60"], start_new_session=True) for _ in range(2))

@@ -19,7 +19,8 @@ from examples.make_data import WORDS, corrupted, preferences
 from megarl import cli
 from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource
 from megarl.data.preferences import Preference, load_preferences
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompts import Prompt
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
 from megarl.stages.pairs import pairs_of
 

@@ -20,10 +20,12 @@ from pyarrow import parquet
 from examples import make_data
 from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
 from megarl.config.data import PromptPart
+from megarl.data import large
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.gym import all_drawn, first_items
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import decode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ Load = Callable[..., list[Prompt]]
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerBase) -> Load:
     def load(source: Any, *, chat: bool = True, template: str = "{prompt}", limit: int = 64) -> list[Prompt]:
-        return load_prompts(source, tokenizer, chat, template, limit, "data.train")
+        return list(load_prompts(source, tokenizer, chat, template, limit, "data.train"))
 
     return load
 
@@ -173,6 +175,67 @@ def test_a_prompt_after_which_nobody_has_to_speak_is_refused(load: Load, tmp_pat
         ConfigError, match=r"a\.jsonl:1: the prompt ends with the assistant's message; leave it out \(megarl sft learns whole"
     ):
         load(source.model_copy(update={"prompt_key": "messages", "answer_key": "answer"}))
+
+
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]
+
+
+@pytest.mark.parametrize("prompt", ["17 + 17?", CHAT], ids=["text", "chat"])
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_a_large_file_gives_the_prompts_of_a_small_one(
+    kind: str, prompt: Any, load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [f"{n} + 17?" for n in range(60)]
+    rows = [{**ROW, "prompt": [*prompt[:-1], {**prompt[-1], "content": text}] if isinstance(prompt, list) else text} for text in asked]
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=16)
+        source = FileSource(path=tmp_path / "a.parquet", skip=3, rows=50)
+    else:
+        source = save_to_disk(tmp_path / "saved", rows).model_copy(update={"skip": 3, "rows": 50})
+    small = load(source)
+    monkeypatch.setattr(large, "LARGE", 50)
+    read = load_prompts(source, tokenizer, True, "", 64, "data.train")
+    assert isinstance(read, large.LargeFile) and len(read) == 50
+    assert list(read) == [read[n] for n in range(50)] == small
+    assert read[-1] == small[-1] and read[10:20:3] == small[10:20:3]
+    with pytest.raises(IndexError):
+        read[50]
+    parts = [PromptPart(source=source, weight=1.5), PromptPart(source=write(tmp_path / "b.jsonl", ROW))]
+    mixture = load_prompts(MixtureSource(parts=parts, seed=4), tokenizer, True, "", 64, "data.train")
+    assert [prompt.id for prompt in mixture] == list(range(76)) and mixture[-1].text == "17 + 17?"
+    assert Counter(prompt.text for prompt in mixture[:75]).total() == 75
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "no answer": {"reward_model": {"ground_truth": None, "style": "rule"}},
+    "no struct": {"reward_model": None},
+    "no prompt": {"prompt": None},
+    "blank": {"prompt": [{"role": "user", "content": " \n"}]},
+    "no messages": {"prompt": []},
+    "no content": {"prompt": [{"role": "user", "content": None}]},
+    "no role": {"prompt": [{"role": None, "content": "a"}, {"role": "user", "content": "b"}]},
+    "an answer inside": {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "long": {"prompt": [{"role": "user", "content": "a " * 200}]},
+    "one token too long": {"prompt": [{"role": "system", "content": "b"}, {"role": "user", "content": "a " * 70}]},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_a_large_file_is_refused_before_the_start_in_the_same_words(
+    name: str, load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good: dict[str, Any] = {**ROW, "prompt": [{"role": "user", "content": "17 + 17?"}]}
+    for place in (0, 61, 197):  # not among those that are sampled, but for the first
+        rows = [good | (ROWS[name] if n == place else {}) for n in range(200)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.Table.from_pylist([good, ROWS[name]]).schema), tmp_path / "a.parquet")
+        source = FileSource(path=tmp_path / "a.parquet")
+        with pytest.raises(ConfigError) as small:
+            load(source)
+        with monkeypatch.context() as patch, pytest.raises(ConfigError) as read:
+            patch.setattr(large, "LARGE", 50)
+            patch.setattr(large, "SAMPLED", 4)
+            load_prompts(source, tokenizer, True, "", 64, "data.train")
+        assert str(read.value) == str(small.value) and f"a.parquet:{place + 1}" in str(small.value)
 
 
 def test_a_check_draws_the_first_items_and_says_so(load: Load) -> None:

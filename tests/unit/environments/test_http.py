@@ -6,14 +6,15 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, HttpEnvironment
+from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
+from megarl.environments.hosts import open_host
 from megarl.environments.http import HttpHost, check
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.environments.server import Server
@@ -53,6 +54,60 @@ def test_episodes_on_the_reference_server_are_those_of_the_class() -> None:
     assert first == again != second and not server._episodes
     assert first[1].messages[0]["content"].startswith("turn 1 ")  # type: ignore[index]
     assert (first[2].messages, first[2].reward, first[2].done, first[2].info) == (None, 0.25, True, {"turn": 2.0})
+
+
+class Crowded(Counting):
+    """Counts the objects that have begun and are not closed."""
+
+    now = most = 0
+
+    async def reset(self, seed: int) -> str:
+        Crowded.now += 1
+        Crowded.most = max(Crowded.most, Crowded.now)
+        return await super().reset(seed)
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool, dict[str, float]]:
+        if text == "fail":
+            raise ValueError(text)
+        return await super().step(text, tokens, finished)
+
+    async def close(self) -> None:
+        Crowded.now -= 1
+
+
+def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> None:
+    """Whatever becomes of them: some fail, one is called off while it waits."""
+
+    async def body(url: str) -> list[bool]:
+        host = open_host(EnvironmentSettings(source=HttpEnvironment(url=url), step_s=20.0, max_concurrent=3))
+
+        async def played(seed: int) -> bool:
+            one = host.open()
+            try:
+                await one.reset(seed, None)
+                return (await one.step("fail" if seed % 4 == 0 else "stop", [1], True)).done
+            except EnvironmentFailed:
+                return False
+            finally:
+                await one.close()
+
+        try:
+            begun = [host.open() for _ in range(4)]
+            for one in begun[:3]:
+                await one.reset(1, None)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(begun[3].reset(1, None), 0.2)
+            assert Crowded.now == Crowded.most == 3
+            for one in begun:
+                await one.close()
+                await one.close()  # twice makes no more room
+            return await asyncio.gather(*map(played, range(12)))
+        finally:
+            host.close()
+
+    with serving(Server(("127.0.0.1", 0), Crowded)) as url:
+        assert asyncio.run(body(url)) == [seed % 4 > 0 for seed in range(12)]
+    assert (Crowded.now, Crowded.most) == (0, 3)
 
 
 ANSWERS: dict[int, tuple[Any, str]] = {

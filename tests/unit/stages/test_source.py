@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import io
 import threading
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
-from megarl.checkpoints.files import read_record, write_file
+from megarl.checkpoints.files import LargeContent, read_record, write_file
 from megarl.cluster.actor_group import WorkerDied
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
+from megarl.observe.report import LAG_SHARES
 from megarl.response import Response
 from megarl.rewards.score import RewardUnavailable, Score
 from megarl.rollout.episodes import Start
 from megarl.rollout.parts import added, whole
+from megarl.shared_memory import MemoryFile
 from megarl.stages import in_flight
 from megarl.stages.rollout import Collected
 from megarl.stages.rollout_metrics import lag_metrics
@@ -121,7 +126,27 @@ class Reward:
 
 
 def files_of(state: TrainState) -> dict[str, bytes]:
-    return {name: bytes(file) for name, file in state.files().items()}
+    return {name: content_of(file) for name, file in state.files().items()}
+
+
+def content_of(file: LargeContent) -> bytes:
+    held = io.BytesIO()
+    file.write(held)
+    return held.getvalue()
+
+
+def written(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return {name: folder / name for name in files}
+
+
+def copied(files: dict[str, bytes]) -> dict[str, MemoryFile]:
+    return {name: MemoryFile(partial(_write, data)) for name, data in files.items()}
+
+
+def _write(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
 
 
 class Loop:
@@ -146,7 +171,7 @@ class Loop:
                 collected = source.next_batch()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(collected)
-                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0)))
+                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
                 self.state.step += 1
                 source.settle(sync_follows=sync_follows)
                 self.state.learned += 1
@@ -181,12 +206,13 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> None:
+def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp_path: Path) -> None:
+    """And from copies of them in memory."""
     straight = make(*MODES[mode]).run()
     for step, (progress, files) in enumerate(straight.saved):
         loop = make(*MODES[mode])
         loop.state.restore(progress)
-        loop.state.restore_files(files)
+        loop.state.restore_files(written(files, tmp_path) if step % 2 else copied(files))
         loop.engines.version = step
         loop.run()
         assert loop.names() == straight.names()[step:]
@@ -203,7 +229,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str) -> 
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
-    other.restore_files(files_of(loop.state))
+    other.restore_files(copied(files_of(loop.state)))
     assert other.ahead is not None
     for response in other.ahead.batch().responses:
         assert response.experts is not None
@@ -219,7 +245,7 @@ def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -
     file = io.BytesIO()
     np.savez(file, **older)
     other = TrainState(loop.ctx.config, PROMPTS, STAGES)
-    other.restore_files({"ahead.rest.npz": file.getvalue()})
+    other.restore_files(copied({"ahead.rest.npz": file.getvalue()}))
     both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
     assert any(one.before for one in both[0])
     for one, again in zip(*both, strict=True):
@@ -243,8 +269,25 @@ def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_writt
     record = write_file(tmp_path / "file.npz", file)
     assert sum(fetched) == 4 * N * 3 and max(fetched) == 2 * N, "a payload and the experts of two stages"
     assert record == read_record(tmp_path / "file.npz")
-    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(bytes(file))) as whole_file:
+    with np.load(tmp_path / "file.npz") as written, np.load(io.BytesIO(content_of(file))) as whole_file:
         assert set(written) == set(whole_file) and all(np.array_equal(written[name], whole_file[name]) for name in written)
+
+
+def test_a_checkpoint_s_responses_are_read_back_one_by_one(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the object store has taken a response, the driver holds nothing of it."""
+    loop = make(*MODES["ahead"]).run(2)
+    large = [np.zeros((1 << 20, len(stage), 1), np.uint8) for stage in STAGES]
+    groups = [replace(group, responses=[replace(one, experts=[large]) for one in group.responses]) for group in loop.state.ahead.groups]
+    path = tmp_path / "file.npz"
+    size = write_file(path, in_flight.dump(Collected(groups), STAGES)).size
+    monkeypatch.setattr(in_flight, "ray", SimpleNamespace(put=lambda _: None))
+    tracemalloc.start()
+    try:
+        loaded = in_flight.load(path, PROMPTS, STAGES)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(loaded.groups) == 4 and size > 8 * 3 << 20 and most < size / 2
 
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> None:
@@ -254,7 +297,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> N
     progress, files = loop.saved[-1]
     again = make(*free)
     again.state.restore(progress)
-    again.state.restore_files(files)
+    again.state.restore_files(copied(files))
     again.engines.version = 2
     again.run()
     for one in (loop, again):
@@ -286,6 +329,28 @@ def test_each_mode_has_its_lag(make: Any) -> None:
     assert any(lag["rollout/lag_mixed"] > 0 for lag in budget.lags)
     places = [[group.place for group in done.groups] for done in ahead.learned]
     assert places == [[group.place for group in done.groups] for done in sync.learned], "the same prompts in the same steps"
+
+
+def shares(lag: dict[str, float]) -> dict[int, float]:
+    return {int(name.rpartition("_")[2]): value for name, value in lag.items() if "_share_from_" in name}
+
+
+def test_the_share_of_tokens_of_each_lag_is_told(make: Any) -> None:
+    sync, ahead, budget = (make(*MODES[mode]).run() for mode in ("sync", "ahead", "budget"))
+    assert [shares(lag) for lag in sync.lags] == [{}] * STEPS
+    assert [shares(lag) for lag in ahead.lags] == [{1: 0.0}, *[{1: 1.0}] * (STEPS - 1)]
+    assert all(set(shares(lag)) == {1, 2, 4} and sum(shares(lag).values()) <= 1 for lag in budget.lags)
+    assert max(share for lag in budget.lags for share in shares(lag).values()) > 0
+
+    def response(length: int, *spans: tuple[int, int]) -> Response:
+        return Response(0, "", 3, length, length, True, None, 0, weight_versions=[VersionSpan(*span) for span in spans])
+
+    several, one = response(10, (0, 3), (4, 7), (9, 8)), response(6, (0, 5))  # with two frozen steps lags of 5, 1 and 0, and of 3
+    told = scalars(lag_metrics([several, one], learned=6, frozen=2, most=8))
+    assert shares(told) == {1: 5 / 16, 2: 6 / 16, 4: 4 / 16, 8: 0.0}
+    assert (told["rollout/lag_mean"], told["rollout/lag_max"]) == ((4 * 5 + 5 * 1 + 6 * 3) / 16, 5)
+    largest = make("rollout.mode=free", "rollout.max_lag=1024").ctx.config.rollout.most_lag
+    assert [name for name in scalars(lag_metrics([one], 6, 0, largest)) if "_share_" in name] == list(LAG_SHARES), "the report shows all"
 
 
 def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: Any) -> None:

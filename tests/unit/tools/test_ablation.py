@@ -44,6 +44,17 @@ def test_each_variant_of_vapo_leaves_out_its_part_alone() -> None:
     assert responses == {256}, "every variant sees as many responses"
 
 
+def test_stale_responses_are_weighed_or_not_and_all_else_is_the_same() -> None:
+    trials = tool.trials(VAPO.parents[1] / "async" / "variants.yaml", [1], [])
+    trees = {trial.variant: trial.config.model_dump(exclude={"name"}) for trial in trials}
+    for tree in trees.values():
+        tree["algorithm"]["correction"] = None
+    without_lag = trees.pop("uncorrected without lag")
+    assert len(trees) == 3 and all(tree == trees["uncorrected"] for tree in trees.values())
+    without_lag["rollout"] |= {name: trees["uncorrected"]["rollout"][name] for name in ("mode", "max_lag")}
+    assert without_lag == trees["uncorrected"]
+
+
 def finished(trial: Any, rate: float) -> None:
     """What a run of the trial leaves: two steps of value pretraining, two of the policy."""
     directory = trial.config.directory

@@ -9,11 +9,12 @@ import pytest
 from ray.exceptions import ActorDiedError, RayError
 
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.config import RolloutSettings
-from megarl.rollout.episodes import Start
+from megarl.config import EnvironmentSettings, HttpEnvironment, RolloutSettings
+from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.workers import dispatch
 from megarl.workers.dispatch import Dispatcher, NoEngine, Wanted
+from megarl.workers.rollout_worker import Playing
 
 
 class Calls:
@@ -47,8 +48,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-def dispatcher(prompts: int, max_num_seqs: int, n: int = 4) -> Dispatcher:
-    work = Dispatcher(ActorGroup("engine", ["a", "b"]), RolloutSettings(max_num_seqs=max_num_seqs), None)
+def dispatcher(prompts: int, max_num_seqs: int, n: int = 4, playing: Playing | None = None) -> Dispatcher:
+    work = Dispatcher(ActorGroup("engine", ["a", "b"]), RolloutSettings(max_num_seqs=max_num_seqs), playing)
     for number in range(prompts):
         work.ask(Wanted(number, Start(number, [1], 0), Sampling(n, 1.0, 8, 0)))
     return work
@@ -61,6 +62,14 @@ def test_who_has_finished_something_is_asked_next_and_nobody_for_more_than_twice
     assert work.finished() == {3: ["three"], 5: ["five"]} and work.open == 6
     work.finished()
     assert calls.asked[6:] == [("b", 6), ("b", 7)]
+
+
+def test_an_engine_is_not_asked_for_many_more_episodes_than_its_environment_bears(calls: Calls) -> None:
+    """Those that wait there would use up the time of their call."""
+    environment = EnvironmentSettings(source=HttpEnvironment(url="http://127.0.0.1:1"), max_concurrent=2)
+    work = dispatcher(8, max_num_seqs=6, playing=Playing(environment, Limits(8, 8, 2), None))
+    work.finished()
+    assert calls.asked == [("a", 0), ("b", 1)]
 
 
 def test_what_a_lost_engine_had_to_do_another_does_first_and_in_order(calls: Calls) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
-from megarl.shared_memory import SharedMemory
+import pytest
+
+from megarl.shared_memory import MemoryFile, SharedMemory
 from megarl.workers.keeper import KEPT, Keeper
 
 OWNER = ("model", 0)
@@ -68,6 +71,24 @@ def test_a_copy_that_breaks_off_on_its_way_leaves_no_memory() -> None:
             said = str(error)
         assert said == "gone"
         assert keeper.steps() == {}
+
+
+def test_a_file_in_memory_is_there_as_long_as_its_object_and_gone_where_it_does_not_fit() -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(b"0123456789")
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"0")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with nothing_left_open():
+        file = MemoryFile(write)
+        assert [Path(file).read_bytes() for _ in range(2)] == [b"0123456789"] * 2
+        with pytest.raises(OSError, match="No space left on device"):
+            MemoryFile(fail)
+        place = os.fspath(file)
+        del file
+        assert not Path(place).exists()
 
 
 def test_memory_that_is_closed_twice_closes_no_file_of_others() -> None:

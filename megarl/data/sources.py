@@ -1,0 +1,104 @@
+"""Prompts from reasoning-gym and from JSONL and Parquet files, checked before any process starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
+from megarl.data.files import read_file
+from megarl.data.gym import read_gym
+from megarl.data.large import LargeFile, large_table
+from megarl.data.mixture import Mixture
+from megarl.data.prompts import Prompt, Renderer, Row, checked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+def load_prompts(
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    template: str,
+    max_prompt_tokens: int,
+    key: str,
+    limit_key: str = "rollout.max_prompt_tokens",
+    system: str | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> Sequence[Prompt]:
+    """Every prompt of a source, tokenised; episodes as they are. Those of a large file are made when they are asked for.
+
+    Args:
+        source: where they come from.
+        tokenizer: the model's.
+        chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
+        template: a text with "{prompt}" in it; read without `chat`.
+        max_prompt_tokens: a longer prompt is refused.
+        key: the source's dotted key, say "data.train".
+        limit_key: what a message calls the limit.
+        system: a system message before each chat that begins with none.
+        tools: schemas of the tools that the chat template tells of.
+
+    Returns:
+        The prompts in the order of the source, whose `id` counts them.
+
+    Raises:
+        ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
+            template, a template without "{prompt}".
+    """
+    if isinstance(source, EpisodeSource):
+        seeds = range(source.seed, source.seed + source.items)
+        return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
+    if isinstance(source, MixtureSource):
+        rest = (tokenizer, chat, template, max_prompt_tokens)
+        parts = [
+            (load_prompts(part.source, *rest, f"{key}.parts.{n}.source", limit_key, system, tools), part.weight)
+            for n, part in enumerate(source.parts)
+        ]
+        return _PromptMixture(parts, source.seed)
+    renderer = Renderer(tokenizer, chat, template, max_prompt_tokens, limit_key, system, tools)
+    if isinstance(source, FileSource) and (table := large_table(source, key)) is not None:
+        return LargeFile(table, source, key, renderer)
+    return renderer.all(_rows(source, key))
+
+
+class _PromptMixture(Mixture[Prompt]):
+    """Prompts whose `id` counts those of all sources."""
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        return replace(super().__getitem__(index), id=range(len(self))[index])
+
+
+def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
+    """The rows of a source. ConfigError where there is none."""
+    empty = True
+    if isinstance(source, ReasoningGymSource):
+        entries, dropped = read_gym(source, key)
+        if dropped:
+            log.info("%s: %d of %d items left out, their questions are in %s.exclude", key, dropped, source.items, key)
+        if not entries:
+            raise ConfigError(f"{key}.items: all {source.items} items are in {key}.exclude")
+        # Scoring makes the dataset again, with the same parameters.
+        for number, entry in enumerate(entries):
+            meta = {**entry["metadata"], "source_params": source.params}
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            yield Row(f"{key}: item {number}", checked(entry["question"], f"{key}: item {number}"), answer, meta)
+        return
+    for place, prompt, answer, meta in read_file(source, key):
+        empty = False
+        yield Row(place, checked(prompt, place), answer, meta)
+    if empty:
+        raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
