@@ -69,6 +69,12 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert job.tokenizer.decode(job.prompts[0].tokens) == "<user>Capitals: cat<assistant>"
 
 
+def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == f"hour: error: {tmp_path} is there already: name another directory\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.long
 def test_the_hour_itself(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
