@@ -101,10 +101,15 @@ def table(runs: Sequence[Told]) -> list[str]:
     rows.append(["seconds", *(f"{sum(run.summary['wall_s'].values()):,.0f}" if run.summary else "not at its end" for run in runs)])
     rows.append(["alarms", *(", ".join(run.summary.get("alarms", {})) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
+    sections = [{key.partition(".")[0] for key in run.config} for run in runs]
+    foreign = [key for key in keys if any(key not in run.config for run in runs)] if any(one != sections[0] for one in sections) else []
+    keys = [key for key in keys if key not in foreign]
     differing = [key for key in keys if len({json.dumps(run.config.get(key), sort_keys=True) for run in runs}) > 1]
     rows += [
         [key, *(one_line(json.dumps(run.config.get(key)), LONGEST) for run in runs)] for key in differing if key not in ("name", "run_dir")
     ]
+    if foreign:
+        rows.append([f"({len(foreign)} keys that only some have)", *("" for _ in runs)])
     width = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     return [escaped("  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip()) for row in [heads, *rows]]
 

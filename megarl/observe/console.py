@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megarl.observe.estimates import SetResult
+from megarl.observe.phases import OTHER
 
 # What a line shows of the last step: the metric, its label, its format.
 SHOWN = (
@@ -52,6 +53,7 @@ class Console:
         self._rich = rich or Screen(file=sys.stderr, highlight=False)
         self._plain = not self._rich.is_terminal or self._rich.is_dumb_terminal  # which cannot write a line anew
         self._step = 0
+        self._doing = ""  # the last phase that was told
         self._numbers = ""
         self._rate = ""
         self._printed = -math.inf
@@ -67,6 +69,7 @@ class Console:
 
     def phase(self, name: str) -> None:
         """A phase begins: worth a plain line before the first step is done, when there is nothing else to see for a while."""
+        self._doing = name
         if self._plain and self._step == 0:
             self._print(f"{name} ...")
 
@@ -115,5 +118,7 @@ class Console:
 
     def _line(self) -> Text:
         phase, seconds = self._now()
-        parts = [f"{self._name}  step {self._step}/{self._steps}", f"{phase} {seconds:.1f}s", self._numbers, self._rate]
+        shown = self._doing if self._doing.partition(":")[0] == phase else phase  # which part of the start it is
+        done = f"{self._name}  step {self._step}/{self._steps}" if self._steps else self._name
+        parts = [done, "" if phase == OTHER else f"{shown} {seconds:.1f}s", self._numbers, self._rate]
         return Text(" | ".join(part for part in parts if part), overflow="ellipsis", no_wrap=True)

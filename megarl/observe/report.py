@@ -14,7 +14,7 @@ LAG_SHARES = tuple(f"rollout/lag_share_from_{1 << octave}" for octave in range(1
 # One panel each: its title and the metrics that it shows.
 PANELS = (
     ("reward", ("reward/mean",)),
-    ("held-out pass rate", ("eval/heldout/avg@1", "eval/heldout/greedy")),
+    ("held-out score", ("eval/heldout/avg@1", "eval/heldout/greedy")),
     ("accuracy", ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy")),
     ("margin", ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin")),
     ("held-out log-prob, less the reference's", ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift")),

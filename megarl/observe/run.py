@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, LearnConfig, RunSettings, TrainConfig, TrainingSettings, dump
+from megarl.config import ConfigError, DpoConfig, LearnConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
@@ -346,6 +346,8 @@ class Run:
         self._console.note(f"all of it is in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
         if samples.files(self.directory):
             self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
+        elif isinstance(self._config, SftConfig | DpoConfig):
+            self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))} "a prompt"')
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
 

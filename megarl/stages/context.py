@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.demand import processes
 from megarl.cluster.session import ray_session
-from megarl.config import TrainConfig
+from megarl.config import RunSettings, TrainConfig
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
@@ -16,6 +16,15 @@ from megarl.stages.saving import ResumePoint
 from megarl.workers.engines import Engines
 from megarl.workers.keeper import Copies
 from megarl.workers.model_groups import ModelGroups, start
+
+
+@contextmanager
+def session(config: RunSettings, run: Run) -> Iterator[None]:
+    """The Ray session of a run, whose start it tells."""
+    with ExitStack() as stack:
+        with run.starting("Ray"):
+            stack.enter_context(ray_session(config.cluster, processes(config)))
+        yield
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,7 @@ class RunContext:
 @contextmanager
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
     """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
-    with Run(config, None if resume is None else resume.run) as run, ExitStack() as stack:
-        with run.starting("Ray"):
-            stack.enter_context(ray_session(config.cluster, processes(config)))
+    with Run(config, None if resume is None else resume.run) as run, session(config, run), ExitStack() as stack:
         with run.starting("scoring processes"):
             scorers = stack.enter_context(open_scorers(config.reward, run.note))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.cluster.demand import processes
-from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig
 from megarl.observe.estimates import SetResult, estimated
 from megarl.observe.metrics import Last, Mean, Metric, merge
@@ -19,6 +17,7 @@ from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.checks import HeldOut
+from megarl.stages.context import session
 from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
@@ -103,8 +102,8 @@ def _beside(sampled: Judged) -> dict[str, Metric]:
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the numbers of `config.model.path` in runs/<name>/eval.json."""
     sets = check_eval(config)
-    with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
-        with run.phase("start"):
+    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note) as scorers:
+        with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         engines.note_sandbox(run.note)
         evaluate("eval", sets, engines, scorers.rewards()[1], run, config.seed)

@@ -212,6 +212,7 @@ class Speaker:
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # it has the cores to itself
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its process is forked, which the tokenizer would warn of
         job, self._stderr = self.job, os.dup(2)
+        print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
         os.dup2(self._log, 2)
         try:
             self._runner.run(self._engine.start(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu))

@@ -14,8 +14,6 @@ from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.checkpoints.files import LargeContent
-from megarl.cluster.demand import processes
-from megarl.cluster.session import ray_session
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
@@ -24,6 +22,7 @@ from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.restarts import Restarts
 from megarl.stages.best import NOTHING, Best
+from megarl.stages.context import session
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
@@ -88,8 +87,8 @@ def learn(
     """
     stage = Stage(config, objective, draw, held_out, finish)
     resume = resume_point(config, config.section, items) if config.learn.steps else None
-    with Run(config, None if resume is None else resume.run) as run, ray_session(config.cluster, processes(config)):
-        with run.phase("start"):
+    with Run(config, None if resume is None else resume.run) as run, session(config, run):
+        with run.starting("model ranks"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
 

@@ -10,8 +10,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.demand import processes
-from megarl.cluster.session import ray_session
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
@@ -20,6 +18,7 @@ from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
+from megarl.stages.context import session
 from megarl.stages.engine_checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
 from megarl.workers.engines import Engines, call_seed, start_engines
@@ -31,8 +30,8 @@ Said = tuple[str, float]
 def pairs(config: PairsConfig) -> None:
     """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
-    with Run(config) as run, ray_session(config.cluster, processes(config)), open_scorers(config.reward, run.note) as scorers:
-        with run.phase("start"):
+    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note) as scorers:
+        with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         reward, _ = scorers.rewards()
         for number, (name, prompts) in enumerate((("train", data.train), ("eval", data.eval))):

@@ -64,7 +64,10 @@ class EngineStarter:
         gpus = self.settings.tp if self.config.cluster.gpus else 0
         as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
-        environment = {"VLLM_BATCH_INVARIANT": "1"} if gpus and self.config.cluster.deterministic else {}
+        if gpus:
+            environment = {"VLLM_BATCH_INVARIANT": "1"} if self.config.cluster.deterministic else {}
+        else:
+            environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else vLLM warns of the memory's node at every start
         actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
         return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment)
 

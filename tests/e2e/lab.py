@@ -25,8 +25,8 @@ from megarl.observe import report
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.rollout.registry import ENGINES
+from megarl.stages import context, pairs
 from megarl.stages import eval as eval_stage
-from megarl.stages import learning, pairs
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext
 from megarl.stages.recovery import newest, recovering
@@ -240,8 +240,7 @@ def in_this_session() -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        for stage in (learning, pairs, eval_stage):
-            patch.setattr(stage, "ray_session", session)
+        patch.setattr(context, "ray_session", session)
         yield
 
 

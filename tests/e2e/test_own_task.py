@@ -40,6 +40,9 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert called("init", "tiny", "talks.jsonl", "--cpu", "--out", "sft.yaml") == 0
     with lab.stage():
         assert called("sft", "sft.yaml", "name=sft", "optimizer.lr=3e-3", "sft.steps=30", "save.every=30") == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1] == f'sft: next: megarl generate {own}/runs/sft/model "a prompt"'
+    assert any(line.startswith("sft: model ranks: ready after ") for line in told)
     losses = [row["sft/loss"] for row in read_json_lines(own / "runs/sft/metrics.jsonl") if "sft/loss" in row]
     assert len(losses) == 30 and losses[-1] < 0.8 * losses[0]
 
@@ -64,6 +67,12 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert called("eval", "eval.yaml", "--check") == 0
     job = generate.check(generate.parser().parse_args(["runs/rl/model", "Capitals: cat", "--cpu", "--max-tokens", "8"]))
     assert job.tokenizer.decode(job.prompts[0].tokens) == "<user>Capitals: cat<assistant>"
+
+
+def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == f"hour: error: {tmp_path} is there already: name another directory\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,8 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
     """
     from megarl.rollout.vllm.light_import import light_import  # it imports torch
 
+    if not gpu:
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # which warns that a CPU has no Triton
     with uncollected(), nullcontext() if gpu else light_import():
         import vllm
 

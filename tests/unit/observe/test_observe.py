@@ -25,7 +25,7 @@ from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
 from megarl.observe.estimates import estimated
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Std, Sum, merge, scalars
-from megarl.observe.phases import Phases
+from megarl.observe.phases import OTHER, Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
@@ -299,6 +299,18 @@ def test_the_console_shows_one_live_line_on_a_terminal() -> None:
         console.step(2, {"reward/mean": 0.5}, {})
         console.rate("step 2", estimated("heldout", [[0], [1]]))
     assert "r  step 2/3 | rollout 1.0s | reward 0.500 | avg@1 0.500" in screen.getvalue()
+
+
+def test_the_live_line_names_the_part_of_a_start_and_no_phase_between_two() -> None:
+    now = ["start"]
+    console = Console("e", 0, lambda: (now[0], 2.0), RichConsole(file=io.StringIO(), force_terminal=True))
+    console.phase("start: Ray")
+    assert console._line().plain == "e | start: Ray 2.0s"
+    now[0] = "eval"
+    assert console._line().plain == "e | eval 2.0s"
+    now[0] = OTHER
+    console.rate("model.path", estimated("heldout", [[0], [1]]))
+    assert console._line().plain == "e | avg@1 0.500"
 
 
 def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
