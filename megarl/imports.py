@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,49 +53,14 @@ def parts_alone(package: str) -> Iterator[None]:
     stand_in = ModuleType(package)
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
     if "." not in package:
-        vars(stand_in)["__version__"] = metadata.version(package)
+        from importlib.metadata import version  # takes longer than all else that a scoring process imports
+
+        vars(stand_in)["__version__"] = version(package)
     sys.modules[package] = stand_in
     try:
         yield
     finally:
         del sys.modules[package]
-
-
-class Distributions(Mapping[str, list[str]]):
-    """`importlib.metadata.packages_distributions()`, read when it is asked for: all of it only for a package that no distribution is named
-    like."""
-
-    def __getitem__(self, package: str) -> list[str]:
-        try:
-            return [metadata.distribution(package).metadata["Name"]]
-        except metadata.PackageNotFoundError:
-            return self._all[package]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    @cached_property
-    def _all(self) -> Mapping[str, list[str]]:
-        return _of_all()
-
-
-_of_all = metadata.packages_distributions
-
-
-@contextmanager
-def light_transformers() -> Iterator[None]:
-    """For a block that imports modules of transformers: without its `__init__`, which reads the source of 1,500 models for half a second,
-    and without the files of all distributions, which transformers/utils/import_utils.py:51 reads for 0.2 s and asks for torch's alone."""
-    read: Any = metadata.packages_distributions
-    metadata.packages_distributions = Distributions  # type: ignore[assignment]
-    try:
-        with parts_alone("transformers"):
-            yield
-    finally:
-        metadata.packages_distributions = read
 
 
 def gym_factory(dataset: str) -> Any:

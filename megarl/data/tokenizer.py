@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
 from megarl.data.bounds import in_memory, in_time
-from megarl.imports import light_transformers, uncollected
+from megarl.imports import uncollected
+from megarl.light_transformers import light_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -94,6 +93,8 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
 
 
 def _math_verify() -> Verifier:
+    import logging
+
     from math_verify import parse, verify
 
     # Their time limits are signal.alarm, one to a process, and ours is there already; without theirs they warn at each call.

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl import imports
-from megarl.imports import Distributions, parts_alone, uncollected
+from megarl import light_transformers
+from megarl.imports import parts_alone, uncollected
+from megarl.light_transformers import Distributions
 
 
 def test_the_collector_rests_and_leaves_alone_what_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,20 +56,20 @@ def test_a_module_comes_without_its_package(tmp_path: Path, monkeypatch: pytest.
 
 def test_distributions_are_those_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, found = metadata.packages_distributions(), Distributions()
-    monkeypatch.setattr(imports, "_of_all", lambda: pytest.fail("the files of all distributions are read"))
+    monkeypatch.setattr(light_transformers, "_of_all", lambda: pytest.fail("the files of all distributions are read"))
     assert found.get("torch") == whole["torch"] == ["torch"]
-    monkeypatch.setattr(imports, "_of_all", lambda: whole)
+    monkeypatch.setattr(light_transformers, "_of_all", lambda: whole)
     assert found["yaml"] == whole["yaml"] == ["PyYAML"] and found.get("no_such_package", []) == [] and dict(found).keys() == whole.keys()
 
 
 def test_transformers_asks_for_no_more_when_it_is_imported() -> None:
     code = """
-from megarl import imports
-imports._of_all = None
-with imports.light_transformers():
+from megarl import light_transformers
+light_transformers._of_all = None
+with light_transformers.light_transformers():
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
     from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
-print(type(PACKAGE_DISTRIBUTION_MAPPING).__name__, imports.metadata.packages_distributions.__name__)
+print(type(PACKAGE_DISTRIBUTION_MAPPING).__name__, light_transformers.metadata.packages_distributions.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "Distributions packages_distributions\n"

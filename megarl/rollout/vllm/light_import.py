@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.imports import light_transformers
+from megarl.light_transformers import light_transformers
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:

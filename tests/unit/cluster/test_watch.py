@@ -76,7 +76,12 @@ def test_only_nodes_that_the_run_uses_are_looked_at(monkeypatch: pytest.MonkeyPa
 
     def remote(self: Watch, node: str) -> Any:
         watched.append(node)
-        return lambda only: looked.append(node) or [], lambda: None
+
+        def look(only: Any) -> list[Any]:
+            looked.append(node)
+            return []
+
+        return look, lambda: None
 
     monkeypatch.setattr(watch, "ray", SimpleNamespace(nodes=lambda: alive))
     monkeypatch.setattr(Watch, "_of_the_run", lambda self: dict(runs))
