@@ -100,14 +100,18 @@ def columns_of(data: Path) -> Columns:
 
     prompt, answer, conversation = held(PROMPTS), held(ANSWERS), held(CONVERSATIONS)
     if prompt is not None and answer is not None:
-        mathematical = all(EXPRESSION.fullmatch(str(find(row, answer))) and re.search(r"\d", str(find(row, answer))) for row in rows)
-        return Columns("train", prompt, answer, mathematical)
+        return Columns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows))
     if conversation is not None:
         return Columns("sft", conversation)
     raise ConfigError(
         f"init: {data}: no known columns in {', '.join(rows[0])}: a prompt ({', '.join(PROMPTS)}) with an answer ({', '.join(ANSWERS)}), "
         f"a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from examples/recipes/"
     )
+
+
+def _mathematical(answer: str) -> bool:
+    """An expression with a number, or a worked answer that ends in one as GSM8K's or MATH's."""
+    return "####" in answer or "\\boxed" in answer or bool(EXPRESSION.fullmatch(answer) and re.search(r"\d", answer))
 
 
 def proposed(model: Path, data: Path, columns: Columns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:

@@ -21,7 +21,10 @@ class ReasoningGymReward(Section):
 
 
 class MathReward(Section):
-    """math-verify: 1 where the answer in the response equals the ground truth symbolically."""
+    """math-verify: 1 where the answer in the response equals the ground truth symbolically: a number, an expression, or a worked answer.
+
+    Of a worked answer that is what stands in \\boxed{}, as in MATH, or after ####, as in GSM8K.
+    """
 
     type: Literal["math_verify"] = "math_verify"
 

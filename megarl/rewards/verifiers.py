@@ -102,8 +102,9 @@ def _math_verify() -> Verifier:
         logging.getLogger(module).setLevel(logging.ERROR)
 
     def check(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        known = answer.rpartition("####")[2].strip()  # of GSM8K's worked answers, the last line
         # A bare `x^2+1` would be read as the number 1.
-        gold = parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=None)
+        gold = parse(known if "$" in known or "\\boxed" in known else f"\\boxed{{{known}}}", parsing_timeout=None)
         if not gold:
             raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
         return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)), {}

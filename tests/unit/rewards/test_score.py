@@ -214,6 +214,25 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:
         summed(right, right)
 
 
+WORKED = {
+    "gsm8k": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether she sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
+    "thousands": "He has $2,125 left, of $3,000.\n#### 2,125",
+    "math": r"Since $2 + 2 = 4$, we have $x^2 = 4$ and hence $\frac{x}{4} = \boxed{\frac{1}{2}}$. So $x = 2$ for $n = 7$.",
+    "aime": "204",
+    "bare": "x^2+1",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [("gsm8k", "72", "24"), ("thousands", "2125", "3000"), ("math", "1/2", "7"), ("aime", "204", "20"), ("bare", "x^2+1", "1")],
+)
+def test_the_answers_of_known_sets_are_read_as_they_are(name: str, right: str, wrong: str) -> None:
+    verify = load({"type": "math_verify"})
+    for said, value in ((right, 1.0), (wrong, 0.0)):
+        assert verify("", f"Let us see. The answer is $\\boxed{{{said}}}$.", WORKED[name], {})[0] == value
+
+
 def test_module_that_ends_its_process_and_bad_expression_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.source: importing it ended the process \(worker died: exit status 4\)$"):
         check(RewardSettings(source=FunctionReward(path="ends:f")))
