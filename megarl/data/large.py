@@ -1,15 +1,18 @@
 """The prompts of a large Parquet or Arrow file, which are made of its rows when they are asked for.
 
 A million rows as prompts are some gigabytes and minutes of tokenising, at every start and resume. Here the rows stay a table, and what
-would be refused is looked for before the start without tokenising all of them: columns as a whole say which rows are empty, malformed or
-have so many bytes that they could be too long. Those are read one by one, and so are rows from all over the file.
+would be refused is looked for before the start without tokenising all of them: columns as a whole say which rows are empty, malformed, a
+chat of several messages, or have so many bytes that they could be too long. Those are read, and so are rows from all over the file. What a
+row can still be refused for when it is drawn is a chat template that objects to a text, or a tokenizer that makes it longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -22,17 +25,19 @@ if TYPE_CHECKING:
 
 LARGE = 100_000  # rows, from which on a file is read so
 SAMPLED = 4096  # rows from all over the file that are read before the start
+TOGETHER = 1 << 16  # Parquet rows
 
 
 def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
     """The rows of a file of `LARGE` rows or more; None for a smaller one and for JSONL. Raises ConfigError where it is unreadable."""
-    table = _parquet(source.path, f"{key}.path") if source.path.suffix == ".parquet" and source.path.is_file() else None
     if source.path.is_dir():
         table = _saved(source.path, f"{key}.path")
-    if table is None:
+    elif source.path.suffix == ".parquet" and source.path.is_file():
+        table = _parquet(source, f"{key}.path")
+    else:
         return None
-    table = table.slice(source.skip, source.rows)
-    return table if table.num_rows >= LARGE else None
+    table = None if table is None else table.slice(source.skip, source.rows)
+    return table if table is not None and table.num_rows >= LARGE else None
 
 
 class LargeFile(Sequence[Prompt]):
@@ -52,7 +57,9 @@ class LargeFile(Sequence[Prompt]):
         self._table, self._source, self._key, self._renderer = table, source, key, renderer
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
         added = self._added(sample)
-        suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added))
+        with self._readable():
+            table.validate(full=True)  # texts that are none, among others
+            suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added))
         for first in range(0, len(checks := np.union1d(sample, suspects)), CHUNK):
             self._make(checks[first : first + CHUNK])
 
@@ -78,13 +85,18 @@ class LargeFile(Sequence[Prompt]):
         return self._renderer.prompts(self._rows(places), places.tolist())
 
     def _rows(self, places: np.ndarray) -> list[Row]:
-        rows = []
-        for place in places.tolist():
-            [columns] = self._table.slice(place, 1).to_pylist()  # `take` would join the chunks of a column first
+        rows, read = [], list[dict[str, Any]]()
+        with self._readable():
+            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):  # `take` would join the chunks of a column first
+                read += self._table.slice(int(run[0]), len(run)).to_pylist()
+        for place, columns in zip(places.tolist(), read, strict=True):
             called = f"{self._key}.path: {self._source.path}:{self._source.skip + place + 1}"
             prompt, answer, meta = parts(columns, self._source, called, self._key)
             rows.append(Row(called, checked(prompt, called), answer, meta))
         return rows
+
+    def _readable(self) -> AbstractContextManager[None]:
+        return readable(lambda: f"{self._key}.path: {self._source.path} is not readable")
 
     def _added(self, places: np.ndarray) -> int:
         """The most bytes that the template puts around the prompt of one of these rows."""
@@ -92,18 +104,27 @@ class LargeFile(Sequence[Prompt]):
         return max(len(text.encode()) - _size(row) for row, text in zip(rows, self._renderer.texts(rows), strict=True))
 
 
-def _parquet(path: Path, key: str) -> pyarrow.Table | None:
+def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
+    """In batches: as a whole no column of more than 2 GB can be read that is inside of another."""
+    import pyarrow
     from pyarrow import parquet
 
-    size = path.stat().st_size
+    path, read, size = source.path, list[Any](), source.path.stat().st_size
+    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {sum(batch.num_rows for batch in read)}")
     # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
-    with readable(lambda: f"{key}: {path} is not readable as Parquet after row 0"), parquet.ParquetFile(path, pre_buffer=False) as file:
+    with trouble, parquet.ParquetFile(path, pre_buffer=False) as file:
         check_count(file.metadata.num_rows, size, path, key)
-        return bounded(size, lambda: file.read(use_threads=False)) if file.metadata.num_rows >= LARGE else None
+        last = file.metadata.num_rows if source.rows is None else min(file.metadata.num_rows, source.skip + source.rows)
+        if last - source.skip < LARGE:
+            return None
+        batches = file.iter_batches(batch_size=TOGETHER, use_threads=False)
+        while (batch := bounded(size, partial(next, batches, None))) is not None:
+            read.append(batch)
+        return pyarrow.Table.from_batches(read, file.schema_arrow)
 
 
-def _saved(path: Path, key: str) -> pyarrow.Table:
-    """Of `datasets` on disk; the rows stay there."""
+def _saved(path: Path, key: str) -> pyarrow.Table | None:
+    """Of `datasets` on disk; the rows stay there. None where its files are of different columns, or there are none."""
     import pyarrow
     from pyarrow import ipc
 
@@ -111,13 +132,14 @@ def _saved(path: Path, key: str) -> pyarrow.Table:
         with readable(lambda: f"{key}: {part} is not readable as Arrow after row 0"):
             return bounded(part.stat().st_size, lambda: ipc.open_stream(pyarrow.memory_map(str(part))).read_all())
 
-    return pyarrow.concat_tables([table(part) for part in arrow_files(path, key)])
+    tables = [table(part) for part in arrow_files(path, key)]
+    return pyarrow.concat_tables(tables) if len({str(one.schema) for one in tables}) == 1 else None
 
 
 def _suspicious(table: pyarrow.Table, source: FileSource, room: int) -> np.ndarray:
-    """Which rows could be refused [rows], bool: that lack something, or whose prompt has more bytes than `room`.
+    """Which rows could be refused [rows], bool: that lack something, are no single message of the user's, or have more bytes than `room`.
 
-    No token is less than a byte of its text. Of columns whose type tells nothing every row is.
+    No token is less than a byte of its text, but where a tokenizer makes it longer first. Of columns whose type tells nothing all rows are.
     """
     prompt, answer = _column(table, source.prompt_key), _column(table, source.answer_key)
     bad_prompts = None if prompt is None else _bad_prompts(prompt, room)
@@ -158,8 +180,8 @@ def _bad_prompts(column: pyarrow.ChunkedArray, room: int) -> np.ndarray | None:
     message = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
     if message is None or not types.is_struct(message):
         return None
-    fields = [message.get_field_index(name) for name in ("role", "content")]
-    if any(field < 0 or not _is_text(message.field(field).type) for field in fields):
+    fields = {message.field(index).name: message.field(index).type for index in range(message.num_fields)}
+    if fields.keys() != {"role", "content"} or not all(map(_is_text, fields.values())):
         return None
     return np.concatenate([_bad_chats(chunk, room) for chunk in column.chunks])
 
@@ -170,12 +192,9 @@ def _bad_chats(chats: pyarrow.ListArray, room: int) -> np.ndarray:
     count = _numpy(compute.list_value_length(chats).fill_null(0))
     messages = chats.flatten()
     role, content = compute.struct_field(messages, "role"), compute.struct_field(messages, "content")
-    row = np.repeat(np.arange(len(chats)), count)
-    sizes = np.bincount(row, _sizes(content), minlength=len(chats))
-    void = np.bincount(row, _numpy(role.is_null()) | _numpy(content.is_null()), minlength=len(chats)) > 0
-    bad = (count == 0) | void | (sizes > room)
-    last = (np.cumsum(count) - 1)[count > 0]
-    bad[count > 0] |= _blank(content)[last] | _numpy(compute.equal(role, "assistant").fill_null(True))[last]
+    bad_messages = (_sizes(content) > room) | _blank(content) | ~_numpy(compute.equal(role, "user").fill_null(False))
+    bad, alone = count != 1, np.flatnonzero(count == 1)
+    bad[alone] = bad_messages[(np.cumsum(count) - 1)[alone]]
     return bad
 
 

@@ -50,6 +50,7 @@ def _host(settings: EnvironmentSettings) -> Host:
         from megarl.environments.http import HttpHost
 
         return HttpHost(settings.source, settings.step_s)
+    process.check(settings.sandbox, "environment.sandbox")  # an engine may be started again, on another machine
     if isinstance(settings.source, ToolsEnvironment):
         from megarl.environments.tools import ToolsHost
 

@@ -49,6 +49,8 @@ def test_a_large_file_gives_the_prompts_of_a_small_one(
     assert read[-1] == small[-1] and read[10:20:3] == small[10:20:3]
     with pytest.raises(IndexError):
         read[50]
+    few = source.model_copy(update={"rows": 20})
+    assert load_prompts(few, tokenizer, True, "", 64, "data.train") == small[:20], "of which no table is made"
     parts = [PromptPart(source=source, weight=1.5), PromptPart(source=write(tmp_path / "b.jsonl", ROW))]
     mixture = load_prompts(MixtureSource(parts=parts, seed=4), tokenizer, True, "", 64, "data.train")
     assert [prompt.id for prompt in mixture] == list(range(76)) and mixture[-1].text == "17 + 17?"
@@ -62,6 +64,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "blank": {"prompt": [{"role": "user", "content": " \n"}]},
     "no messages": {"prompt": []},
     "no content": {"prompt": [{"role": "user", "content": None}]},
+    "several turns that the template may refuse": {"prompt": [{"role": "user", "content": "a "}, {"role": "user", "content": "b " * 70}]},
+    "another role": {"prompt": [{"role": "assistant", "content": "b"}]},
     "no role": {"prompt": [{"role": None, "content": "a"}, {"role": "user", "content": "b"}]},
     "an answer inside": {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "long": {"prompt": [{"role": "user", "content": "a " * 200}]},
@@ -85,3 +89,15 @@ def test_a_row_of_a_large_file_is_refused_before_the_start_in_the_same_words(
             patch.setattr(large, "SAMPLED", 4)
             load_prompts(source, tokenizer, True, "", 64, "data.train")
         assert str(read.value) == str(small.value) and f"a.parquet:{place + 1}" in str(small.value)
+
+
+def test_a_text_that_is_none_is_refused_before_the_start(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pyarrow.array([b"17 + 17?"] * 150 + [b"\xff\xfe?"] + [b"17 + 17?"] * 49).view(pyarrow.string())
+    answers = pyarrow.array([{"ground_truth": "34"}] * 200)
+    parquet.write_table(pyarrow.table({"prompt": rows, "reward_model": answers}), tmp_path / "a.parquet")
+    monkeypatch.setattr(large, "LARGE", 50)
+    monkeypatch.setattr(large, "SAMPLED", 4)
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.parquet is not readable: "):
+        load_prompts(FileSource(path=tmp_path / "a.parquet"), tokenizer, True, "", 64, "data.train")
