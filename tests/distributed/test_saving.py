@@ -31,7 +31,6 @@ from megarl.workers.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
     die_in_a_save,
-    fail_then_recover,
     load_alone,
     load_trained,
     plain_tensors,
@@ -42,6 +41,7 @@ from tests.distributed.checkpoint_work import (
     verified,
     wait_for_a_rank_that_never_writes,
 )
+from tests.distributed.failing_saves import fail_then_recover
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.whole_steps import newest

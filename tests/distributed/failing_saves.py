@@ -1,0 +1,70 @@
+"""Saves that fail: what they say, and what is there afterwards. Apart from checkpoint_work.py, which runs where there is no Ray."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from ray.exceptions import ObjectLostError
+
+from megarl.batch import Sample
+from megarl.checkpoints.files import Content
+from megarl.errors import SaveError
+from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.grid import Grid
+from megarl.response import Response
+from megarl.workers import response_file
+from megarl.workers.response_file import ResponseFile
+from tests.distributed.checkpoint_work import build_part, settings
+
+GONE = "gone"  # a reference to what is in no object store any more
+
+
+def fetch(references: list[Any]) -> list[Any]:
+    """Ray's `get`, where each reference is what it refers to."""
+    if GONE in references:
+        raise ObjectLostError("ab" * 28, None, "")
+    return references
+
+
+def half_gone() -> ResponseFile:
+    """The responses to two prompts; those to the second are lost."""
+    sample = Sample(np.arange(5, dtype=np.int32), 2, np.zeros(3, np.float32), "stop")
+    groups = [([Response(0, "", 2, 3, 3, True, payload, 0)], {"place": 0}) for payload in (sample, GONE)]
+    return ResponseFile(groups, {}, [])
+
+
+def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str, str]:
+    """Step 1 is saved; step 2 does not fit on the last rank's disk, which the next call says; step 3 is saved again.
+
+    What the failures said: of step 2, of a step 2 that nobody was to wait for, and of one with responses that cannot be fetched any more.
+    """
+    part = {"policy": build_part(grid, path)}
+    saver = Saver(root, grid, settings(asynchronous=True))
+    saver.save(1, part, {})
+    saver.wait()
+    said = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    further: list[dict[str, Content]] = [{}, {}, {"ahead.npz": half_gone()}]
+    for extra in further:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(response_file, "ray", SimpleNamespace(get=fetch))
+            if grid.rank == grid.world - 1 and not extra:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writes beyond it fail, as on a full disk
+            saver.save(2, part, extra)
+            try:
+                saver.wait()
+            except SaveError as error:
+                said.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+        assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001"]
+    saver.save(3, part, {})
+    saver.wait()
+    return said[0], said[1], said[2]
