@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, FileSource
 from megarl.data.bounds import in_memory
 from megarl.data.tokenizer import first_line
 from megarl.strict_json import parse_json, read_json
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 BATCH = 4096  # Parquet rows in memory at a time
 MOST_BYTES = 64 << 20  # of a line
@@ -86,15 +90,9 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    from pyarrow import parquet
-
     number, size = 0, path.stat().st_size
-    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {number}")
-    # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
-    with trouble, parquet.ParquetFile(path, pre_buffer=False) as table:
-        check_count(table.metadata.num_rows, size, path, key)
-        batches = table.iter_batches(batch_size=BATCH, use_threads=False)
-        while (batch := bounded(size, partial(next, batches, None))) is not None:
+    with open_parquet(path, key, lambda: number) as file:
+        for batch in parquet_batches(file, BATCH, size):
             for row in bounded(size, batch.to_pylist):
                 number += 1
                 yield number, row
@@ -116,8 +114,7 @@ def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, 
     size = path.stat().st_size
     trouble = readable(lambda: f"{key}: {path} is not readable as Arrow after row {number}")
     with trouble, pyarrow.memory_map(str(path)) as file, ipc.open_stream(file) as stream:
-        batches = iter(stream)
-        while (batch := bounded(size, partial(next, batches, None))) is not None:
+        for batch in _bounded_each(iter(stream), size):
             for first in range(0, batch.num_rows, BATCH):
                 for row in bounded(size, batch.slice(first, BATCH).to_pylist):
                     number += 1
@@ -143,10 +140,37 @@ def arrow_files(path: Path, key: str) -> list[Path]:
     return [path / name for name in names]
 
 
-def check_count(rows: int, size: int, path: Path, key: str) -> None:
-    """ConfigError where a Parquet file of `size` bytes says that it has far more rows."""
-    if rows > max(MOST_ROWS, size):
-        raise ConfigError(f"{key}: {path} says that it has {rows:,} rows in {size:,} bytes")
+@contextmanager
+def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[ParquetFile]:
+    """A Parquet file.
+
+    Args:
+        path: of the file.
+        key: the path's dotted key.
+        read: how many of its rows the block has read.
+
+    Raises:
+        ConfigError: the block cannot read it, or it says that it has far more rows than its bytes could hold.
+    """
+    from pyarrow import parquet
+
+    size = path.stat().st_size
+    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {read()}")
+    with trouble, parquet.ParquetFile(path, pre_buffer=False) as file:
+        if (rows := file.metadata.num_rows) > max(MOST_ROWS, size):
+            raise ConfigError(f"{key}: {path} says that it has {rows:,} rows in {size:,} bytes")
+        yield file
+
+
+def parquet_batches(file: ParquetFile, rows: int, size: int) -> Iterator[RecordBatch]:
+    """The file in batches of so many rows. MemoryError where one swells far beyond the `size` of the file."""
+    # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
+    return _bounded_each(file.iter_batches(batch_size=rows, use_threads=False), size)
+
+
+def _bounded_each(batches: Iterator[RecordBatch], size: int) -> Iterator[RecordBatch]:
+    while (batch := bounded(size, partial(next, batches, None))) is not None:
+        yield batch
 
 
 @contextmanager

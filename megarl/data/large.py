@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.config import FileSource
-from megarl.data.files import arrow_files, bounded, check_count, parts, readable
+from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, parts, readable
+from megarl.data.lazy import LazySequence
 from megarl.data.prompts import CHUNK, Prompt, Renderer, Row, checked
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
     return table if table is not None and table.num_rows >= LARGE else None
 
 
-class LargeFile(Sequence[Prompt]):
+class LargeFile(LazySequence[Prompt]):
     """The prompts of a table's rows; a row that was not read before the start is checked when it is asked for.
 
     Args:
@@ -70,16 +70,8 @@ class LargeFile(Sequence[Prompt]):
         for first in range(0, len(self), CHUNK):
             yield from self._make(np.arange(first, min(first + CHUNK, len(self))))
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return self._make(np.arange(len(self))[index])
-        return self._make(np.array([range(len(self))[index]]))[0]  # IndexError beyond the end
+    def _at(self, places: Sequence[int]) -> list[Prompt]:
+        return self._make(np.array(places, dtype=np.int64))
 
     def _make(self, places: np.ndarray) -> list[Prompt]:
         return self._renderer.prompts(self._rows(places), places.tolist())
@@ -107,20 +99,14 @@ class LargeFile(Sequence[Prompt]):
 def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
     """In batches: as a whole no column of more than 2 GB can be read that is inside of another."""
     import pyarrow
-    from pyarrow import parquet
 
-    path, read, size = source.path, list[Any](), source.path.stat().st_size
-    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {sum(batch.num_rows for batch in read)}")
-    # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
-    with trouble, parquet.ParquetFile(path, pre_buffer=False) as file:
-        check_count(file.metadata.num_rows, size, path, key)
+    path, batches = source.path, list[pyarrow.RecordBatch]()
+    with open_parquet(path, key, lambda: sum(batch.num_rows for batch in batches)) as file:
         last = file.metadata.num_rows if source.rows is None else min(file.metadata.num_rows, source.skip + source.rows)
         if last - source.skip < LARGE:
             return None
-        batches = file.iter_batches(batch_size=TOGETHER, use_threads=False)
-        while (batch := bounded(size, partial(next, batches, None))) is not None:
-            read.append(batch)
-        return pyarrow.Table.from_batches(read, file.schema_arrow)
+        batches.extend(parquet_batches(file, TOGETHER, path.stat().st_size))
+        return pyarrow.Table.from_batches(batches, file.schema_arrow)
 
 
 def _saved(path: Path, key: str) -> pyarrow.Table | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TypeVar, overload
 
 import numpy as np
 
-Item = TypeVar("Item")
+from megarl.data.lazy import Item, LazySequence
 
 
-class Mixture(Sequence[Item]):
+class Mixture(LazySequence[Item]):
     """The items of all sources in their order, those of a source of weight w so often that they come w times in an epoch.
 
     Args:
@@ -31,16 +30,10 @@ class Mixture(Sequence[Item]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]  # IndexError beyond the end
-        part = int(np.searchsorted(self._ends, place, side="right"))
-        chosen = self._chosen[part]
-        return self._parts[part][int(chosen[place - self._ends[part]])]  # counted from the part's end
+    def _at(self, places: Sequence[int]) -> list[Item]:
+        found = []
+        for place in places:
+            part = int(np.searchsorted(self._ends, place, side="right"))
+            chosen = self._chosen[part]
+            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # counted from the part's end
+        return found

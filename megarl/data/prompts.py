@@ -88,20 +88,20 @@ class Renderer:
             check_template(tokenizer, f"{SECTION}.chat")
         elif "{prompt}" not in template:
             raise ConfigError(f"{SECTION}.template: {template!r} has no {{prompt}} in it")
-        self.most = most
-        self._tokenizer, self._chat, self._template, self._limit_key = tokenizer, chat, template, limit_key
+        self.tokenizer, self.most, self.limit_key = tokenizer, most, limit_key
+        self._chat, self._template = chat, template
         self._system, self._tools = system, tools
 
     def prompts(self, rows: Sequence[Row], ids: Sequence[int]) -> list[Prompt]:
         """The rows as prompts of these ids. ConfigError in one line: the first row that is malformed, empty or too long."""
         found, texts = [], self.texts(rows)
         for row, text in zip(rows, texts, strict=True):
-            check_size(self._tokenizer, text, self.most, f"{row.place}: the prompt", self._limit_key)
-        for row, number, tokens in zip(rows, ids, encode(self._tokenizer, texts, special=not self._chat), strict=True):
+            check_size(self.tokenizer, text, self.most, f"{row.place}: the prompt", self.limit_key)
+        for row, number, tokens in zip(rows, ids, encode(self.tokenizer, texts, special=not self._chat), strict=True):
             if not tokens:
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > self.most:
-                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self._limit_key}={self.most}")
+                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self.limit_key}={self.most}")
             found.append(Prompt(number, _text(row), array("I", tokens), row.answer, row.meta, _given(row)))
         return found
 
@@ -110,7 +110,7 @@ class Renderer:
         for row in rows:
             _check_turn(row)
         if self._chat:
-            return _chat_texts(self._tokenizer, rows, self._system, self._tools)
+            return _chat_texts(self.tokenizer, rows, self._system, self._tools)
         return [self._template.replace("{prompt}", _question(row, SECTION)) for row in rows]
 
     def all(self, rows: Iterator[Row]) -> list[Prompt]:

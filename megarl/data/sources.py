@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
 from megarl.data.files import read_file
@@ -70,16 +70,8 @@ def load_prompts(
 class _PromptMixture(Mixture[Prompt]):
     """Prompts whose `id` counts those of all sources."""
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return super().__getitem__(index)
-        return replace(super().__getitem__(index), id=range(len(self))[index])
+    def _at(self, places: Sequence[int]) -> list[Prompt]:
+        return [replace(prompt, id=place) for place, prompt in zip(places, super()._at(places), strict=True)]
 
 
 def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:

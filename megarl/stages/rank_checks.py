@@ -20,8 +20,9 @@ from megarl.config import (
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.mixture import Mixture
 from megarl.data.preferences import Preference, load_preferences
+from megarl.data.prompts import Renderer
 from megarl.data.sources import load_prompts
-from megarl.data.tokenizer import check_template, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.http_client import token_of
 from megarl.models.weight_map import HeadKind
 from megarl.plan.fits import check_fits
@@ -138,17 +139,15 @@ def check_held_out(count: int, ranks: int) -> None:
         raise ConfigError(f"data.eval: holds {count}, less than one for each of {ranks} data-parallel ranks")
 
 
-def check_serve(config: ServeConfig) -> None:
-    """All checks of `megarl serve`."""
+def check_serve(config: ServeConfig) -> Renderer:
+    """All checks of `megarl serve`; returns what makes prompts of the samples."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
     token_of(config.serve.token_env, TOKEN_KEY)
-    tokenizer, limit = load_tokenizer(config.model.path), config.serve.max_tokens
-    if config.data.chat and not tokenizer.chat_template:
-        raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
-    if config.data.chat:
-        check_template(tokenizer, "data.chat")
+    tokenizer, data, limit = load_tokenizer(config.model.path), config.data, config.serve.max_tokens
+    renderer = Renderer(tokenizer, data.chat, data.template, limit, "serve.max_tokens", data.system)
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     if limit > int(hf["max_position_embeddings"]):
         raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
+    return renderer

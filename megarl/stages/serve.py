@@ -7,7 +7,7 @@ them: the prompt through the chat template (or `data.template`), the response, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -17,7 +17,7 @@ from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Renderer, Row, checked
-from megarl.data.tokenizer import check_size, encode, load_tokenizer
+from megarl.data.tokenizer import check_size, encode
 from megarl.http_client import token_of
 from megarl.rewards.server import Server
 from megarl.stages.rank_checks import TOKEN_KEY, check_serve
@@ -25,23 +25,17 @@ from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-LIMIT_KEY = "serve.max_tokens"
-
 
 class Service:
     """The model of `megarl.rewards.server`: tokens of what clients send, and the ranks' scores of them."""
 
-    def __init__(self, config: ServeConfig, tokenizer: PreTrainedTokenizerBase, ranks: WorkerGroup) -> None:
-        self._tokenizer, self._ranks, self._settings, data = tokenizer, ranks, config.serve, config.data
-        self._renderer = Renderer(tokenizer, data.chat, data.template, self._settings.max_tokens, LIMIT_KEY, data.system)
+    def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: WorkerGroup) -> None:
+        self._micro_batch_tokens, self._renderer, self._ranks = micro_batch_tokens, renderer, ranks
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """One score a sample, of which there is at least one. Raises whatever the ranks raise."""
         payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
-        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._settings.micro_batch_tokens)
+        plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._micro_batch_tokens)
         found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
@@ -55,14 +49,14 @@ class Service:
             rows.append(
                 Row(place, checked(sample.get("prompt"), place), sample["response"], {"finished": bool(sample.get("finished", True))})
             )
-        limit, key = self._settings.max_tokens, LIMIT_KEY
+        tokenizer, limit, key = self._renderer.tokenizer, self._renderer.most, self._renderer.limit_key
         prompts = self._renderer.all(iter(rows))
         for row in rows:
-            check_size(self._tokenizer, row.answer, limit, f"{row.place}: the response", key)
-        responses = encode(self._tokenizer, [row.answer for row in rows], special=False) if rows else []
+            check_size(tokenizer, row.answer, limit, f"{row.place}: the response", key)
+        responses = encode(tokenizer, [row.answer for row in rows], special=False) if rows else []
         read = []
         for prompt, response in zip(prompts, responses, strict=True):
-            end = [self._tokenizer.eos_token_id] if prompt.meta["finished"] else []
+            end = [tokenizer.eos_token_id] if prompt.meta["finished"] else []
             tokens = np.array([*prompt.ids, *response, *end], dtype=np.int32)
             if len(tokens) > limit:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
@@ -72,13 +66,13 @@ class Service:
 
 def serve(config: ServeConfig) -> None:
     """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
-    check_serve(config)
+    renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
     with ray_session(config.cluster, processes(config)):
         [places] = reserve_workers(config, demand(config))
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
-        service = Service(config, load_tokenizer(config.model.path), ranks)
+        service = Service(config.serve.micro_batch_tokens, renderer, ranks)
         token = token_of(config.serve.token_env, TOKEN_KEY)
         with Server(service, host, config.serve.port, config.serve.path, token) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)

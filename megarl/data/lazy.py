@@ -1,0 +1,27 @@
+"""A sequence whose items are made when they are asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+Item = TypeVar("Item")
+
+
+class LazySequence(Sequence[Item]):
+    """A subclass makes items of their places."""
+
+    @abstractmethod
+    def _at(self, places: Sequence[int]) -> list[Item]:
+        """The items at these places, each from 0 to the length less one."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        found = range(len(self))[index]  # IndexError beyond the end
+        return self._at(found) if isinstance(found, range) else self._at([found])[0]
