@@ -10,7 +10,7 @@ from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_value
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.recovery import newest, recovering
-from megarl.stages.rollout import Collection, finish, reference_scale
+from megarl.stages.rollout import RolloutCollector, finish, reference_scale
 from megarl.stages.rollout_metrics import scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.source import RolloutSource
@@ -44,7 +44,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
     questions = iter(enumerate(data.eval))
-    held_out = finish(ctx, Collection(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
+    held_out = finish(ctx, RolloutCollector(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
     if resume is None:
         run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
     with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved

@@ -25,7 +25,7 @@ from megarl.lazy_torch import Tensor, torch
 
 BOUND = 20.0  # of a log ratio: exp(20) = 5e8
 
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 
 
 class Rejection(Settings):
@@ -121,7 +121,7 @@ class RejectionAlone(_Correction):
 
 
 class _Weighted(_Correction):
-    level: Level = "token"
+    level: RatioLevel = "token"
     """The ratio of a token, exp(g); of its sequence, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
     normalise: bool = False
     """Divide the weights by their mean over the step: over its loss tokens, at the other levels over its sequences."""

@@ -215,7 +215,7 @@ class Run:
         """The numbers of held-out sets so far, by name."""
         return self._results
 
-    def keep(self, step: int, records: Sequence[samples.Record], evaluation: str | None = None) -> None:
+    def keep(self, step: int, records: Sequence[samples.SampleRecord], evaluation: str | None = None) -> None:
         """Keeps responses to read, of a step or of the evaluation of a set; of an evaluation the best and the worst one are shown."""
         if not self._config.log.samples:
             return

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from megarl.config import TrainConfig
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE
 from megarl.plan.facts import Facts
-from megarl.plan.ranks import Group
+from megarl.plan.ranks import GroupMemory
 
 RANK, ENGINE = 6 * GB, 8 * GB  # a process with torch, Megatron or vLLM, and CUDA's host memory: estimates
 
 
 @dataclass(frozen=True)
-class Host:
+class NodeMemory:
     """A node, in bytes."""
 
     ranks: float  # processes
@@ -35,13 +35,13 @@ class Host:
         return self.step * self.batches > self.store * self.nodes
 
 
-def plan_host(config: TrainConfig, its: Facts, groups: list[Group], engine_gpus: int, nodes: int, *, shared: bool) -> Host:
+def plan_host(config: TrainConfig, its: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool) -> NodeMemory:
     """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node."""
     ranks = sum(group.layout.ranks for group in groups)
     here, there = min(NODE, ranks), min(NODE, engine_gpus)
     stages = [stage for group in groups for stage in group.stages]
     waiting = max((stage.host or (stage.waiting if shared else 0)) + stage.offloaded for stage in stages)
-    return Host(
+    return NodeMemory(
         ranks=here * RANK,
         staging=here * (config.save.staging_mb << 20) if config.save.every else 0,
         waiting=here * waiting,

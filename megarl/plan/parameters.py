@@ -17,16 +17,16 @@ from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 ALIGNED, BUCKET = 64, 128  # elements: where a parameter begins in Megatron's buffer, and what its end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
 
-Sizes = tuple[tuple[int, int], ...]
+SizeCounts = tuple[tuple[int, int], ...]
 """Parameters by size: (elements, how many have so many)."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class ChunkParameters:
     """The parameters of one model chunk on one rank, dense ones and those of experts apart, since other ranks hold copies of them."""
 
-    dense: Sizes
-    experts: Sizes
+    dense: SizeCounts
+    experts: SizeCounts
     buffers: int = 0  # float32 elements that are no parameters
 
     @property
@@ -35,7 +35,7 @@ class Shard:
         return count(self.dense) + count(self.experts)
 
 
-def count(sizes: Sizes) -> int:
+def count(sizes: SizeCounts) -> int:
     """The elements of all these parameters."""
     return sum(size * times for size, times in sizes)
 
@@ -67,7 +67,7 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
     return int(fields.get(key) or 0)
 
 
-def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[Shard]]:
+def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[ChunkParameters]]:
     """What a rank of each pipeline stage holds, chunk by chunk.
 
     Args:
@@ -82,7 +82,7 @@ def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping
     return [[_chunk(hf, mappings, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
 
 
-def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> Shard:
+def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
     experts = family_of(hf).sizes(hf).experts
     dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
     for one in mappings:
@@ -100,7 +100,7 @@ def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, la
             buffers += 2 * times * experts  # the bias, and how many tokens each expert was given
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
-    return Shard(tuple(dense), tuple(routed), buffers)
+    return ChunkParameters(tuple(dense), tuple(routed), buffers)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def replicas(layout: Layout) -> tuple[int, int]:
     return layout.ranks // (layout.tp * layout.pp), layout.ranks // (layout.etp * layout.ep * layout.pp)
 
 
-def buffer_elements(parameters: Sizes, copies: int) -> int:
+def buffer_elements(parameters: SizeCounts, copies: int) -> int:
     """The length of Megatron's buffer of these parameters (param_and_grad_buffer.py: _ParamAndGradBuffer): alignment, and equal shards."""
     aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
     unit = lcm(copies, BUCKET)

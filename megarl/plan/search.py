@@ -21,7 +21,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingLayout:
     """A layout that fits."""
 
     layout: Layout
@@ -33,7 +33,9 @@ class Found:
     changes: tuple[str, ...]  # overrides that make it of the configuration
 
 
-def search(config: TrainConfig, models: Models, device: Device, memory_gb: float, gpus: int, *, shared: bool, most: int = 8) -> list[Found]:
+def search(
+    config: TrainConfig, models: Models, device: Device, memory_gb: float, gpus: int, *, shared: bool, most: int = 8
+) -> list[FittingLayout]:
     """The quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
     Args:
@@ -58,7 +60,7 @@ def search(config: TrainConfig, models: Models, device: Device, memory_gb: float
             worst = max(group.worst.total for group in plan.groups)
             rollout = tried.rollout
             changes = _changes(config, tried)
-            found.append(Found(layout, rollout.replicas, rollout.tp, worst, plan.engine.live, plan.times.step, changes))
+            found.append(FittingLayout(layout, rollout.replicas, rollout.tp, worst, plan.engine.live, plan.times.step, changes))
     if not found:
         return []
     quickest = min(one.seconds for one in found)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config import Layout, TrainConfig
 from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
-from megarl.plan.engines import Engine
+from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
 
@@ -14,7 +14,7 @@ TAIL = 1 / 8  # of an engine's sequences still run while the longest responses e
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of the phases of a step. They follow each other, but that engines that are ahead generate while ranks score and update."""
 
     generate: float
@@ -48,7 +48,9 @@ def micro_batches(config: TrainConfig, layout: Layout) -> int:
     return max(1, round(_tokens(config) / config.train.mini_batches / layout.dp / config.train.micro_batch_tokens))
 
 
-def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float, *, ahead: bool) -> Times:
+def plan_times(
+    config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, *, ahead: bool
+) -> StepTimes:
     """The phases of a step of `megarl train`.
 
     Args:
@@ -69,7 +71,7 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
     critic = 0 if config.critic is None else config.critic.epochs
     updates = forward * factor * (config.train.epochs + critic) * bubble
     updates += config.train.mini_batches * config.train.epochs * _reduced(elements, its, layout, device)
-    return Times(
+    return StepTimes(
         generate=_generate(config, its, elements, engine, device),
         score=forward * passes * bubble,
         update=updates,
@@ -111,7 +113,7 @@ def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float
     return held * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
 
 
-def _generate(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device) -> float:
+def _generate(config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
     """Prompts by FLOPs; responses by what each step of an engine reads: weights, keys and values."""
     rollout, n = config.rollout, its.n
     sequences = config.train.prompts_per_step * rollout.samples_per_prompt / rollout.replicas

@@ -57,7 +57,7 @@ OPTIONS = {  # what the options are called where they are checked
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What passed every check."""
 
     model: Path
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def check(given: argparse.Namespace) -> Job:
+def check(given: argparse.Namespace) -> GenerateJob:
     """Everything that can be refused before the engine starts. ConfigError, in the words of a configuration."""
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
@@ -161,7 +161,7 @@ def check(given: argparse.Namespace) -> Job:
         settings = settings.model_copy(update={"kv_cache_mb": max(min(most, CACHE_MB), cache_mb(hf, dtype, settings, 1))})
     check_engine(hf, dtype, settings, gpu=gpu)
     sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
-    return Job(model, tokenizer, prompts, settings, sampling, dtype, gpu)
+    return GenerateJob(model, tokenizer, prompts, settings, sampling, dtype, gpu)
 
 
 def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
@@ -201,7 +201,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
 class Speaker:
     """An engine of this process with the job's model; a context manager. Its stderr is shown only if it fails."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerateJob) -> None:
         self.job = job
         self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
         make: Any = find(ENGINES[job.settings.engine.type])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
-from megarl.observe.samples import Record, record, spread
+from megarl.observe.samples import SampleRecord, record, spread
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
@@ -45,13 +45,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Collected:
+class StepGroups:
     """What a step learns from: its groups in the order in which they were asked for, and how dynamic sampling went."""
 
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)  # metrics
 
-    def samples(self, most: int) -> list[Record]:
+    def samples(self, most: int) -> list[SampleRecord]:
         """At most so many of the step's responses, to read."""
         pairs = [(group.prompt, *pair) for group in self.groups for pair in zip(group.responses, group.scores, strict=True)]
         return [record(*pairs[index]) for index in spread(len(pairs), most)]
@@ -97,18 +97,18 @@ class RolloutBuffer:
         """Takes the group that was the `number`-th to be asked for."""
         (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
-    def collected(self) -> Collected:
+    def collected(self) -> StepGroups:
         """The step's groups."""
         ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
         if self.rounds is None:
-            return Collected(ordered)
+            return StepGroups(ordered)
         counts = {"rollout/sampling_rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
         if len(self._kept) < self.wanted:
             counts["events/dynamic_sampling_exhausted"] = 1.0
-        return Collected(ordered, counts)
+        return StepGroups(ordered, counts)
 
 
-class Collection:
+class RolloutCollector:
     """The work of filling one step's buffer.
 
     Args:
@@ -155,7 +155,7 @@ class Collection:
                 self._score(ready)
         return not self.buffer.full and (ranks or bool(self.work.open) or self.buffer.missing > 0)
 
-    def collected(self) -> Collected:
+    def collected(self) -> StepGroups:
         """The step's groups."""
         return self.buffer.collected()
 
@@ -196,17 +196,17 @@ def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answe
 
 
 class InProgress(Protocol):
-    """What a step's groups come of: `Collection`, `Rounds`."""
+    """What a step's groups come of: `RolloutCollector`, `Rounds`."""
 
     work: Dispatcher
     scores: list[Score]
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool: ...
 
-    def collected(self) -> Collected: ...
+    def collected(self) -> StepGroups: ...
 
 
-def finish(ctx: RunContext, progress: InProgress) -> Collected:
+def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
     """The groups, now: the ranks wait for them, with the weights that the engines have."""
     with ctx.run.phase("rollout"), ctx.engines.finishing(progress.work):
         while progress.proceed(ctx.engines.finished, ranks=True):

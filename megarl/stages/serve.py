@@ -19,7 +19,7 @@ from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Renderer, Row, checked
 from megarl.data.tokenizer import check_size, encode
 from megarl.http_client import token_of
-from megarl.rewards.server import Server
+from megarl.rewards.server import RewardServer
 from megarl.stages.rank_checks import TOKEN_KEY, check_serve
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
@@ -74,6 +74,6 @@ def serve(config: ServeConfig) -> None:
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config.serve.micro_batch_tokens, renderer, ranks)
         token = token_of(config.serve.token_env, TOKEN_KEY)
-        with Server(service, host, config.serve.port, config.serve.path, token) as server:
+        with RewardServer(service, host, config.serve.port, config.serve.path, token) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)
             server.wait()

@@ -13,7 +13,7 @@ from megarl.observe.metrics import Last, Metric
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.context import RunContext
 from megarl.stages.flow import STOP_S, Flow
-from megarl.stages.rollout import Collected, Collection, Group, InProgress, finish
+from megarl.stages.rollout import Group, InProgress, RolloutCollector, StepGroups, finish
 from megarl.stages.rounds import Rounds
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import NoEngine
@@ -41,7 +41,7 @@ class RolloutSource:
         self._failure: RewardUnavailable | None = None
         self._clock, self._busy_s, self._waited_s = time.monotonic(), ctx.engines.busy_s, 0.0
 
-    def next_batch(self) -> Collected:
+    def next_batch(self) -> StepGroups:
         """The groups that the next step learns from. RewardUnavailable where they could not be scored."""
         begun, state = time.monotonic(), self._state
         if self._flow is not None:
@@ -81,7 +81,7 @@ class RolloutSource:
         ctx, state = self._ctx, self._state
         if ctx.config.rollout.mode == "budget":
             return Rounds(ctx, state.draw, step, state.scale, pool)
-        return Collection(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
+        return RolloutCollector(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
 
     def _finish(self, background: _Background, sync_follows: bool) -> None:
         """What was begun becomes the batch ahead. Where it cannot be scored `next_batch` says so, and its prompts are drawn again."""

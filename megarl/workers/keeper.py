@@ -25,7 +25,7 @@ Owner = tuple[str, int]
 """A rank: its group, its number."""
 
 
-class Keeper:
+class CopyStore:
     """Holds the memory of the ranks on its machine, as an actor there."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Copies:
     def _keeper(self, node: str) -> Any:
         if node not in self._keepers:
             place = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._keepers[node] = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=place).remote()
+            self._keepers[node] = ray.remote(CopyStore).options(num_cpus=0, scheduling_strategy=place).remote()
         return self._keepers[node]
 
     def _mirror(self, name: str, step: int, nodes: Sequence[str]) -> list[Any]:

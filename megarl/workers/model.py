@@ -30,7 +30,7 @@ from megarl.parking import Parking
 from megarl.workers.speed import speed, training_flops
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
-Read = Callable[[Tensor, Tensor, Batch], Tensor]
+OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
 class Model:
@@ -85,7 +85,7 @@ class Model:
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
         self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
-    def forward_tokens(self, batches: Sequence[Batch], name: str, read: Read, routing: RoutingPass | None = None) -> list[Batch]:
+    def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
         """Runs the model forward and reads one number a token from its output. Collective.
 
         Args:

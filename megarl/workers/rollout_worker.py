@@ -19,7 +19,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
-from megarl.response import Episode, Response
+from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
@@ -47,11 +47,11 @@ class Playing:
     system: str | None  # a message before each opening that begins with none
 
 
-Share = Sequence[Start]
+EnginePrompts = Sequence[Start]
 """Prompts for one engine, whose ids are their numbers."""
 
 
-def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
+def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
     """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
     each = 1 + (0 if experts is None else len(experts.stages))
     return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
@@ -91,7 +91,7 @@ class _Said:
     index: int  # of the response to it
     sample: Sample
     text: str
-    episode: Episode | None = None
+    episode: EpisodeSummary | None = None
     added: Sample | None = None  # what of it this call has sampled, if not all: an `added` part
     done: bool = True
 
@@ -147,7 +147,7 @@ class RolloutWorker:
         return guarantee(environment)
 
     async def respond(
-        self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
+        self, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
     ) -> list[Any]:
         """The responses to each prompt, or the episodes that it begins. Several calls may be under way at once.
 
@@ -221,7 +221,7 @@ class RolloutWorker:
                 payloads += self._kept(new, experts) if wanted else [None] * len(experts.stages)
         return [responses, *payloads]
 
-    async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
+    async def _generate(self, share: EnginePrompts, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
             _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer))
@@ -229,7 +229,7 @@ class RolloutWorker:
             for index, sample in enumerate(generated.samples)
         ]
 
-    async def _play(self, share: Share, sampling: Sampling, playing: Playing) -> list[_Said]:
+    async def _play(self, share: EnginePrompts, sampling: Sampling, playing: Playing) -> list[_Said]:
         if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
@@ -246,12 +246,12 @@ class RolloutWorker:
             for index, one in enumerate(episodes)
         ]
 
-    def _episode(self, played: Played) -> Episode:
+    def _episode(self, played: Played) -> EpisodeSummary:
         sample, opening, rest = played.sample, "", ""
         if played.turns:
             opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
             rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
-        return Episode(played.reward, played.turns, played.error, played.info, opening, rest)
+        return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, rest)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""

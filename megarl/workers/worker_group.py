@@ -14,7 +14,7 @@ import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, files
-from megarl.cluster.placement import Kind
+from megarl.cluster.placement import ProcessKind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
@@ -181,7 +181,7 @@ def start_ranks(
     return group
 
 
-def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any]]:
+def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[list[Any]]:
     """Reserves a place for each process.
 
     Args:

@@ -21,22 +21,22 @@ _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE"}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-class Name(str):
+class GlobalName(str):
     """What a pickle would import: `module.name`."""
 
     __slots__ = ()
 
 
-class Record:
+class PickledObject:
     """What a pickle says of an object: the name that it calls, with what, and the state that it sets."""
 
     __slots__ = ("arguments", "name", "state")
 
-    def __init__(self, name: Name, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, name: GlobalName, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments, self.state = name, arguments, None
 
 
-class _Refused(ValueError):
+class _Unreadable(ValueError):
     """The line says all."""
 
 
@@ -53,15 +53,15 @@ def read_plain(data: bytes, names: Collection[str]) -> Any:
         ValueError: the file is broken, or holds anything else.
     """
     if len(data) > LIMIT_BYTES:
-        raise _Refused(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
+        raise _Unreadable(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
     try:
         return _interpret(io.BytesIO(data), names)
-    except _Refused:
+    except _Unreadable:
         raise
     except IndexError:
-        raise _Refused("is damaged: takes what it has not put there") from None
+        raise _Unreadable("is damaged: takes what it has not put there") from None
     except ValueError as error:  # of pickletools
-        raise _Refused(f"is damaged: {error}") from None
+        raise _Unreadable(f"is damaged: {error}") from None
 
 
 def _interpret(stream: io.BytesIO, names: Collection[str]) -> Any:
@@ -103,23 +103,23 @@ def _interpret(stream: io.BytesIO, names: Collection[str]) -> Any:
                 stack.append(_name(_of(str, module), _of(str, name), names))
             case "NEWOBJ" | "REDUCE":
                 arguments, name = stack.pop(), stack.pop()
-                stack.append(Record(_of(Name, name), _of(tuple, arguments)))
+                stack.append(PickledObject(_of(GlobalName, name), _of(tuple, arguments)))
             case "BUILD":
-                state, record = stack.pop(), _of(Record, stack[-1])
+                state, record = stack.pop(), _of(PickledObject, stack[-1])
                 if record.state is not None:
-                    raise _Refused(f"sets the state of a {record.name} twice")
+                    raise _Unreadable(f"sets the state of a {record.name} twice")
                 record.state = state
             case "STOP":
                 if len(stack) != 1 or below:
-                    raise _Refused("is damaged: ends within a value")
+                    raise _Unreadable("is damaged: ends within a value")
                 if stream.read(1):
-                    raise _Refused("is damaged: goes on after its end")
+                    raise _Unreadable("is damaged: goes on after its end")
             case "PROTO" | "FRAME":
                 pass
             case _:
                 stack.append(_leaf(code, argument, stack))
         if len(stack) > STACK or len(below) > DEPTH:
-            raise _Refused("is nested deeper, or has more in one place, than any checkpoint")
+            raise _Unreadable("is nested deeper, or has more in one place, than any checkpoint")
     return stack[0]
 
 
@@ -127,11 +127,11 @@ def _leaf(code: str, argument: Any, stack: list[Any]) -> Any:
     """A value that an opcode holds itself, and the short tuples."""
     if code in _INTEGERS:
         if argument.bit_length() > INTEGER_BITS:
-            raise _Refused(f"holds an integer of {argument.bit_length()} bits")
+            raise _Unreadable(f"holds an integer of {argument.bit_length()} bits")
         return argument
     if code in _TEXTS:
         if len(argument) > TEXT:
-            raise _Refused(f"holds a text of {len(argument)} characters")
+            raise _Unreadable(f"holds a text of {len(argument)} characters")
         return argument
     if code in _TUPLES:
         count = _TUPLES[code]
@@ -143,27 +143,27 @@ def _leaf(code: str, argument: Any, stack: list[Any]) -> Any:
         return items
     if code in _CONSTANTS:
         return _CONSTANTS[code]
-    raise _Refused(f"holds {code}, which no checkpoint needs: not loaded")
+    raise _Unreadable(f"holds {code}, which no checkpoint needs: not loaded")
 
 
 def _of(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
-        raise _Refused(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
+        raise _Unreadable(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
     return value
 
 
 def _set(target: Any, pairs: list[Any]) -> None:
     entries = _of(dict, target)
     if len(pairs) % 2:
-        raise _Refused("is damaged: a key without a value")
+        raise _Unreadable("is damaged: a key without a value")
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-        if type(key) not in (str, Record):
-            raise _Refused(f"is damaged: a {type(key).__name__} as a key")
+        if type(key) not in (str, PickledObject):
+            raise _Unreadable(f"is damaged: a {type(key).__name__} as a key")
         entries[key] = value
 
 
-def _name(module: str, name: str, names: Collection[str]) -> Name:
+def _name(module: str, name: str, names: Collection[str]) -> GlobalName:
     full = f"{module}.{name}"
     if full not in names:
-        raise _Refused(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
-    return Name(full)
+        raise _Unreadable(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
+    return GlobalName(full)

@@ -45,7 +45,7 @@ class Saver:
 
     def __init__(self, root: Path, grid: Grid, settings: CheckpointSettings) -> None:
         self._root, self._grid, self._settings = root, grid, settings
-        self._plans: dict[str, torch_dist.Plan] = {}
+        self._plans: dict[str, torch_dist.SavePlan] = {}
         self._saves = 0
         self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
 

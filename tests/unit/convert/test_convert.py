@@ -327,7 +327,7 @@ def dying() -> None:
     """Dies by SIGKILL at its thirtieth parameter, with some units done."""
     take, taken = engine.Control.parameter, list[Any]()
 
-    def parameter(self: Any, item: plan.Item) -> Any:
+    def parameter(self: Any, item: plan.PlannedParameter) -> Any:
         taken.append(item)
         if len(taken) == 30:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -343,7 +343,7 @@ def slow(meeting: Path) -> None:
     while len(list(meeting.glob("*.ready"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
 
-    def parameter(self: Any, item: plan.Item) -> Any:
+    def parameter(self: Any, item: plan.PlannedParameter) -> Any:
         time.sleep(0.03)
         with (meeting / f"{os.getpid()}.took").open("a") as file:
             print(item.weight.name, file=file)

@@ -30,7 +30,7 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.parts import added, whole
 from megarl.shared_memory import MemoryFile
 from megarl.stages import in_flight
-from megarl.stages.rollout import Collected
+from megarl.stages.rollout import StepGroups
 from megarl.stages.rollout_metrics import lag_metrics
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
@@ -160,7 +160,7 @@ class Loop:
             SimpleNamespace(config=config, run=run, engines=self.engines, train_reward=self.reward, models=SimpleNamespace(experts=None)),
         )
         self.state = TrainState(config, PROMPTS, STAGES)
-        self.learned: list[Collected] = []
+        self.learned: list[StepGroups] = []
         self.lags: list[dict[str, float]] = []
         self.saved: list[tuple[dict[str, Any], dict[str, bytes]]] = []
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_s_responses_are_read_back_one_by_one(make: Any, tmp_path: 
     large = [np.zeros((1 << 20, len(stage), 1), np.uint8) for stage in STAGES]
     groups = [replace(group, responses=[replace(one, experts=[large]) for one in group.responses]) for group in loop.state.ahead.groups]
     path = tmp_path / "file.npz"
-    size = write_file(path, in_flight.dump(Collected(groups), STAGES)).size
+    size = write_file(path, in_flight.dump(StepGroups(groups), STAGES)).size
     monkeypatch.setattr(in_flight, "ray", SimpleNamespace(put=lambda _: None))
     tracemalloc.start()
     try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from megarl.shared_memory import MemoryFile, SharedMemory
-from megarl.workers.keeper import KEPT, Keeper
+from megarl.workers.keeper import KEPT, CopyStore
 
 OWNER = ("model", 0)
 
@@ -31,7 +31,7 @@ def nothing_left_open() -> Iterator[None]:
     assert nameless() == before
 
 
-def kept(keeper: Keeper, step: int) -> None:
+def kept(keeper: CopyStore, step: int) -> None:
     memory = SharedMemory(64, "test")
     keeper.keep(OWNER, step, memory.path, 64)
     memory.close()
@@ -40,7 +40,7 @@ def kept(keeper: Keeper, step: int) -> None:
 def test_a_run_that_has_gone_back_replaces_the_steps_that_it_does_again() -> None:
     """The next machine's keeper is told nothing of a run that goes back: what comes then is newer, whatever its number."""
     with nothing_left_open():
-        keeper = Keeper()
+        keeper = CopyStore()
         for step in (9, 10, 11):
             kept(keeper, step)
         assert keeper.steps() == {OWNER: [10, 11]} and KEPT == 2
@@ -63,7 +63,7 @@ def test_a_copy_that_breaks_off_on_its_way_leaves_no_memory() -> None:
         piece=SimpleNamespace(remote=lambda owner, step, begin: answer(ConnectionError("gone"))),
     )
     with nothing_left_open():
-        keeper = Keeper()
+        keeper = CopyStore()
         said = ""
         try:
             asyncio.run(keeper.fetch(source, OWNER, 3))
