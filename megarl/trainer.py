@@ -97,9 +97,9 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     config, run, models = ctx.config, ctx.run, ctx.models
     critic_only = state.pretraining.active
 
-    collected = source.next_batch()
-    batch = collected.batch()
-    run.keep(state.step + 1, collected.samples(config.log.samples))
+    groups = source.next_groups()
+    batch = groups.batch()
+    run.keep(state.step + 1, groups.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
     metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
@@ -114,7 +114,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     state.step += 1
     with run.phase("update"):
         metrics |= models.update(plan, policy=not critic_only)
-    source.settle(sync_follows=not critic_only)
+    source.after_update(sync_follows=not critic_only)
     metrics |= source.metrics()
     if critic_only:
         state.pretraining.observe(metrics)

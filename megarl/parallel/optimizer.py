@@ -95,7 +95,7 @@ class Trainable:
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
         return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Waits until the weights of the last step are whole on this rank. Collective.
 
         With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.

@@ -167,7 +167,7 @@ class SandboxedProcess:
             with suppress(psutil.Error):  # it has ended by itself
                 for inner in psutil.Process(self._child.pid).children():
                     inner.kill()
-        # Without namespaces a keeper ends the others, which SIGKILL would not let it do.
+        # Without namespaces the parent inside ends the others, which SIGKILL would not let it do.
         for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
             self._child.send_signal(number)
             try:

@@ -13,8 +13,8 @@ from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
+from megarl.workers.copies import Copies
 from megarl.workers.engines import Engines
-from megarl.workers.keeper import Copies
 from megarl.workers.model_groups import ModelGroups, start
 
 

@@ -113,7 +113,7 @@ class Flow:
         self._scores = []
         return StepGroups([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
-    def settle(self, *, sync_follows: bool) -> None:
+    def after_update(self, *, sync_follows: bool) -> None:
         """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
         self._gather(ranks_wait=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]

@@ -22,17 +22,17 @@ Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""
 
 
-def dump(collected: StepGroups, stages: Stages) -> ResponseFile:
+def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
     """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
 
     stages: how the experts are split over the pipeline stages.
     """
     groups = []
-    for group in collected.groups:
+    for group in step_groups.groups:
         scores = [asdict(score) for score in group.scores]
         groups.append((group.responses, {"place": group.place, "scores": scores, "greedy": group.greedy, "asked": group.asked}))
     layers = [layer for stage in stages for layer in stage]
-    return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
+    return ResponseFile(groups, step_groups.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
 def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> StepGroups:

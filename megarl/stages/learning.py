@@ -26,7 +26,7 @@ from megarl.stages.context import session
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
-from megarl.workers.keeper import Copies
+from megarl.workers.copies import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 

@@ -19,7 +19,7 @@ from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
-from megarl.workers.keeper import Copies
+from megarl.workers.copies import Copies
 
 # Faults that restarting the ranks may cure. Any other would come back.
 CURABLE = (WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS)

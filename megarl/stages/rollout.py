@@ -97,7 +97,7 @@ class RolloutBuffer:
         """Takes the group that was the `number`-th to be asked for."""
         (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
-    def collected(self) -> StepGroups:
+    def result(self) -> StepGroups:
         """The step's groups."""
         ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
         if self.rounds is None:
@@ -155,9 +155,9 @@ class RolloutCollector:
                 self._score(ready)
         return not self.buffer.full and (ranks or bool(self.work.open) or self.buffer.missing > 0)
 
-    def collected(self) -> StepGroups:
+    def result(self) -> StepGroups:
         """The step's groups."""
-        return self.buffer.collected()
+        return self.buffer.result()
 
     def _ask(self) -> None:
         """What is missing. The draws of a prompt depend on the step and on its number among those that are asked for in it."""
@@ -203,7 +203,7 @@ class InProgress(Protocol):
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool: ...
 
-    def collected(self) -> StepGroups: ...
+    def result(self) -> StepGroups: ...
 
 
 def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
@@ -212,7 +212,7 @@ def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
         while progress.proceed(ctx.engines.finished, ranks=True):
             pass
     ctx.run.failures(progress.scores)
-    return progress.collected()
+    return progress.result()
 
 
 def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale | None:

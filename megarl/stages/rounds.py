@@ -69,14 +69,14 @@ class Rounds:
         self._begin()
         return True
 
-    def collected(self) -> StepGroups:
+    def result(self) -> StepGroups:
         """The step's groups."""
         groups = [group for group in self._pool if group.scores][: self._wanted]
         return StepGroups(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
         """All others."""
-        chosen = {id(group) for group in self.collected().groups}
+        chosen = {id(group) for group in self.result().groups}
         return [group for group in self._pool if id(group) not in chosen]
 
     def _begin(self) -> None:

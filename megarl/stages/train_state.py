@@ -99,7 +99,7 @@ class TrainState:
     def files(self) -> dict[str, ResponseFile]:
         """The batch that is ahead, and what has begun beside it."""
         there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
-        return {name: in_flight.dump(collected, self._stages) for name, collected in there.items() if collected is not None}
+        return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
         """Gets them back."""

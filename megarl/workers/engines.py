@@ -239,7 +239,7 @@ class Engines:
                 found.append(index)
 
             calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
-            self.group.settle(calls, doing, PING_S, failed)
+            self.group.wait_each(calls, doing, PING_S, failed)
         return bool(found)
 
     @contextmanager
@@ -270,7 +270,7 @@ class Engines:
             while opening:
                 calls = dict(opening)
                 opening.clear()
-                self.group.settle(calls, "start", self.starter.config.cluster.start_timeout_s, lost)
+                self.group.wait_each(calls, "start", self.starter.config.cluster.start_timeout_s, lost)
             if self.turns is not None:
                 self.turns.admit()
             if refill:

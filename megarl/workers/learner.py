@@ -26,8 +26,8 @@ from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
+from megarl.workers.copies import Copies
 from megarl.workers.critic import values
-from megarl.workers.keeper import Copies
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks

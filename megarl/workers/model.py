@@ -155,7 +155,7 @@ class Model:
 
     def park(self) -> None:
         """Moves weights and optimizer off the device. Before its next use the model must `wake`."""
-        self._settle()
+        self._wait_for_weights()
         if self._trainable is not None:
             self._parking.park(self._trainable.gradients(), keep=False)
             self._parking.park(self._trainable.state())
@@ -170,19 +170,19 @@ class Model:
 
     def stream(self, dtype: str | None) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
-        self._settle()
+        self._wait_for_weights()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     def saved(self) -> ModelState:
         """The model and its optimizer, as a checkpoint holds them. Collective."""
-        self._settle()
+        self._wait_for_weights()
         return ModelState(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""
-        self._settle()
+        self._wait_for_weights()
         save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
 
-    def _settle(self) -> None:
+    def _wait_for_weights(self) -> None:
         if self._trainable is not None:
-            self._trainable.settle()
+            self._trainable.wait_for_weights()

@@ -25,8 +25,8 @@ from megarl.config import CheckpointSettings, ModelReward, TrainConfig
 from megarl.observe.metrics import Last, Metric
 from megarl.response import Response
 from megarl.restarts import Restarts
+from megarl.workers.copies import Copies
 from megarl.workers.engines import Engines, EngineStarter
-from megarl.workers.keeper import Copies
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted

@@ -121,7 +121,7 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
     [
         ("megarl.cli; megarl.cli.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
         ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
-        ("megarl.workers.keeper", ("torch", "pydantic")),  # the copies of every node
+        ("megarl.workers.copies", ("torch", "pydantic")),  # the copies of every node
     ],
 )
 def test_what_starts_often_imports_nothing_heavy(start: str, packages: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ PROGRAM = """
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
     from megarl.shared_memory import SharedMemory
-    from megarl.workers.keeper import Copies
+    from megarl.workers.copies import Copies
 
     told, sys.stdout = sys.stdout, sys.stderr  # Ray prints there that the node is gone
     SIZE = 40_000_000  # three pieces
@@ -31,15 +31,15 @@ PROGRAM = """
         def node(self):
             return ray.get_runtime_context().get_node_id()
 
-        def copy(self, keeper, group, step, last):
+        def copy(self, copy_store, group, step, last):
             memory = SharedMemory(SIZE, "test")
             memory.memory[:] = bytes([10 * self.rank + step]) * SIZE
             self.held.append(memory)
-            ray.get(keeper.forget.remote((group, self.rank), last))
-            ray.get(keeper.keep.remote((group, self.rank), step, memory.path, SIZE))
+            ray.get(copy_store.forget.remote((group, self.rank), last))
+            ray.get(copy_store.keep.remote((group, self.rank), step, memory.path, SIZE))
 
-        def restore(self, keeper, group, step):
-            path, size = ray.get(keeper.place.remote((group, self.rank), step))
+        def restore(self, copy_store, group, step):
+            path, size = ray.get(copy_store.place.remote((group, self.rank), step))
             found = Path(path).read_bytes()
             return size, found[0], found.count(found[:1])
 
@@ -77,8 +77,8 @@ PROGRAM = """
         print(json.dumps([nodes[0] in after, lost_nodes(places), alone.newest(), twice.newest()]), file=told)
         where = {"b": ActorGroup("rank", group.actors)}
         twice.load(3, where, 60)
-        keepers = [twice._keeper(node) for node in after]
-        print(json.dumps(ray.get([actor.restore.remote(keeper, "b", 3) for actor, keeper in zip(group.actors, keepers)])), file=told)
+        stores = [twice._store(node) for node in after]
+        print(json.dumps(ray.get([actor.restore.remote(store, "b", 3) for actor, store in zip(group.actors, stores)])), file=told)
 """
 
 

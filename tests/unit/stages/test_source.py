@@ -168,19 +168,19 @@ class Loop:
         with RolloutSource(self.ctx, self.state) as source:
             while self.state.step < until:
                 self.saved.append((self.state.state(), files_of(self.state)))
-                collected = source.next_batch()
+                groups = source.next_groups()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
-                self.learned.append(collected)
-                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
+                self.learned.append(groups)
+                self.lags.append(scalars(lag_metrics(groups.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
                 self.state.step += 1
-                source.settle(sync_follows=sync_follows)
+                source.after_update(sync_follows=sync_follows)
                 self.state.learned += 1
                 self.engines.version += 1
                 source.metrics()
         return self
 
     def names(self) -> list[list[tuple[str, Any]]]:
-        return [[(one.text, one.weight_versions) for one in collected.batch().responses] for collected in self.learned]
+        return [[(one.text, one.weight_versions) for one in groups.batch().responses] for groups in self.learned]
 
 
 @pytest.fixture
