@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import RolloutSettings
 from megarl.imports import find
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import Engine
 
 ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 """`rollout.engine.type` -> "module:Class" of a megarl.rollout.engine.Engine."""
@@ -14,5 +17,10 @@ ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """ConfigError, before any process starts, where the chosen engine could not run the model of this config.json."""
-    engine: Any = find(ENGINES[settings.engine.type])
-    engine.check(hf, dtype, settings, gpu=gpu)
+    engine_type(settings).check(hf, dtype, settings, gpu=gpu)
+
+
+def engine_type(settings: RolloutSettings) -> type[Engine]:
+    """The class of the chosen engine."""
+    found: type[Engine] = find(ENGINES[settings.engine.type])
+    return found

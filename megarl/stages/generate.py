@@ -25,13 +25,11 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.data.files import at, read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
-from megarl.imports import find
 from megarl.models.families import check_checkpoint
-from megarl.rollout.engine import Engine, RolloutError
+from megarl.rollout.engine import RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
-from megarl.rollout.registry import ENGINES, check_engine
+from megarl.rollout.registry import check_engine, engine_type
 from megarl.rollout.responder import Responder
-from megarl.rollout.vllm.checks import cache_mb
 from megarl.stdout import say
 from megarl.text import escaped
 
@@ -157,8 +155,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
-        most = cache_mb(hf, dtype, settings, settings.max_num_seqs)
-        settings = settings.model_copy(update={"kv_cache_mb": max(min(most, CACHE_MB), cache_mb(hf, dtype, settings, 1))})
+        settings = engine_type(settings).with_cache(hf, dtype, settings, CACHE_MB)
     check_engine(hf, dtype, settings, gpu=gpu)
     sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
     return GenerateJob(model, tokenizer, prompts, settings, sampling, dtype, gpu)
@@ -204,8 +201,7 @@ class Speaker:
     def __init__(self, job: GenerateJob) -> None:
         self.job = job
         self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
-        make: Any = find(ENGINES[job.settings.engine.type])
-        self._engine: Engine = make("the engine")
+        self._engine = engine_type(job.settings)("the engine")
         self._responder = Responder(self._engine, job.settings.timeout_s)
 
     def __enter__(self) -> Speaker:

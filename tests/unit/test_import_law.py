@@ -24,6 +24,7 @@ ALLOWED = {
     "torch.distributed": ("megarl/parallel/", "megarl/sync/"),
     "ray": ("megarl/cluster/", "megarl/workers/", "megarl/trainer.py", "megarl/stages/"),
     "vllm": ("megarl/rollout/vllm/",),
+    "megarl.rollout.vllm": ("megarl/rollout/vllm/",),  # others get an engine from the registry
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
 VLLM = "megarl.rollout.vllm.engine"  # which a check looks up by name

@@ -44,6 +44,12 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         )
 
 
+def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+    """`Engine.with_cache`."""
+    all_mb, one_mb = (cache_mb(hf, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
+    return settings.model_copy(update={"kv_cache_mb": max(min(all_mb, most_mb), one_mb)})
+
+
 def head_dim(hf: Mapping[str, Any]) -> int:
     """Of an attention head; vLLM's attention layers have no other where config.json does not say it."""
     return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
