@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config import RolloutSettings
 from megarl.imports import find
@@ -22,5 +22,4 @@ def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *
 
 def engine_type(settings: RolloutSettings) -> type[Engine]:
     """The class of the chosen engine."""
-    found: type[Engine] = find(ENGINES[settings.engine.type])
-    return found
+    return cast("type[Engine]", find(ENGINES[settings.engine.type]))
