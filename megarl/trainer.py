@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from megarl import termination
-from megarl.config import TrainConfig
+from megarl.config import StepSettings, TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
@@ -54,7 +54,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
     with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
         while True:
-            if evaluation_due(config, state):
+            if evaluation_due(config.train, state):
                 with checkpoints.checkpoint_on_failure(state):
                     numbers = evaluate("end", data.sets, engines, ctx.eval_reward, run, config.seed, state.step)
                 state.evaluated = state.step
@@ -86,9 +86,9 @@ def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) 
             state.best.keep(lambda directory: ctx.models.save("policy", directory))
 
 
-def evaluation_due(config: TrainConfig, state: TrainState) -> bool:
+def evaluation_due(train: StepSettings, state: TrainState) -> bool:
     """Whether the policy, as it is, is to be evaluated, and has not been."""
-    last, regular = state.learned >= config.train.steps, every(config.train.eval_every, state.learned)
+    last, regular = state.learned >= train.steps, every(train.eval_every, state.learned)
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
 

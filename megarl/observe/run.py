@@ -90,10 +90,10 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                self._aside = set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = set_aside(self.directory, (*KEPT, *self._config.leaves), self._config.model.path)
             else:
                 self._go_on(self._resumed)
-                set_aside(self.directory, self._config, RESULTS)
+                set_aside(self.directory, RESULTS, self._config.model.path)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:

@@ -163,7 +163,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         )
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        micro_batches=ceil(micro_batches(config, layout) / MEAN_LENGTH),  # all responses of the greatest length
+        micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
         sync_bytes=sender_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         offload=config.placement.offload,
     )

@@ -17,8 +17,9 @@ from megarl.checkpoints.steps import trusted
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.placement import Node, NoRoom, place
+from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import (
+    ClusterSettings,
     ConfigError,
     EvalConfig,
     Layout,
@@ -89,7 +90,7 @@ class Data:
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
-    check_directory(config)
+    check_directory(config.run_dir, config.directory)
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
@@ -104,12 +105,12 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     return hf
 
 
-def check_directory(config: RunSettings) -> None:
-    """ConfigError where the run's directory could not be made, or not be written to."""
-    there = next(path for path in (config.directory, *config.directory.absolute().parents) if os.path.lexists(path))
+def check_directory(run_dir: Path, directory: Path) -> None:
+    """ConfigError where the run's directory, which is inside `run_dir`, could not be made, or not be written to."""
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        key = "name" if config.run_dir.is_dir() else "run_dir"
-        raise ConfigError(f"{key}: {config.directory}: {there} is no directory that can be written to")
+        key = "name" if run_dir.is_dir() else "run_dir"
+        raise ConfigError(f"{key}: {directory}: {there} is no directory that can be written to")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -151,7 +152,7 @@ def check_cluster(config: RunSettings) -> None:
     if settings.address is not None:
         return
     if settings.allocation is not None:
-        check_allocation(config, settings.allocation)
+        check_allocation(settings.allocation, settings, demand(config))
         return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
@@ -160,14 +161,23 @@ def check_cluster(config: RunSettings) -> None:
         check_gpus(config, gpus_here())
 
 
-def check_allocation(config: RunSettings, directory: Path) -> None:
-    """ConfigError where the job has not `config`'s GPUs, or its nodes would not reach each other."""
-    allocation, settings = Allocation.read(directory), config.cluster
+def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
+    """Compares a job with the run that it is for.
+
+    Args:
+        directory: of the allocation.
+        settings: the section `cluster`.
+        kinds: the run's processes, of `demand`.
+
+    Raises:
+        ConfigError: the job has not their GPUs, or its nodes would not reach each other.
+    """
+    allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
         raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
     if settings.gpus:
         try:
-            place(demand(config), [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
+            place(kinds, [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
         except NoRoom as error:
             raise ConfigError(f"cluster.allocation: {error}") from None
 
@@ -319,11 +329,11 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
     hf, data = check_model(config), list[Data]()
     refuse_all(
-        lambda: check_base(config, hf),
+        lambda: check_base(config.model, hf),
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config),
-        lambda: check_transport(config),
+        lambda: check_transport(config.sync.transport, config.placement.engines, gpus=config.cluster.gpus),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),
         lambda: check_fits(config),
@@ -341,22 +351,27 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     return data[0]
 
 
-def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
     """ConfigError where `model.base` is not whole, or another architecture."""
-    if config.model.base is None:
+    if settings.base is None:
         return
-    base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
+    base = check_checkpoint(settings.base, key="model.base", drop_mtp=settings.drop_mtp)
     if base["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+        raise ConfigError(f"model.base: {settings.base} is of another architecture than model.path={settings.path}")
 
 
-def check_transport(config: TrainConfig) -> None:
-    """ConfigError where weights cannot go that way."""
-    if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
-        fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
-        gpus = str(config.cluster.gpus).lower()
-        raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={gpus} (these do: {fitting})")
-    if config.sync.transport == "cuda_ipc" and config.placement.engines == "apart":
+def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
+    """ConfigError where weights cannot go that way.
+
+    Args:
+        transport: `sync.transport`.
+        engines: `placement.engines`.
+        gpus: `cluster.gpus`.
+    """
+    if NEEDS_GPUS[transport] != gpus:
+        fitting = ", ".join(name for name, needed in NEEDS_GPUS.items() if needed == gpus)
+        raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")
+    if transport == "cuda_ipc" and engines == "apart":
         raise ConfigError(
             "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
             "placement.engines=shared)"
