@@ -37,7 +37,13 @@ def train(config: TrainConfig) -> None:
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the final models."""
+    """All steps of a run, from the beginning or from a checkpoint; saves the final models.
+
+    Args:
+        ctx: of the run.
+        data: that passed the checks.
+        resume: the checkpoint; None: the run begins.
+    """
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
     if resume is not None:
@@ -93,7 +99,16 @@ def evaluation_due(train: StepSettings, state: TrainState) -> bool:
 
 
 def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dict[str, Metric]:
-    """One step of critic and policy, or of the critic alone during value pretraining. Returns its metrics."""
+    """One step of critic and policy, or of the critic alone during value pretraining.
+
+    Args:
+        ctx: of the run.
+        state: where it stands; moves on by one step.
+        source: of the responses.
+
+    Returns:
+        The step's metrics.
+    """
     config, run, models = ctx.config, ctx.run, ctx.models
     critic_only = state.pretraining.active
 

@@ -34,7 +34,13 @@ def pretrain_value(config: TrainConfig) -> None:
 
 
 def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the critic."""
+    """All steps of a run, from the beginning or from a checkpoint; saves the critic.
+
+    Args:
+        ctx: of the run.
+        data: that passed the checks.
+        resume: the checkpoint; None: the run begins.
+    """
     config, run = ctx.config, ctx.run
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "value", run, ctx.models)
     if resume is not None:
@@ -62,7 +68,16 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
 
 
 def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:
-    """What the critic explains of rollouts that it is not trained on, as heldout/..."""
+    """What the critic explains of rollouts that it is not trained on.
+
+    Args:
+        ctx: of the run.
+        held_out: those rollouts.
+        kl_coef: the KL's coefficient in this step.
+
+    Returns:
+        Metrics named heldout/...
+    """
     with ctx.run.phase("heldout"):
         plan, _ = ctx.models.forward(held_out)
         _, metrics = ctx.models.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)

@@ -64,6 +64,11 @@ def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:
 
     A tensor-parallel group always shares a node, since it talks in every layer; the experts of a layer and the parts of a sequence do where
     a node is large enough. Ranks are counted tp fastest, then cp, dp, pp; inside the experts etp, then ep.
+
+    Args:
+        name: in messages.
+        layout: of the ranks.
+        gpus: each has one.
     """
     experts = layout.etp * layout.ep
     return ProcessKind(name, layout.ranks, int(gpus), (lcm(layout.tp * layout.cp, experts), lcm(layout.tp, experts), layout.tp))

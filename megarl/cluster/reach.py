@@ -109,7 +109,13 @@ def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float)
 
 
 def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[list[int], str]:
-    """Which nodes are slow, as indices, and the times in words."""
+    """Which nodes are slow, as indices, and the times in words.
+
+    Args:
+        times: of all ranks.
+        nodes: how many nodes they are on.
+        factor: times the median from which a node is slow.
+    """
     from megarl.parallel.links import slow
 
     per_node = len(times) // nodes

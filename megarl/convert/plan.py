@@ -171,7 +171,13 @@ def check_cut(items: Sequence[PlannedParameter], tp: int, etp: int) -> None:
 
 
 def ranks_of(weight: Weight, tp: int, etp: int) -> int:
-    """How many ranks share a parameter."""
+    """How many ranks share a parameter.
+
+    Args:
+        weight: the parameter.
+        tp: tensor-parallel size.
+        etp: the experts'.
+    """
     return etp if weight.expert is not None else tp
 
 

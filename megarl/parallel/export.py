@@ -43,7 +43,14 @@ class _Batch:
 
 
 def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`."""
+    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`. Collective.
+
+    Args:
+        chunks: of the model on this rank.
+        hf: config.json of the model.
+        grid: this rank's.
+        dtype: of the tensors.
+    """
     for names, stack in export_stacks(chunks, hf, grid, dtype):
         yield from each(names, stack)
 

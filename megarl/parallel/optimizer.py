@@ -74,7 +74,14 @@ def _schedule(style: str, high: float, low: float, warmup: int, total: int, anne
 
 
 class Trainable:
-    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`."""
+    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`.
+
+    Args:
+        chunks: of the model on this rank.
+        optimizer: of their parameters.
+        settings: the section `optimizer`.
+        total_steps: of the run, for the learning rate's schedule.
+    """
 
     def __init__(
         self, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, settings: OptimizerSettings, total_steps: int

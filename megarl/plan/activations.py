@@ -73,7 +73,14 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
 
 
 def working_bytes(facts: Facts, shape: MicroBatchShape, local_experts: int, *, experts: bool) -> int:
-    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine."""
+    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine.
+
+    Args:
+        facts: of the model.
+        shape: of a micro-batch on a rank.
+        local_experts: of a layer on this rank.
+        experts: the layer's MLP is a mixture.
+    """
     n, rows = facts.n, 2 * shape.rows * facts.n.hidden
     if not experts:
         return shape.item * (rows + 3 * shape.rows * (n.ffn or 0) // shape.layout.tp + 2 * n.hidden * (n.ffn or 0) // shape.layout.tp)

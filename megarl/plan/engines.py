@@ -36,7 +36,13 @@ class EngineMemory:
 
 
 def engine_weights(hf: dict[str, Any], tp: int, dtype: str) -> int:
-    """Bytes of weights on one rank of an engine: experts are cut across (no expert parallelism), norms, routers, latents are whole."""
+    """Bytes of weights on one rank of an engine: experts are cut across (no expert parallelism), norms, routers, latents are whole.
+
+    Args:
+        hf: config.json of the model.
+        tp: ranks of the engine.
+        dtype: of the weights.
+    """
     family, its = family_of(hf), facts(hf)
     count = 0
     for one in [*family.weight_map(hf), family.heads["lm"].mapping(hf)]:

@@ -36,7 +36,16 @@ class NodeMemory:
 
 
 def plan_host(config: TrainConfig, its: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool) -> NodeMemory:
-    """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node."""
+    """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node.
+
+    Args:
+        config: of the run.
+        its: the policy.
+        groups: of ranks.
+        engine_gpus: of all engines.
+        nodes: of the run.
+        shared: engines are on the ranks' GPUs.
+    """
     ranks = sum(group.layout.ranks for group in groups)
     here, there = min(NODE, ranks), min(NODE, engine_gpus)
     stages = [stage for group in groups for stage in group.stages]

@@ -51,7 +51,16 @@ def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
 
 
 def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> list[list[range]]:
-    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset)."""
+    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset).
+
+    Args:
+        layers: of the model.
+        layout: of the ranks.
+        megatron: `model.megatron`, which may make the first and the last stage shorter.
+
+    Returns:
+        [stage][chunk] -> layers.
+    """
     chunks, last = layout.vpp or 1, layout.pp - 1
     given = {0: _number(megatron, "num_layers_in_first_pipeline_stage"), last: _number(megatron, "num_layers_in_last_pipeline_stage")}
     uneven = {stage: count for stage, count in given.items() if count}

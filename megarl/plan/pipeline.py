@@ -28,7 +28,13 @@ class OutputHead:
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
-    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up)."""
+    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up).
+
+    Args:
+        layout: of the ranks.
+        stage: of the pipeline.
+        micro_batches: of a mini-batch.
+    """
     if layout.vpp is None:
         return [min(layout.pp - stage, micro_batches)]
     passes = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)

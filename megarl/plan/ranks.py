@@ -75,7 +75,14 @@ class Work:
 
 
 def plan_group(roles: Sequence[PlannedModel], layout: Layout, settings: ModelSettings, work: Work) -> GroupMemory:
-    """The memory of a group of ranks, whose models `roles` are. The layout divides them."""
+    """The memory of a group of ranks.
+
+    Args:
+        roles: its models.
+        layout: which divides them.
+        settings: the section `model`.
+        work: what the ranks do.
+    """
     models = [_Model(role, layout, settings) for role in roles]
     return GroupMemory(
         "+".join(role.name for role in roles), layout, [_stage(models, layout, settings, stage, work) for stage in range(layout.pp)]

@@ -38,13 +38,25 @@ def active_parameters(its: Facts, elements: int) -> float:
 
 
 def forward_flops(its: Facts, elements: int, length: float) -> float:
-    """Of one token in a sequence of `length`: two for each active parameter, and causal attention."""
+    """Of one token: two for each active parameter, and causal attention.
+
+    Args:
+        its: the model.
+        elements: its parameters.
+        length: tokens of the sequence.
+    """
     n, width = its.n, its.n.head_dim if its.latents is None else (its.n.head_dim + its.latents.value) / 2
     return 2 * active_parameters(its, elements) + 4 * n.layers * n.heads * width * length / 2
 
 
 def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout) -> int:
-    """Of a mini-batch on one data-parallel rank, at the mean length."""
+    """Of a mini-batch on one data-parallel rank, at the mean length.
+
+    Args:
+        train: the section `train`.
+        rollout: the section `rollout`, which has the lengths.
+        layout: of the ranks.
+    """
     return max(1, round(_tokens(train, rollout) / train.mini_batches / layout.dp / train.micro_batch_tokens))
 
 

@@ -64,7 +64,13 @@ def check(source: HttpReward) -> None:
 
 
 class HttpScorer:
-    """The client: batches of `source.batch_size` responses, on `connections` connections at a time."""
+    """The client of a reward server.
+
+    Args:
+        source: where it is, and how it is asked.
+        connections: batches of `source.batch_size` responses that are on their way at a time.
+        require_finished: responses cut by the length limit score 0, unasked.
+    """
 
     def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
         self._source, self._connections, self._require_finished = source, connections, require_finished

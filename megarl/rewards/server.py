@@ -66,7 +66,15 @@ class _Asked:
 class RewardServer:
     """Listens from the beginning, and answers inside a `with`, in threads of its own: signals stay with the caller's.
 
-    Raises OSError where it cannot listen.
+    Args:
+        model: what scores.
+        host: an address of this machine.
+        port: 0 lets the system choose; `port` says which it is.
+        path: of the URL.
+        token: that clients must show; None: they need none.
+
+    Raises:
+        OSError: it cannot listen.
     """
 
     def __init__(self, model: ServedModel, host: str, port: int, path: str, token: str | None) -> None:

@@ -44,7 +44,13 @@ def check(settings: SandboxSettings, key: str) -> None:
 
 
 def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> str:
-    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`."""
+    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`.
+
+    Args:
+        settings: a section `sandbox`.
+        key: its dotted key.
+        code: "module" of functions that the processes import.
+    """
     check(settings, key)
     return _way(settings, code).guarantee
 

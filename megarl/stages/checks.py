@@ -361,13 +361,7 @@ def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
-    """ConfigError where weights cannot go that way.
-
-    Args:
-        transport: `sync.transport`.
-        engines: `placement.engines`.
-        gpus: `cluster.gpus`.
-    """
+    """ConfigError where weights cannot go that way: `sync.transport`, to engines that stand as `placement.engines` says."""
     if NEEDS_GPUS[transport] != gpus:
         fitting = ", ".join(name for name, needed in NEEDS_GPUS.items() if needed == gpus)
         raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")

@@ -190,7 +190,18 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """The rows as the model reads them: through `template`, else its chat template, else as they stand."""
+    """The rows as the model reads them.
+
+    Args:
+        tokenizer: of the model.
+        rows: the prompts.
+        system: a message before each, in a chat.
+        template: with "{prompt}" in it; None: the model's chat template, if it has one.
+        most: tokens that a prompt may have.
+
+    Raises:
+        ConfigError: one of them is longer, or cannot be rendered.
+    """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
 

@@ -189,7 +189,17 @@ class RolloutCollector:
 
 
 def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]]) -> list[list[Score]]:
-    """The reward of the responses to each prompt."""
+    """The rewards of responses, shaped as `reward` in the configuration says.
+
+    Args:
+        config: of the run.
+        reward: what scores.
+        prompts: that were asked.
+        answers: the responses to each.
+
+    Returns:
+        The scores in the same shape.
+    """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
     found = iter([shaped(config, *pair) for pair in zip(responses, reward.scores(prompts, responses), strict=True)])
     return [[next(found) for _ in group] for group in answers]

@@ -27,7 +27,13 @@ from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_rank
 
 
 class Service:
-    """The model of `megarl.rewards.server`: tokens of what clients send, and the ranks' scores of them."""
+    """A reward model behind `megarl.rewards.server`: makes tokens of what clients send, and lets the ranks score them.
+
+    Args:
+        micro_batch_tokens: most tokens that a rank reads at once.
+        renderer: makes tokens of prompts.
+        ranks: that hold the model.
+    """
 
     def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: WorkerGroup) -> None:
         self._micro_batch_tokens, self._renderer, self._ranks = micro_batch_tokens, renderer, ranks

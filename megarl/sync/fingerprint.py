@@ -109,7 +109,15 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def keys(rows: int, columns: int, row: int, column: int, device: torch.device) -> Tensor:
-    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole."""
+    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole.
+
+    Args:
+        rows: of the matrix.
+        columns: of the matrix.
+        row: of its first element in the whole.
+        column: of its first element in the whole.
+        device: of the result.
+    """
     return _keys(_ROWS, row, rows, device)[:, None] * _keys(_COLUMNS, column, columns, device)
 
 

@@ -32,7 +32,14 @@ class CopyStore:
         self._held: dict[Owner, dict[int, tuple[int, int]]] = {}  # the descriptor and the size of each step's memory
 
     def keep(self, owner: Owner, step: int, path: str, size: int) -> None:
-        """Takes a complete copy; older ones than the one before are let go of, and later ones, from before the run went back."""
+        """Takes a complete copy. The one before it stays; older ones are let go of, and later ones, from before the run went back.
+
+        Args:
+            owner: whose part it is.
+            step: of which it is.
+            path: where processes of this machine open it.
+            size: in bytes.
+        """
         steps = self._held.setdefault(owner, {})
         self._drop(steps, [other for other in steps if other >= step])
         steps[step] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), size
@@ -53,12 +60,27 @@ class CopyStore:
         return f"/proc/{os.getpid()}/fd/{descriptor}", size
 
     def piece(self, owner: Owner, step: int, begin: int) -> bytes:
-        """Some bytes of a copy, PIECE at most."""
+        """Some bytes of a copy.
+
+        Args:
+            owner: whose part it is.
+            step: of which it is.
+            begin: the first byte; `PIECE` follow, or what is left.
+        """
         descriptor, size = self._held[owner][step]
         return os.pread(descriptor, min(PIECE, size - begin), begin)
 
     async def fetch(self, source: Any, owner: Owner, step: int) -> None:
-        """Takes over a copy from another machine, which may be taking one over from here. Raises OSError where there is no room."""
+        """Takes over a copy from another machine, which may be taking one over from here.
+
+        Args:
+            source: that machine's store.
+            owner: whose part it is.
+            step: of which it is.
+
+        Raises:
+            OSError: there is no room.
+        """
         _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         try:
@@ -130,7 +152,16 @@ class Copies:
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
     def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
-        """Gives every rank its part of a step; on another machine than before it travels there first. WorkerDied where it is lost."""
+        """Gives every rank its part of a step; to another machine than before it travels first.
+
+        Args:
+            step: its number.
+            groups: of the ranks that train, by name.
+            timeout_s: of each group.
+
+        Raises:
+            WorkerDied: a part is lost.
+        """
         held = self._held()
         for name, group in groups.items():
             places = [(self._store(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]

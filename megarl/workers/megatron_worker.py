@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 class MegatronWorker:
-    """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
+    """A process of a group of ranks, which together hold models. The methods are called on all ranks of the group at once.
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+    """
 
     _saver: Saver | None = None
     _rolling: RollingCopy | None = None
@@ -143,7 +149,13 @@ class MegatronWorker:
         ray.get(copy_store.keep.remote((group, self._rank), step, path, size))
 
     def restore(self, copy_store: Any, group: str, step: int) -> None:
-        """Goes back to what this rank, in a process before this one, has copied."""
+        """Goes back to what this rank, in a process before this one, has copied.
+
+        Args:
+            copy_store: the `CopyStore` of this machine.
+            group: names this rank's among those that train.
+            step: to go back to.
+        """
         from megarl.parallel.checkpoint.rolling import restore
 
         path, size = ray.get(copy_store.place.remote((group, self._rank), step))

@@ -122,10 +122,19 @@ class Model:
         return filled
 
     def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn, routing: RoutingPass | None = None) -> tuple[list[Any], StepInfo]:
-        """One optimizer step on the sum of `loss_fn`'s losses; what it returned on the last stage, and what the step did.
+        """One optimizer step on the sum of the micro-batches' losses.
 
-        `routing` follows this model's routers. Raises FloatingPointError where the gradient is not finite, RoutingError where tokens were
-        not replayed; the weights are then as before.
+        Args:
+            batches: the micro-batches of this data-parallel rank.
+            loss_fn: (logits, rows, batch) -> a 0-dim loss, and what to return of it.
+            routing: follows this model's routers.
+
+        Returns:
+            What `loss_fn` returned beside each loss on the last stage, and what the step did.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are as before.
+            RoutingError: tokens were not replayed; the weights are as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
         begun = time.perf_counter()

@@ -277,8 +277,11 @@ def start(
 ) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
-    The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows. `starting` is
-    entered with the name of what is waited for. `blank`: a checkpoint is loaded next.
+    Args:
+        config: of the run. The engines begin with `model.base` where there is one.
+        starting: is entered with the name of what is waited for.
+        restarts: how often engines that fail later are replaced.
+        blank: a checkpoint is loaded next.
     """
     with starting("model ranks"):
         rank_places, engine_places = places_of(config)
@@ -298,7 +301,13 @@ def start(
 
 
 def share_devices(cluster: ClusterSettings, created: Sequence[ActorGroup], engines: Engines) -> None:
-    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them."""
+    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them.
+
+    Args:
+        cluster: the section `cluster`.
+        created: the groups of ranks, the policy's first.
+        engines: that are to start.
+    """
     if engines.turns is not None and engines.starter is not None and cluster.gpus:
         devices = created[0].call("devices", timeout_s=cluster.start_timeout_s)
         engines.starter.devices = [gpu for own in devices for gpu in own]
@@ -321,14 +330,27 @@ def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[An
 
 
 def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:
-    """The models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
+    """The models on processes that are there.
+
+    Args:
+        config: of the run.
+        created: a group for each of `assign_roles`.
+        turns: where ranks and engines share devices.
+        blank: `load` or `restore` comes next.
+    """
     models = ModelGroups(config, (), None, turns)
     models.build(created, blank=blank)
     return models
 
 
 def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence[Role]) -> int:
-    """Most tokens of a micro-batch on the ranks that hold the models of these roles."""
+    """Most tokens of a micro-batch on the ranks that hold the models of these roles.
+
+    Args:
+        train: the section `train`.
+        critic: the section `critic`, where there is one.
+        roles: of the models on these ranks.
+    """
     own = critic.micro_batch_tokens if critic is not None and "policy" not in roles and "critic" in roles else None
     return own or train.micro_batch_tokens
 

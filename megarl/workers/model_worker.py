@@ -74,7 +74,15 @@ class RLSpec:
 
 
 class ModelWorker(MegatronWorker):
-    """One rank of a group that holds the models of the given roles."""
+    """One rank of a group that holds some of the models of an RL run.
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+        spec: what is optimised, and how.
+        roles: of the models.
+    """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
         super().__init__(rank, config, layout)

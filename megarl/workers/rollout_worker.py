@@ -52,7 +52,18 @@ EnginePrompts = Sequence[Start]
 
 
 def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
-    """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
+    """Starts `RolloutWorker.respond`.
+
+    Args:
+        worker: the actor.
+        share: its prompts.
+        sampling: how many responses to each, and how they are drawn.
+        experts: which experts are kept; None: none.
+        playing: how responses become episodes; None: they do not.
+
+    Returns:
+        At once, references to all that it returns.
+    """
     each = 1 + (0 if experts is None else len(experts.stages))
     return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
 
@@ -60,7 +71,19 @@ def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsW
 def ask_more(
     worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Sequence[Any]]
 ) -> list[Any]:
-    """The same of `RolloutWorker.go_on`. `open_`: references to the parts of each response; none of those that begin."""
+    """Starts `RolloutWorker.go_on`.
+
+    Args:
+        worker: the actor.
+        start: the prompt.
+        sampling: how the responses are drawn.
+        experts: which experts are kept; None: none.
+        tokens: most that each response gets now.
+        open_: by the response's number, references to its parts so far; none of those that begin.
+
+    Returns:
+        At once, references to all that it returns.
+    """
     each = 1 + (0 if experts is None else len(experts.stages))
     counts = {index: len(parts) for index, parts in open_.items()}
     call = worker.go_on.options(num_returns=1 + len(open_) * each)
@@ -151,11 +174,18 @@ class RolloutWorker:
     ) -> list[Any]:
         """The responses to each prompt, or the episodes that it begins. Several calls may be under way at once.
 
-        RolloutError where experts that are wanted were not reported.
+        Args:
+            share: the prompts.
+            sampling: how many responses to each, and how they are drawn.
+            experts: which experts are kept; None: none.
+            playing: how responses become episodes; None: they do not.
 
         Returns:
             As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
             the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
+
+        Raises:
+            RolloutError: experts that are wanted were not reported.
         """
         said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
         return self._told(said, sampling, experts)

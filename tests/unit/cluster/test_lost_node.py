@@ -14,7 +14,7 @@ PROGRAM = """
     from pathlib import Path
     import psutil, ray
     from megarl.cluster.actor_group import ActorGroup
-    from megarl.cluster.placement import Kind
+    from megarl.cluster.placement import ProcessKind
     from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
@@ -51,7 +51,7 @@ PROGRAM = """
         limit = time.monotonic() + 100
         while len(free_nodes()) < int(sys.argv[3]) and time.monotonic() < limit:
             time.sleep(0.1)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=True)
+        [places] = reserve([ProcessKind("ranks", 2, 1)], 60.0, grows=True)
         group, alone, twice = started(places), Copies(peers=False), Copies(peers=True)
         nodes = group.call("node", timeout_s=60)
         for step in (1, 2, 3):
@@ -68,10 +68,10 @@ PROGRAM = """
         give_back(places)
         begun = time.monotonic()
         try:
-            reserve([Kind("ranks", 3, 1)], 60.0, grows=False)
+            reserve([ProcessKind("ranks", 3, 1)], 60.0, grows=False)
         except NoNodes as error:
             print(json.dumps([str(error), time.monotonic() - begun]), file=told)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=False)
+        [places] = reserve([ProcessKind("ranks", 2, 1)], 60.0, grows=False)
         group = started(places)
         after = group.call("node", timeout_s=60)
         print(json.dumps([nodes[0] in after, lost_nodes(places), alone.newest(), twice.newest()]), file=told)

@@ -149,7 +149,7 @@ def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeyp
 ALONE = """
 import os, resource, signal, sys, time
 from megarl import termination
-from megarl.rewards.server import Server
+from megarl.rewards.server import RewardServer
 class Model:
     def read(self, samples):
         if "slow" in samples: print("slow", flush=True)
@@ -166,7 +166,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 termination.install()
 signal.signal(signal.SIGUSR1, lambda *_: [os.close(taken.pop()) for _ in list(taken)])
 try:
-    with Server(Model(), "127.0.0.1", 0, "/score", None) as server:
+    with RewardServer(Model(), "127.0.0.1", 0, "/score", None) as server:
         print(server.port, flush=True)
         server.wait()
 except KeyboardInterrupt:
