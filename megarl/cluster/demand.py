@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -54,9 +55,9 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     return {key: path for key, path in read.items() if path is not None}, written
 
 
-def processes(config: RunSettings) -> int:
-    """How many model ranks and engines a run has."""
-    return sum(kind.processes for kind in demand(config))
+def processes(kinds: Sequence[ProcessKind]) -> int:
+    """How many model ranks and engines a run of this `demand` has."""
+    return sum(kind.processes for kind in kinds)
 
 
 def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:

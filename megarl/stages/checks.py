@@ -21,6 +21,7 @@ from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import (
     ClusterSettings,
     ConfigError,
+    CriticSettings,
     EvalConfig,
     Layout,
     MixtureSource,
@@ -33,6 +34,7 @@ from megarl.config import (
     ReasoningGymSource,
     RewardSettings,
     RolloutSettings,
+    RoutingSettings,
     RunSettings,
     TrainConfig,
     alone,
@@ -252,20 +254,20 @@ def _scored_by_gym(reward: RewardSettings) -> bool:
     return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
-def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
+def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
     """ConfigError where experts are to be replayed in a model that has none, or compared or replayed where routers cannot be followed."""
-    critic, megatron = config.critic if config.routing.critic else None, config.model.megatron
+    critic, megatron = critic if routing.critic else None, model.megatron
     sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
-    if config.routing.replay == "off" and not config.routing.critic:
-        if config.routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
+    if routing.replay == "off" and not routing.critic:
+        if routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
             name = "moe_router_load_balancing_type" if sinkhorn else "moe_router_fusion"
             raise ConfigError(
-                f"routing.sample={config.routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
+                f"routing.sample={routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
             )
         return
-    replayed = [] if config.routing.replay == "off" else [(f"routing.replay={config.routing.replay}", "model.path", config.model.path, hf)]
+    replayed = [] if routing.replay == "off" else [(f"routing.replay={routing.replay}", "model.path", model.path, hf)]
     if critic is not None:
-        own = ("model.path", config.model.path) if critic.path is None else ("critic.path", critic.path)
+        own = ("model.path", model.path) if critic.path is None else ("critic.path", critic.path)
         replayed.append(("routing.critic=true", *own, directory.read_config(own[1])))
     for key, where, path, its in replayed:
         if not family_of(its).fields(its).get("num_moe_experts"):
@@ -295,11 +297,12 @@ def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
             raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
 
 
-def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
+def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
     """Checks a critic or reward model against the policy. It may be of another size.
 
     Args:
-        config: of the run.
+        policy: the section `model`.
+        rollout: has the lengths.
         path: the model's Hugging Face directory.
         key: the setting that gave it.
         layout: of the ranks that will hold it.
@@ -307,13 +310,13 @@ def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout)
     Raises:
         ConfigError: starting with `key`: it is not whole, cannot be laid out, or reads other tokens than the policy writes, or fewer.
     """
-    hf = check_checkpoint(path, head="value", key=key, drop_mtp=config.model.drop_mtp)
+    hf = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
     try:
-        check_layout(hf, layout, config.model.megatron)
+        check_layout(hf, layout, policy.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
-    check_same_tokenizer(path, key, config.model.path, "model.path")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    check_same_tokenizer(path, key, policy.path, "model.path")
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
         raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
 
@@ -332,7 +335,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_base(config.model, hf),
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
-        lambda: check_routing(hf, config),
+        lambda: check_routing(hf, config.model, config.routing, config.critic),
         lambda: check_transport(config.sync.transport, config.placement.engines, gpus=config.cluster.gpus),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),
@@ -379,13 +382,14 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         if config.critic.path is None:
             check_layout(hf, layout, config.model.megatron)
         else:
-            check_value_model(config, config.critic.path, "critic.path", layout)
+            check_value_model(config.model, config.rollout, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
         check_layout(hf, config.placement.reference, config.model.megatron)
     if isinstance(config.reward.source, ModelReward):
-        check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
-        check_trained_head(config.reward.source.path, "reward.source.path")
-        read_range(config.reward.source.path, "reward.source.path")
+        path, key, layout = config.reward.source.path, "reward.source.path", config.placement.reward or config.layout
+        check_value_model(config.model, config.rollout, path, key, layout)
+        check_trained_head(path, key)
+        read_range(path, key)
 
 
 def check_value(config: TrainConfig) -> Data:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.config import TrainConfig
+from megarl.config.rewards import OverlongSettings
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
 from megarl.observe.samples import SampleRecord, record, spread
@@ -201,7 +202,12 @@ def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answe
         The scores in the same shape.
     """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
-    found = iter([shaped(config, *pair) for pair in zip(responses, reward.scores(prompts, responses), strict=True)])
+    found = iter(
+        [
+            shaped(config.reward.overlong, config.rollout.max_response_tokens, *pair)
+            for pair in zip(responses, reward.scores(prompts, responses), strict=True)
+        ]
+    )
     return [[next(found) for _ in group] for group in answers]
 
 
@@ -240,11 +246,17 @@ def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale |
     return RewardScale.of([score_.value for score_ in scores if score_.error is None], settings.clip)
 
 
-def shaped(config: TrainConfig, response: Response, score_: Score) -> Score:
-    """The score with `reward.overlong` applied; the punishment is a part of its own."""
-    overlong = config.reward.overlong
+def shaped(overlong: OverlongSettings | None, longest: int, response: Response, score_: Score) -> Score:
+    """The score with `reward.overlong` applied; the punishment is a part of its own.
+
+    Args:
+        overlong: that section.
+        longest: `rollout.max_response_tokens`.
+        response: what was scored.
+        score_: before the punishment.
+    """
     if overlong is None:
         return score_
-    punishment = overlong.scale * overlong_punishment(response.loss_tokens, config.rollout.max_response_tokens, overlong.buffer_tokens)
+    punishment = overlong.scale * overlong_punishment(response.loss_tokens, longest, overlong.buffer_tokens)
     parts = {**score_.parts, "task": score_.value, "overlong": punishment}
     return replace(score_, value=score_.value + punishment, parts=parts, unshaped=score_.value)

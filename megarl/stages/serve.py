@@ -74,8 +74,9 @@ def serve(config: ServeConfig) -> None:
     """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
     renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
-    with ray_session(config.cluster, processes(config)):
-        [places] = reserve_workers(config, demand(config))
+    kinds = demand(config)
+    with ray_session(config.cluster, processes(kinds)):
+        [places] = reserve_workers(config, kinds)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config.serve.micro_batch_tokens, renderer, ranks)
