@@ -164,16 +164,7 @@ def check_cluster(config: RunSettings) -> None:
 
 
 def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
-    """Compares a job with the run that it is for.
-
-    Args:
-        directory: of the allocation.
-        settings: the section `cluster`.
-        kinds: the run's processes, of `demand`.
-
-    Raises:
-        ConfigError: the job has not their GPUs, or its nodes would not reach each other.
-    """
+    """ConfigError where the job has not the GPUs of `kinds`, or its nodes would not reach each other. `directory`: of the allocation."""
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
         raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")

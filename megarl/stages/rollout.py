@@ -202,12 +202,8 @@ def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answe
         The scores in the same shape.
     """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
-    found = iter(
-        [
-            shaped(config.reward.overlong, config.rollout.max_response_tokens, *pair)
-            for pair in zip(responses, reward.scores(prompts, responses), strict=True)
-        ]
-    )
+    pairs = zip(responses, reward.scores(prompts, responses), strict=True)
+    found = iter([shaped(config.reward.overlong, config.rollout.max_response_tokens, *pair) for pair in pairs])
     return [[next(found) for _ in group] for group in answers]
 
 
