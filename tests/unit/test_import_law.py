@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -71,6 +72,11 @@ def test_algorithms_import_torch_and_the_batch_alone() -> None:
         if name.partition(".")[0] not in sys.stdlib_module_names and not any(inside(name, allowed) for allowed in ALGORITHMS_MAY)
     }
     assert foreign == set()
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    defined = Counter(name for file in FILES for name in re.findall(r"^ *class (\w+)", (ROOT / file).read_text(), re.MULTILINE))
+    assert [name for name, times in defined.items() if times > 1] == []
 
 
 def reached(start: str) -> set[str]:
