@@ -101,15 +101,15 @@ def entry(value: bytes) -> bytes:
 MKDIR = name("mkdir", "posix") + text("harm") + b"\x85" + CALL
 METADATA = name("Metadata")
 RAW: dict[str, tuple[bytes, str]] = {
-    "BUILD on a class": (METADATA + DICT + text("__eq__") + NONE + SET + BUILD, "a Name in the place of a Record"),
-    "BUILD on a class, by slots": (METADATA + NONE + DICT + entry(NONE) + b"\x86" + BUILD, "a Name in the place of a Record"),
-    "BUILD on a function": (name("_get_layout", "torch.serialization") + DICT + entry(NONE) + BUILD, "a Name in the place"),
-    "BUILD on a dtype": (name("float32", "torch") + DICT + entry(NONE) + BUILD, "a Name in the place of a Record"),
-    "BUILD on a list": (LIST + DICT + BUILD, "a list in the place of a Record"),
+    "BUILD on a class": (METADATA + DICT + text("__eq__") + NONE + SET + BUILD, "a GlobalName in the place of a PickledObject"),
+    "BUILD on a class, by slots": (METADATA + NONE + DICT + entry(NONE) + b"\x86" + BUILD, "a GlobalName in the place of a PickledObject"),
+    "BUILD on a function": (name("_get_layout", "torch.serialization") + DICT + entry(NONE) + BUILD, "a GlobalName in the place"),
+    "BUILD on a dtype": (name("float32", "torch") + DICT + entry(NONE) + BUILD, "a GlobalName in the place of a PickledObject"),
+    "BUILD on a list": (LIST + DICT + BUILD, "a list in the place of a PickledObject"),
     "BUILD on what a call gives": (size() + DICT + entry(NONE) + BUILD, "lacks a Metadata"),
     "BUILD twice": (METADATA + b")" + NEW + DICT + BUILD + DICT + BUILD, "sets the state of a"),
     "a call": (MKDIR, "asks for posix.mkdir, which no checkpoint of megarl holds: not loaded"),
-    "a call of what a call gives": (size() + b")" + CALL, "a Record in the place of a Name"),
+    "a call of what a call gives": (size() + b")" + CALL, "a PickledObject in the place of a GlobalName"),
     "a method of a class": (name("Metadata.__init__") + b")" + CALL, "asks for torch.distributed.checkpoint.metadata.Metadata.__init__"),
     "a module through a module": (name("os.mkdir"), "metadata.os.mkdir, which no checkpoint"),
     "a builtin": (name("eval", "builtins"), "asks for builtins.eval"),
