@@ -45,7 +45,7 @@ class FileSource(Section):
     """At most so many rows are taken; null: all."""
 
 
-Weight = Annotated[float, Field(gt=0, le=1000)]
+MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
 
 
 class PromptPart(Section):
@@ -53,7 +53,7 @@ class PromptPart(Section):
 
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
@@ -126,7 +126,7 @@ class SftPart(Section):
 
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
@@ -178,7 +178,7 @@ class PreferencePart(Section):
 
     source: PreferenceSource
     """Its pairs."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 

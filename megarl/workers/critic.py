@@ -19,7 +19,7 @@ from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum,
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
-    from megarl.parallel.routing import Record, RoutingPass
+    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
     from megarl.workers.model import Model
 
 
@@ -77,7 +77,7 @@ class Critic:
         own = [batch.without("routed_experts") for batch in batches]
         return [concat(own[first : first + self._together]) for first in range(0, len(own), self._together)]
 
-    def _follow(self, *, replay: bool = False, record: Record = "none") -> AbstractContextManager[RoutingPass | None]:
+    def _follow(self, *, replay: bool = False, record: ExpertsRecorded = "none") -> AbstractContextManager[RoutingPass | None]:
         return self._model.routing.follow("critic_experts", replay=replay, record=record) if self._replay else nullcontext()
 
 

@@ -42,12 +42,16 @@ from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
-    from megarl.parallel.routing import Record, RoutingPass
+    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import WeightPublisher
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
-RECORD: dict[str, Record] = {"off": "known", "r2": "all", "r3": "none"}  # experts that the pass of the old log-probs keeps for the updates
+RECORD: dict[str, ExpertsRecorded] = {
+    "off": "known",
+    "r2": "all",
+    "r3": "none",
+}  # experts that the pass of the old log-probs keeps for the updates
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
 
 
@@ -70,7 +74,15 @@ class RLSpec:
 
 
 class ModelWorker(MegatronWorker):
-    """One rank of a group that holds the models of the given roles."""
+    """One rank of a group that holds some of the models of an RL run.
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+        spec: what is optimised, and how.
+        roles: of the models.
+    """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
         super().__init__(rank, config, layout)
@@ -290,7 +302,7 @@ class ModelWorker(MegatronWorker):
         return filled, metrics
 
     @contextmanager
-    def _follow(self, role: Role, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass | None]:
+    def _follow(self, role: Role, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass | None]:
         """Follows the routers of a model of the policy's size, with the experts of "routed_experts"; None where nothing is to be seen."""
         model = self._models[role]
         if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):

@@ -24,7 +24,7 @@ from megarl.plan.parameters import count, model_elements, replicas, shards
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
-from megarl.plan.times import Times
+from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
 from tests.published_models import MODELS, config_of
 
@@ -156,7 +156,7 @@ def test_a_rank_and_an_engine_on_one_gpu_are_both_there_in_a_weight_update(publi
 
 @pytest.mark.parametrize(("generate", "sync", "ahead"), [(10.0, 19.0, 11.0), (3.0, 12.0, 9.0)], ids=["engines slower", "ranks slower"])
 def test_a_step_of_engines_that_are_ahead_takes_as_long_as_the_slower_side(generate: float, sync: float, ahead: float) -> None:
-    times = Times(generate, score=2.0, update=5.0, sync=1.0, park=1.0, ahead=False)
+    times = StepTimes(generate, score=2.0, update=5.0, sync=1.0, park=1.0, ahead=False)
     assert (times.step, replace(times, ahead=True).step) == (sync, ahead)
 
 
