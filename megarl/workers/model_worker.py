@@ -122,9 +122,9 @@ class ModelWorker(MegatronWorker):
                 flat, metrics = self._score_policy(flat)
             if self._spec.old_logp != "forward":
                 flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
-        if "critic" in self._models:
-            flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
+        if "critic" in self._models:
+            self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
         return metrics
 
     def moe(self) -> tuple[int, list[int], int, int]:
