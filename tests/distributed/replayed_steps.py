@@ -1,7 +1,6 @@
 """Whole steps of the RL loop's own ranks on responses whose experts are known, and where their routers send each token.
 
-The responses go through the real `RolloutWorker`; its engine is one that says what it is told. Axes: T entries, L layers, K experts a token,
-R rows of a rank, E experts.
+The responses go through the real `RolloutWorker`, whose engine says what it is told. Axes: E experts.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ class Case:
     old_logp: Literal["forward", "rollout"] = "forward"
     rollout_logp: dict[Token, float] = field(default_factory=dict)  # of the engine; 0 where it is not said
     recompute: Literal["none", "full"] = "none"
+    longest: bool = False  # every response is as long as it can be
     critic_together: int = 0  # micro-batches that a critic, which is watched then, takes as one; 0: there is none
 
 
@@ -109,13 +109,13 @@ class Words:
         return " ".join(map(str, tokens))
 
 
-def samples_of(rollout: int, rollout_logp: dict[Token, float]) -> list[Sample]:
-    """Responses of 6 to 40 tokens, each with tokens that no other has at the same position, and experts that no router would choose so."""
+def samples_of(rollout: int, rollout_logp: dict[Token, float], *, longest: bool = False) -> list[Sample]:
+    """Responses of 6 to 40 tokens, or of 40. None has a token that another has at the same position; no router would choose their experts."""
     rng = np.random.default_rng(rollout)
     words = np.stack([rng.permutation(np.arange(1, TINY["vocab_size"]))[:RESPONSES] for _ in range(LONGEST)]).astype(np.int32)
     made = []
     for n in range(RESPONSES):
-        length, prompt = int(rng.integers(6, LONGEST + 1)), int(rng.integers(1, 5))
+        length, prompt = int(rng.integers(LONGEST if longest else 6, LONGEST + 1)), int(rng.integers(1, 5))
         logp = np.array([rollout_logp.get((n, position), 0.0) for position in range(prompt - 1, length - 1)], np.float32)
         experts = rng.random((length - 1, LAYERS, EXPERTS)).argsort(-1)[:, :, :TOPK].astype(np.uint8)
         made.append(Sample(words[:length, n], prompt, logp, "stop", routed_experts=experts))
@@ -221,7 +221,7 @@ def steps(grid: Grid, case: Case) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "ray", store)
         for rollout in range(case.rollouts):
-            samples = samples_of(rollout, case.rollout_logp)
+            samples = samples_of(rollout, case.rollout_logp, longest=case.longest)
             watch.expect(samples)
             store.fetched.clear()
             plan = plan_of(carried(samples, stages), stages, algorithm, grid.dp_size, case.mini_batches)

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Layout, RoutingSettings
+from megarl.config import Layout, RoutingSettings, TrainConfig, load
+from megarl.models.hf import read_config
 from megarl.observe.metrics import Metric, merge, scalars
-from tests.distributed.replayed_steps import EXPERTS, LAYERS, RESPONSES, TOPK, Case, Seen, Went, samples_of, stages_of, steps
+from megarl.plan.facts import facts
+from megarl.plan.host import routes
+from megarl.plan.ranks import Group
+from tests.distributed.replayed_steps import EXPERTS, LAYERS, LONGEST, RESPONSES, TOPK, Case, Seen, Went, samples_of, stages_of, steps
 from tests.distributed.tiny_training import make_checkpoint
+from tests.e2e.job import Job
 from tests.rank_pool import Pool
 from tests.rows import rows
 
@@ -25,6 +30,7 @@ LAYOUTS = {
     "dp2_pp2": Layout(ranks=4, pp=2),
 }
 R2, R3 = RoutingSettings(replay="r2", sample=0.0), RoutingSettings(replay="r3")
+WITH_CRITIC = RoutingSettings(replay="r3", critic=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +84,8 @@ def test_every_update_of_a_rollout_replays_what_its_old_log_probs_had(pool: Pool
 
 @pytest.mark.parametrize("name", rows(["pp2_vpp2", "tp2_ep2", "dp2", "cp2", "dp2_tp2_ep2", "dp2_pp2"], ["tp2_ep2", "dp2", "pp2_vpp2"]))
 def test_the_engines_experts_reach_the_ranks_that_need_them(pool: Pool, path: Path, told: Seen, name: str) -> None:
-    """And no others: each rank fetches its own responses and its own stage's layers, every token goes where the engine sent it, and log-probs
-    and the gradient's norm are those of one rank."""
+    """And no others: each rank fetches its own responses and its own stage's layers, every token goes where the engine sent it, and
+    log-probs and the gradient's norm are those of one rank."""
     layout = LAYOUTS[name]
     ranks = pool.run(steps, layout, Case(path, R3))
     engine = {
@@ -129,3 +135,27 @@ def test_a_critic_that_joins_micro_batches_finds_its_experts_again(pool: Pool, p
     recorded, *updates = (joined([seen.went[0][index] for seen in ranks]) for index in range(3))
     assert len(recorded) == sum(lengths(0)) and all(went.items() <= recorded.items() for went in updates)
     assert sum(map(len, updates)) == len(recorded)
+
+
+@pytest.mark.parametrize(
+    ("routing", "roles"), rows([(R3, "policy"), (R2, "policy"), (WITH_CRITIC, "policy+critic")], [(WITH_CRITIC, "policy+critic")])
+)
+@pytest.mark.parametrize("name", rows(["one", "dp2_pp2", "tp2_ep2"], ["dp2_pp2"]))
+def test_the_plan_bounds_the_experts_that_a_rank_holds(
+    pool: Pool, path: Path, tmp_path: Path, name: str, routing: RoutingSettings, roles: str
+) -> None:
+    """To the byte where all responses have the greatest length; of others a rank holds less."""
+    layout = LAYOUTS[name]
+    sizes = [
+        "train.prompts_per_step=3",
+        "train.mini_batches=2",
+        "rollout.max_prompt_tokens=4",
+        f"rollout.max_response_tokens={LONGEST - 4}",
+    ]
+    config = load(Job(tmp_path, path).write(), sizes, TrainConfig).model_copy(update={"routing": routing, "layout": layout})
+    its = facts(read_config(path))
+    bound = routes(config, its, its, Group(roles, layout, []))
+    for longest in (True, False):
+        case = Case(path, routing, longest=longest, critic_together=int("critic" in roles))
+        held = shown([seen.scored[0] for seen in pool.run(steps, layout, case)])["routing/held_mb"] * 2**20
+        assert held == bound if longest else 0.4 * bound < held < bound
