@@ -71,8 +71,8 @@ def main() -> int:
     lines = [
         *table(results),
         "",
-        f"{date.today()}, commit {commit()}, two cores, {LAYERS} layers of {EXPERTS} experts, {given.steps} steps a run, {seeds}. The policy "
-        "is in bfloat16, its routers score in float32.",
+        f"{date.today()}, commit {commit()}, two cores, {LAYERS} layers of {EXPERTS} experts, {given.steps} steps a run, {seeds}. The "
+        "policy is in bfloat16, its routers score in float32.",
     ]
     print("\n".join(lines))
     if given.write:

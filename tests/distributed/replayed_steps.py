@@ -110,7 +110,7 @@ class Words:
 
 
 def samples_of(rollout: int, rollout_logp: dict[Token, float], *, longest: bool = False) -> list[Sample]:
-    """Responses of 6 to 40 tokens, or of 40. None has a token that another has at the same position; no router would choose their experts."""
+    """Responses of 6 to 40 tokens, or of 40. No two have the same token at a position; no router would choose their experts."""
     rng = np.random.default_rng(rollout)
     words = np.stack([rng.permutation(np.arange(1, TINY["vocab_size"]))[:RESPONSES] for _ in range(LONGEST)]).astype(np.int32)
     made = []
@@ -126,7 +126,7 @@ def carried(samples: Sequence[Sample], stages: Sequence[Sequence[int]]) -> list[
     """The responses with references to what the engine's process puts into the object store."""
     worker: Any = RolloutWorker("engine 0", PLACE, {})
     worker._responder, worker._tokenizer, worker._timeout_s = Told(samples), Words(), 1.0
-    wanted = ExpertsWanted(stages, LAYERS, TOPK, every=1)
+    wanted = ExpertsWanted(stages, LAYERS, TOPK, share=1.0)
     starts = [Start(n, sample.tokens[: sample.prompt_length].tolist(), 0) for n, sample in enumerate(samples)]
     responses, *values = asyncio.run(worker.respond(starts, Sampling(1, 1.0, LONGEST, 0), wanted))
     each = 1 + len(stages)

@@ -193,7 +193,7 @@ def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: 
     with pytest.raises(
         ConfigError, match=r"^cluster\.host_memory_gb=[\d.]+: a node needs \d+ GB: .* the experts of a step's tokens \d+\.\d"
     ):
-        check_fits(load(GSPO, [*needed, "rollout.max_response_tokens=16384"], TrainConfig))
+        check_fits(load(GSPO, [*needed, "rollout.samples_per_prompt=64"], TrainConfig))
 
 
 def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:
