@@ -23,19 +23,23 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from megarl import load_config, train
 from megarl.batch import Batch
-from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.config import Layout, ModelSettings, OptimizerSettings, TrainConfig
 from megarl.parallel import backend
 from megarl.sync.store import listen_store
+from megarl.workers import assemble
 from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.model_worker import RECORD
+from megarl.workers.plan import RolloutBatch
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +96,40 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
 
     ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
     return SYNC(self, engines, version)
+
+
+FORWARD = ModelGroups.forward
+
+
+def touched(config: TrainConfig) -> tuple[list[int], int]:
+    """The bytes of experts that each rank fetches in the first step of a run, and what those of all responses weigh."""
+    found: list[tuple[list[int], int]] = []
+
+    def count(worker: Any) -> None:
+        plain = assemble.ray
+
+        def get(references: Any) -> Any:
+            values = plain.get(references)
+            worker.touched += sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+            return values
+
+        worker.touched, assemble.ray = 0, SimpleNamespace(get=get, put=plain.put)
+
+    def forward(self: ModelGroups, batch: RolloutBatch, **options: Any) -> Any:
+        actors = self.policy.group.actors
+        ray.get([actor.__ray_call__.remote(count) for actor in actors])
+        done = FORWARD(self, batch, **options)
+        ranks = ray.get([actor.__ray_call__.remote(lambda worker: worker.touched) for actor in actors])
+        tokens = sum(response.prompt_length + response.length - 1 for response in batch.responses)
+        found.append((ranks, tokens * LAYERS * TOPK))
+        return done
+
+    ModelGroups.forward = forward  # type: ignore[method-assign]
+    try:
+        train(config)
+    finally:
+        ModelGroups.forward = FORWARD  # type: ignore[method-assign]
+    return found[0]
 
 
 def measured(directory: Path, names: Iterable[str]) -> dict[str, float]:
@@ -216,6 +254,7 @@ def main() -> int:
                 (here / f"{name}.yaml").write_text(text)
                 train(load_config(here / f"{name}.yaml"))
                 results[seed, replay] = measured(here / name, SHOWN) | told(here / name)
+        ranks, whole = touched(load_config(here / f"{name}.yaml", "name=touched", "train.steps=1", "layout={ranks: 4, pp: 2}"))
     ratio = {replay: statistics.median(one / off for one, off in zip(cpu[replay], cpu["off"], strict=True)) for replay in REPLAYS[1:]}
     ratios = ", ".join(f"{replay} {value:.3f}" for replay, value in ratio.items())
     lines = [
@@ -223,8 +262,8 @@ def main() -> int:
         "",
         f"{date.today()}, commit {commit()}, two cores, {given.steps} steps a run. Old log-probs and update on one rank and one batch, CPU "
         f"seconds over those of off ({statistics.median(cpu['off']):.2f}), medians of {given.rounds} rounds in turn: {ratios} (at most "
-        f"{COST}). Each token carries {LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts), each rank "
-        "fetches those of its own layers.",
+        f"{COST}). Each token carries {LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts). With two stages of two "
+        f"data-parallel ranks a rank fetches {min(ranks) / whole:.1%} to {max(ranks) / whole:.1%} of a step's {whole / 1e6:.2f} MB.",
     ]
     print("\n".join(lines))
     if given.write:
