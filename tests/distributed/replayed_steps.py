@@ -27,7 +27,6 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
 from megarl.response import Response
-from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.workers import assemble
@@ -98,8 +97,8 @@ class Told:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
-    async def all(self, requests: Sequence[Request], timeout_s: float) -> list[Sample]:
-        return [self._samples[int(request.id[0])] for request in requests]
+    async def all(self, requests: Sequence[Any], timeout_s: float) -> list[Sample]:
+        return [self._samples[request.id[0]] for request in requests]
 
 
 class Words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -64,9 +65,11 @@ def lengths(rollout: int) -> list[int]:
 
 @pytest.mark.parametrize("recompute", rows(["none", "full"], ["full"]))
 @pytest.mark.parametrize("name", rows(["one", "pp2_vpp2", "tp2_ep2", "cp2", "dp2_pp2"], ["pp2_vpp2"]))
-def test_every_update_of_a_rollout_replays_what_its_old_log_probs_had(pool: Pool, path: Path, name: str, recompute: str) -> None:
+def test_every_update_of_a_rollout_replays_what_its_old_log_probs_had(
+    pool: Pool, path: Path, name: str, recompute: Literal["none", "full"]
+) -> None:
     """Two mini-batches, two epochs, two rollouts; the routers learn, and would choose otherwise from the second update on."""
-    case = replace(Case(path, R2, rollouts=2, epochs=2), recompute=recompute)
+    case = Case(path, R2, rollouts=2, epochs=2, recompute=recompute)
     ranks = pool.run(steps, LAYOUTS[name], case)
     for rollout in range(2):
         recorded, *updates = (joined([seen.went[rollout][index] for seen in ranks]) for index in range(5))
