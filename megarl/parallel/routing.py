@@ -255,6 +255,8 @@ class _Layer:
         if self._replay:
             self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
         sent_R = known_R & map_RE.gather(1, target_RK.clamp(min=0)).all(1)
+        if self._replay:  # an expert that the target names twice leaves the token with fewer
+            sent_R &= map_RE.sum(1) == target_RK.shape[1]
         self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])
 
     def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -91,6 +91,7 @@ def _host(plan: Plan) -> Table:
         "processes",
         "checkpoint staging",
         "waiting models",
+        "experts",
         "object store",
         "sum",
         "a step's payload",
@@ -99,6 +100,7 @@ def _host(plan: Plan) -> Table:
         f"{(host.ranks + host.engines) / GB:.0f}",
         f"{host.staging / GB:.0f}",
         f"{host.waiting / GB:.0f}",
+        f"{host.routes / GB:.1f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
         f"{host.step / GB:.1f}"

@@ -93,7 +93,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             receiver += sender_bytes(hf, config.sync, config.model.dtype)
             beside = max(stage.resident if taking_turns else stage.weights for stage in groups[0].stages)
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
-        host = plan_host(config, its, groups, engines, nodes, shared=shared)
+        host = plan_host(config, its, facts(models.get("critic", hf)), groups, engines, nodes, shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         times = plan_times(config, its, elements, engine, device, waiting, ahead=config.rollout.mode != "sync" and not shared)
     else:
@@ -118,6 +118,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     )
     plan.notes.extend(_notes(plan, taking_turns))
     plan.faults.extend(_faults(plan, asked))
+    room = config.cluster.host_memory_gb
+    if host is not None and room is not None and host.total > room * GB:
+        plan.faults.append(f"cluster.host_memory_gb={room:g}: {host.needs}")
     return plan
 
 

@@ -36,9 +36,13 @@ class Critic:
     def __init__(self, model: Model, grid: Grid, together: int, *, replay: bool) -> None:
         self._model, self._grid, self._together, self._replay = model, grid, together, replay and model.topk > 0
 
-    def forward_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`."""
-        joined, lengths = self._joined(batches), [len(batch) for batch in batches]
+    def forward_tokens(self, mini_batches: Sequence[Sequence[Batch]]) -> list[Batch]:
+        """All batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`.
+
+        They are joined within their mini-batch, as the steps join them: of a token, the same rank sees the routers both times.
+        """
+        batches = [batch for mini_batch in mini_batches for batch in mini_batch]
+        joined, lengths = [one for mini_batch in mini_batches for one in self._joined(mini_batch)], [len(batch) for batch in batches]
         with self._follow(record="all") as routing:
             found = {"value": torch.cat([one.extra_T["value"] for one in self._model.forward_tokens(joined, "value", values, routing)])}
         if routing is not None and routing.recorded:

@@ -22,7 +22,7 @@ from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig
-from megarl.observe.metrics import Last, Metric
+from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.workers.copies import Copies
@@ -91,7 +91,7 @@ class ModelGroups:
             sync_follows: the engines get new weights before they answer again.
 
         Returns:
-            The plan, and what the log-probs say about the engine's, where the policy has read them.
+            The plan, and what the log-probs say about the engine's, where the policy has read them; what the ranks hold of experts.
         """
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
@@ -104,7 +104,7 @@ class ModelGroups:
         for group in readers[1:]:
             names = [COLUMN[role] for role in group.roles if role in COLUMN]
             self.policy.take(group.columns(*names), *names)
-        return plans[0], metrics[0]
+        return plans[0], merge(metrics)
 
     def advantages(
         self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False

@@ -117,7 +117,7 @@ class ModelWorker(MegatronWorker):
             score: the policy reads the responses even where its old log-probs come from elsewhere.
 
         Returns:
-            What the policy's log-probs say about the engine's, where it has read them.
+            What the policy's log-probs say about the engine's, where it has read them, and the host memory of the experts that are kept.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
@@ -134,10 +134,11 @@ class ModelWorker(MegatronWorker):
                 flat, metrics = self._score_policy(flat)
             if self._spec.old_logp != "forward":
                 flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
-        if "critic" in self._models:
-            flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
-        return metrics
+        if "critic" in self._models:
+            self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
+        held = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
+        return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
 
     def moe(self) -> tuple[int, list[int], int, int]:
         """Of the policy: the pipeline stage of this rank and its MoE layers; all layers of the model, and the experts a token."""
@@ -297,8 +298,6 @@ class ModelWorker(MegatronWorker):
                     filled = [batch.without("routed_experts") for batch in filled]
                     for index, experts_TLK in routing.recorded.items():
                         filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
-                held = sum(batch.extra_T["routed_experts"].nbytes for batch in filled if "routed_experts" in batch.extra_T)
-                metrics["routing/held_mb"] = Max(held / 2**20)
         return filled, metrics
 
     @contextmanager

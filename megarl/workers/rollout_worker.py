@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ class ExpertsWanted:
     stages: Sequence[Sequence[int]]  # the model's MoE layers, as they are kept: each pipeline stage fetches its own
     layers: int  # of the model, dense ones too
     topk: int  # experts a token
-    every: int  # one response in so many, the first included
+    share: float  # of the responses, above 0
+
+    def of(self, number: int) -> bool:
+        """Whether those of a call's response, counted from 0, are kept: of the first n ceil(n x share), so the first in any case."""
+        return ceil((number + 1) * self.share) > ceil(number * self.share)
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class RolloutWorker:
         responses, payloads = list[Response](), list[Any]()
         for one in said:
             sample, new = one.sample, one.added or one.sample
-            wanted = experts is not None and (one.prompt * sampling.n + one.index) % experts.every == 0 and sample.loss_tokens > 0
+            wanted = experts is not None and experts.of(one.prompt * sampling.n + one.index) and sample.loss_tokens > 0
             responses.append(
                 Response(
                     prompt=one.prompt,

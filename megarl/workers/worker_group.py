@@ -45,7 +45,7 @@ class WorkerGroup:
         if not any(stages.values()):
             return None
         _, _, layers, topk = told[0]
-        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, share)
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""

@@ -186,6 +186,14 @@ def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: 
         check_fits(load(GSPO, [path, "layout.ep=1"], TrainConfig))
     with pytest.raises(ConfigError, match=r"^rollout\.tp=1: weights 61\.1 GB .* one sequence of 10240 tokens takes"):
         check_fits(load(GSPO, [path, "rollout.tp=1", "rollout.gpu_memory_fraction=0.8"], TrainConfig))
+    host = planned(load(GSPO, [path, "routing.replay=r3"], TrainConfig)).host
+    assert host is not None
+    needed = [path, "routing.replay=r3", f"cluster.host_memory_gb={host.total / GB + 1}"]
+    check_fits(load(GSPO, needed, TrainConfig))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.host_memory_gb=[\d.]+: a node needs \d+ GB: .* the experts of a step's tokens \d+\.\d"
+    ):
+        check_fits(load(GSPO, [*needed, "rollout.samples_per_prompt=64"], TrainConfig))
 
 
 def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:
