@@ -73,7 +73,7 @@ class ModelWorker(MegatronWorker):
     """One rank of a group that holds the models of the given roles."""
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
-        super().__init__(rank, config, layout)
+        super().__init__(rank, config, layout, "" if "policy" in roles else roles[0])
         self._spec, self._roles = spec, tuple(roles)
 
     def build_models(self) -> None:
