@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -119,4 +120,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         first = {"rank-0": "rank 0", "engine-0": "engine 0"}
         assert logs.items() >= {**first, **{f"{name}.2": called for name, called in first.items()}}.items()
         assert "Worker pid=" not in job.text(), "nor does the console have what they print"
+        started = re.findall(r"^job: (.+): ready after \d+\.\d s$", job.text(), re.MULTILINE)
+        assert started == ["Ray", "scoring processes", "model ranks", "engines"]
+        assert job.text().splitlines()[-1] == f"job: next: megarl samples {directory} --worst"
         assert job.gone()
