@@ -20,12 +20,11 @@ def find(place: str) -> Callable[..., Any]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For a block that imports large packages: the garbage collector rests in it, and leaves what is there at its end alone for good.
+    """For a block that makes very many objects: the garbage collector rests in it. What it has imported is left alone for good.
 
-    Where the block imports nothing new, nothing is left alone: what is garbage by then will be collected.
-
-    An import makes hundreds of thousands of objects that live as long as the process. Python would look through all of them again and
-    again while they come, which is a quarter of the time that vLLM, Megatron and transformers take to import.
+    Python would look through all objects again and again while they come: a quarter of the time that vLLM, Megatron and transformers take
+    to import, and half of what it takes to read or write which tensors a checkpoint has. Where the block imports nothing new, what is
+    garbage at its end will be collected.
     """
     was, modules = gc.isenabled(), len(sys.modules)
     gc.disable()

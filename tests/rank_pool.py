@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from megarl.config import Layout
 from megarl.imports import uncollected
 from megarl.parallel.grid import destroy_grid, init_grid
 from megarl.sync.store import connect_store, listen_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 Start = Literal["fork", "spawn"]
 
@@ -179,7 +182,8 @@ def _rank(task: _Task, rank: int, ports: Any, template: Connection) -> NoReturn:
     faulthandler.enable()
     os.environ["LOCAL_RANK"] = str(rank)  # of the GPUs, its own
     try:
-        template.send_bytes(pickle.dumps((rank, _perform(task, rank, ports))))
+        store = _store(task.layout.ranks, rank, ports)  # here, where it outlives the task: rank 0's serves ranks that are not done yet
+        template.send_bytes(pickle.dumps((rank, _perform(task, rank, store))))
     except BaseException:  # of a result that cannot be sent
         template.send_bytes(pickle.dumps((rank, (False, traceback.format_exc()))))
     sys.stdout.flush()
@@ -188,17 +192,19 @@ def _rank(task: _Task, rank: int, ports: Any, template: Connection) -> NoReturn:
         signal.pause()  # the template ends all ranks of a task together
 
 
-def _perform(task: _Task, rank: int, ports: Any) -> tuple[bool, Any]:
+def _store(ranks: int, rank: int, ports: Any) -> TCPStore:
+    if rank != 0:
+        return connect_store("127.0.0.1", ports.get(), ranks, COLLECTIVE_S)
+    store, port = listen_store("127.0.0.1", ranks, COLLECTIVE_S)
+    for _ in range(ranks - 1):
+        ports.put(port)
+    return store
+
+
+def _perform(task: _Task, rank: int, store: TCPStore) -> tuple[bool, Any]:
     """(True, the function's result) or (False, the traceback)."""
-    others = task.layout.ranks - 1
     try:
         function, arguments = pickle.loads(task.work)
-        if rank == 0:
-            store, port = listen_store("127.0.0.1", others + 1, COLLECTIVE_S)
-            for _ in range(others):
-                ports.put(port)
-        else:
-            store = connect_store("127.0.0.1", ports.get(), others + 1, COLLECTIVE_S)
         grid = init_grid(task.layout, rank=rank, store=store, seed=1, timeout_s=COLLECTIVE_S)
         try:
             result = function(grid, *arguments)

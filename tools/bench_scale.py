@@ -21,13 +21,16 @@ import torch
 from pyarrow import parquet
 
 from megarl.checkpoints.files import FileRecord, write_file
-from megarl.checkpoints.steps import MANIFEST, Manifest, encode, step_name, verify
+from megarl.checkpoints.steps import MANIFEST, Manifest, SavedStep, encode, step_name, verify
 from megarl.cluster.actor_group import ActorGroup
 from megarl.config import FileSource
 from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
 from megarl.models.families import family_of
 from megarl.models.hf import ShardWriter
+from megarl.parallel.checkpoint.dcp import Location, Shard, write_metadata
+from megarl.parallel.checkpoint.metadata import read_metadata
+from megarl.parallel.checkpoint.sharded import STATES
 from megarl.shared_memory import mapped
 from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
@@ -148,6 +151,31 @@ def manifests(job: Job) -> Cost:
         return Cost(len(files), time.process_time() - begun)
 
 
+def tensors(job: Job) -> Cost:
+    """Which tensors a checkpoint holds, weights and optimizer, and where: written once, read by each rank."""
+    names = stacks(job.model)
+    states = [
+        f"{state}{name if isinstance(name, str) else name[0]}"
+        for state in ("", *(f"optimizer.{state}." for state in STATES))
+        for name in names
+    ]
+    counts = [1 if isinstance(name, str) else len(name) for name in names] * (1 + len(STATES))
+    sharded = [
+        (Shard(key, (count, 4, 4), (place, 0, 0), (1, 4, 4), torch.float32), Location(f"__{place % job.ranks}_0.distcp", place, 1))
+        for key, count in zip(states, counts, strict=True)
+        for place in range(count)
+    ]
+    with tempfile.TemporaryDirectory() as root:
+        (folder := Path(root) / step_name(1) / "policy").mkdir(parents=True)
+        begun = time.process_time()
+        files = write_metadata(folder, sharded) | {
+            f"__{rank}_0.distcp": FileRecord(job.ranks * 1000, "0" * 64) for rank in range(job.ranks)
+        }
+        saved = SavedStep(folder.parent, Manifest(1, job.ranks, {}, {}, {}, {f"policy/{name}": record for name, record in files.items()}))
+        assert len(read_metadata(saved, "policy").storage_data) == len(sharded)
+        return Cost(len(sharded), time.process_time() - begun)
+
+
 def hugging_face(job: Job) -> Cost:
     """A Hugging Face directory's tensors, as one stage would write all of them."""
     flat = [one for name in stacks(job.model) for one in ([name] if isinstance(name, str) else name)]
@@ -182,6 +210,7 @@ PARTS: dict[str, tuple[str, Callable[[Job], Cost]]] = {
     "planner": ("response", planner),
     "plan to ranks": ("rank", driver),
     "manifest": ("file", manifests),
+    "saved tensors": ("tensor", tensors),
     "Hugging Face save": ("tensor", hugging_face),
     "prompts": ("row", prompts),
 }

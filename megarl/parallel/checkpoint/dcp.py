@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import COMMON, SavedStep
 from megarl.errors import ConfigError
+from megarl.imports import uncollected
 from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
 from megarl.text import one_line
 
@@ -78,6 +79,17 @@ def check_cover(shards: Iterable[Shard]) -> None:
 
 def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> dict[str, FileRecord]:
     """Writes what makes shards one checkpoint. The files' records, by name."""
+    common = io.BytesIO()
+    torch.save({}, common)
+    return {
+        METADATA: write_file(folder / METADATA, _pickled(shards)),
+        FORMAT: write_file(folder / FORMAT, json.dumps(_FORMAT).encode()),
+        COMMON: write_file(folder / COMMON, common.getvalue()),
+    }
+
+
+@uncollected()  # it would stop the step that this is written beside for seconds
+def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for shard, location in shards:
@@ -85,14 +97,7 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> di
         chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size))
         tensors.setdefault(shard.key, whole).chunks.append(chunk)
         stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(*location)
-    metadata = Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    common = io.BytesIO()
-    torch.save({}, common)
-    return {
-        METADATA: write_file(folder / METADATA, pickle.dumps(metadata)),
-        FORMAT: write_file(folder / FORMAT, json.dumps(_FORMAT).encode()),
-        COMMON: write_file(folder / COMMON, common.getvalue()),
-    }
+    return pickle.dumps(Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
 def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:

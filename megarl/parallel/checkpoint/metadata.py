@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
+from megarl.imports import uncollected
 from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, Name, Record, read_plain
 from megarl.text import one_line
 
@@ -54,7 +55,9 @@ def read_metadata(step: SavedStep, model: str) -> Metadata:
         if record is not None and record.size > LIMIT_BYTES:
             raise ValueError(f"has {record.size} bytes, more than {LIMIT_BYTES}")
         files = {path.removeprefix(f"{model}/"): file for path, file in step.manifest.files.items() if path.startswith(f"{model}/")}
-        return _metadata(read_plain(step.read(name), _NAMES), files)
+        data = step.read(name)
+        with uncollected():
+            return _metadata(read_plain(data, _NAMES), files)
     except ConfigError:
         raise
     except ValueError as error:

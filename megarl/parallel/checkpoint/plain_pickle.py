@@ -15,10 +15,19 @@ from typing import Any, Final
 LIMIT_BYTES: Final = 128 << 20  # of a file; half a million stored tensors
 TEXT, INTEGER_BITS = 4096, 63
 STACK, DEPTH = 4096, 32  # Python writes a container in pieces of 1000 entries, and torch's metadata is eight deep
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
-_TEXTS = {"SHORT_BINUNICODE", "BINUNICODE"}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+BLOCK = 4096  # bytes, after which the stack is looked at: none puts more than one value there
+
+_CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
+_MEMOIZE, _BINGET, _LONG_BINGET, _MARK = (_CODES[name] for name in ("MEMOIZE", "BINGET", "LONG_BINGET", "MARK"))
+_BININT, _BININT1, _BININT2, _LONG1 = (_CODES[name] for name in ("BININT", "BININT1", "BININT2", "LONG1"))
+_SHORT_BINUNICODE, _BINUNICODE, _NONE = (_CODES[name] for name in ("SHORT_BINUNICODE", "BINUNICODE", "NONE"))
+_EMPTY_TUPLE, _TUPLE, _TUPLE1 = (_CODES[name] for name in ("EMPTY_TUPLE", "TUPLE", "TUPLE1"))
+_EMPTY_DICT, _SETITEM, _SETITEMS = (_CODES[name] for name in ("EMPTY_DICT", "SETITEM", "SETITEMS"))
+_EMPTY_LIST, _APPEND, _APPENDS = (_CODES[name] for name in ("EMPTY_LIST", "APPEND", "APPENDS"))
+_NEWOBJ, _REDUCE, _BUILD, _STACK_GLOBAL = (_CODES[name] for name in ("NEWOBJ", "REDUCE", "BUILD", "STACK_GLOBAL"))
+_PROTO, _FRAME, _STOP = (_CODES[name] for name in ("PROTO", "FRAME", "STOP"))
+_BOOLEANS = {_CODES["NEWTRUE"]: True, _CODES["NEWFALSE"]: False}
+_TUPLES = {_CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
 
 
 class Name(str):
@@ -55,95 +64,136 @@ def read_plain(data: bytes, names: Collection[str]) -> Any:
     if len(data) > LIMIT_BYTES:
         raise _Refused(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
     try:
-        return _interpret(io.BytesIO(data), names)
+        return _interpret(data, names)
     except _Refused:
         raise
     except IndexError:
         raise _Refused("is damaged: takes what it has not put there") from None
-    except ValueError as error:  # of pickletools
+    except ValueError as error:  # of pickletools, or of UTF-8
         raise _Refused(f"is damaged: {error}") from None
 
 
-def _interpret(stream: io.BytesIO, names: Collection[str]) -> Any:
+def _interpret(data: bytes, names: Collection[str]) -> Any:
+    """One loop over the bytes, the most frequent opcodes first: a large model's file has fifteen million, and every rank reads it."""
     stack: list[Any] = []
     below: list[list[Any]] = []  # the stacks under each mark
     memo: list[Any] = []
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(stream):
-        code, given = opcode.name, stack
-        if code in ("TUPLE", "APPENDS", "SETITEMS"):  # take all down to the mark
-            stack = below.pop()
-        match code:
-            case "MEMOIZE":
+    at, size = 0, len(data)
+    while at < size:
+        if len(stack) > STACK or len(below) > DEPTH:
+            raise _Refused("is nested deeper, or has more in one place, than any checkpoint")
+        end = min(at + BLOCK, size)
+        while at < end:
+            code = data[at]
+            at += 1
+            if code == _MEMOIZE:
                 memo.append(stack[-1])
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "MARK":
+            elif code == _BININT1:
+                stack.append(data[at])
+                at += 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == _BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == _MARK:
                 below.append(stack)
                 stack = []
-            case "TUPLE":
-                stack.append(tuple(given))
-            case "APPENDS":
-                _of(list, stack[-1]).extend(given)
-            case "APPEND":
-                item = stack.pop()
-                _of(list, stack[-1]).append(item)
-            case "SETITEMS":
-                _set(stack[-1], given)
-            case "SETITEM":
-                pair = stack[-2:]
-                del stack[-2:]
-                _set(stack[-1], pair)
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_DICT":
-                stack.append({})
-            case "STACK_GLOBAL":
-                name, module = stack.pop(), stack.pop()
-                stack.append(_name(_of(str, module), _of(str, name), names))
-            case "NEWOBJ" | "REDUCE":
+            elif code == _BININT2:
+                stack.append(int.from_bytes(data[at : at + 2], "little"))
+                at += 2
+            elif code == _TUPLE:
+                items, stack = stack, below.pop()
+                stack.append(tuple(items))
+            elif code == _TUPLE1:
+                stack.append((stack.pop(),))
+            elif code == _EMPTY_TUPLE:
+                stack.append(())
+            elif code in (_REDUCE, _NEWOBJ):
                 arguments, name = stack.pop(), stack.pop()
                 stack.append(Record(_of(Name, name), _of(tuple, arguments)))
-            case "BUILD":
+            elif code == _EMPTY_DICT:
+                stack.append({})
+            elif code == _SETITEMS:
+                items, stack = stack, below.pop()
+                _set(stack[-1], items)
+            elif code == _BUILD:
                 state, record = stack.pop(), _of(Record, stack[-1])
                 if record.state is not None:
                     raise _Refused(f"sets the state of a {record.name} twice")
                 record.state = state
-            case "STOP":
+            elif code == _NONE:
+                stack.append(None)
+            elif code in (_SHORT_BINUNICODE, _BINUNICODE):
+                width = 1 if code == _SHORT_BINUNICODE else 4
+                length = int.from_bytes(data[at : at + width], "little")
+                start, at = at, at + width + length
+                if at > size:
+                    raise _damaged(data, start - 1)
+                stack.append(_text(data[at - length : at]))
+            elif code in (_BININT, _LONG1):
+                length, at = (4, at) if code == _BININT else (data[at], at + 1)
+                stack.append(_integer(data[at : at + length]))
+                at += length
+            elif code == _EMPTY_LIST:
+                stack.append([])
+            elif code == _APPENDS:
+                items, stack = stack, below.pop()
+                _of(list, stack[-1]).extend(items)
+            elif code == _APPEND:
+                item = stack.pop()
+                _of(list, stack[-1]).append(item)
+            elif code == _SETITEM:
+                pair = stack[-2:]
+                del stack[-2:]
+                _set(stack[-1], pair)
+            elif code == _STACK_GLOBAL:
+                name, module = stack.pop(), stack.pop()
+                stack.append(_name(_of(str, module), _of(str, name), names))
+            elif code in _TUPLES:
+                if _TUPLES[code] > len(stack):
+                    raise IndexError
+                items, stack = stack[-_TUPLES[code] :], stack[: -_TUPLES[code]]
+                stack.append(tuple(items))
+            elif code in _BOOLEANS:
+                stack.append(_BOOLEANS[code])
+            elif code == _PROTO:
+                at += 1
+            elif code == _FRAME:
+                at += 8
+            elif code == _STOP:
                 if len(stack) != 1 or below:
                     raise _Refused("is damaged: ends within a value")
-                if stream.read(1):
+                if at < size:
                     raise _Refused("is damaged: goes on after its end")
-            case "PROTO" | "FRAME":
-                pass
-            case _:
-                stack.append(_leaf(code, argument, stack))
-        if len(stack) > STACK or len(below) > DEPTH:
-            raise _Refused("is nested deeper, or has more in one place, than any checkpoint")
-    return stack[0]
+                return stack[0]
+            else:
+                raise _damaged(data, at - 1)
+    raise _Refused("is damaged: it has no end")
 
 
-def _leaf(code: str, argument: Any, stack: list[Any]) -> Any:
-    """A value that an opcode holds itself, and the short tuples."""
-    if code in _INTEGERS:
-        if argument.bit_length() > INTEGER_BITS:
-            raise _Refused(f"holds an integer of {argument.bit_length()} bits")
-        return argument
-    if code in _TEXTS:
-        if len(argument) > TEXT:
-            raise _Refused(f"holds a text of {len(argument)} characters")
-        return argument
-    if code in _TUPLES:
-        count = _TUPLES[code]
-        if count > len(stack):
-            raise IndexError
-        start = len(stack) - count
-        items = tuple(stack[start:])
-        del stack[start:]
-        return items
-    if code in _CONSTANTS:
-        return _CONSTANTS[code]
-    raise _Refused(f"holds {code}, which no checkpoint needs: not loaded")
+def _damaged(data: bytes, start: int) -> ValueError:
+    """Why the opcode at `start` is not read."""
+    try:
+        opcode, _, _ = next(pickletools.genops(io.BytesIO(data[start:])))
+    except ValueError as error:
+        return error
+    return _Refused(f"holds {opcode.name}, which no checkpoint needs: not loaded")
+
+
+def _text(data: bytes) -> str:
+    text = data.decode()
+    if len(text) > TEXT:
+        raise _Refused(f"holds a text of {len(text)} characters")
+    return text
+
+
+def _integer(data: bytes) -> int:
+    value = int.from_bytes(data, "little", signed=True)
+    if value.bit_length() > INTEGER_BITS:
+        raise _Refused(f"holds an integer of {value.bit_length()} bits")
+    return value
 
 
 def _of(kind: Any, value: Any) -> Any:
