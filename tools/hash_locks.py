@@ -2,8 +2,8 @@
 
     python -m tools.hash_locks
 
-Asks the package index, through uv, for the files of CPython 3.11 on Linux of the versions that the locks pin. torch's CPU build is left out:
-which file that is depends on where it comes from.
+Asks the package index, through uv, for the files of the pinned versions for CPython 3.11 on Linux.
+torch's CPU build is left out: it is another file on every index that has it.
 """
 
 from __future__ import annotations
