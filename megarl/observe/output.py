@@ -72,10 +72,11 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 def _bound(path: Path) -> None:
     """Empties the file whenever it is too long, as long as stderr is this file; what others have inherited writes on at its beginning."""
-    with suppress(OSError):  # the file is gone
-        while os.path.samefile(path, "/proc/self/fd/2"):
-            if path.stat().st_size > MOST_BYTES:
+    with suppress(OSError):  # the disk is gone
+        file = os.fstat(2).st_ino
+        while (now := os.fstat(2)).st_ino == file:
+            if now.st_size > MOST_BYTES:
                 with suppress(OSError):  # a full disk
                     shutil.copyfile(path, path.with_suffix(".old"))
-                os.truncate(path, 0)
+                os.ftruncate(2, 0)
             time.sleep(LOOK_S)
