@@ -56,9 +56,9 @@ def test_a_process_that_cannot_write_there_prints_as_before(tmp_path: Path) -> N
 
 FULL = """
 output.keep_output(run, "engine 0")
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # writes fail, as on a full disk
-print("x" * 200)
-print("y" * 200, file=sys.stderr, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # writes fail, as on a full disk
+print("x" * 2000)
+print("y" * 2000, file=sys.stderr, flush=True)
 Path(sys.argv[1], "alive").touch()
 """
 
@@ -67,7 +67,7 @@ def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / LOGS).mkdir()
     assert printed(tmp_path, FULL) == ("", "")
     assert (tmp_path / "alive").exists()
-    assert (tmp_path / LOGS / "engine-0.log").stat().st_size == 100
+    assert (tmp_path / LOGS / "engine-0.log").stat().st_size == 1000
 
 
 LONG = """
@@ -79,13 +79,12 @@ with subprocess.Popen([sys.executable, "-uc", "while input(): print('c' * 99)"],
         child.stdin.write(b"more\\n"); child.stdin.flush()
         time.sleep(0.005)
     child.stdin.write(b"\\n"); child.stdin.flush()
-print("last")
 """
 
 
 def test_a_log_is_bounded_whoever_writes_it(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
     assert printed(tmp_path, LONG) == ("", "")
-    text = (tmp_path / LOGS / "engine-0.log").read_text()
-    assert text.endswith("last\n") and "\0" not in text, "it begins anew, without a hole"
-    assert set((tmp_path / LOGS / "engine-0.old").read_text().splitlines()[1:]) == {"c" * 99}
+    kept, old = ((tmp_path / LOGS / f"engine-0.{end}").read_text().splitlines() for end in ("log", "old"))
+    assert set(kept) <= {"c" * 99}, "it begins anew, without a hole"
+    assert set(old[1:]) == {"c" * 99}
