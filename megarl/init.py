@@ -13,8 +13,9 @@ from typing import Any
 
 from megarl.cli import VERBS
 from megarl.config import ConfigError, ConversationSource, FileSource, TrainConfig, load
+from megarl.data.columns import find
 from megarl.data.conversations import load_conversations
-from megarl.data.files import find, read_rows
+from megarl.data.files import read_rows
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported

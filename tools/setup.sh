@@ -5,10 +5,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=.venv lock=tools/cpu.lock
+venv=.venv lock=tools/cpu.lock hashes=tools/cpu.hashes
 case "${1:-}" in
     "") ;;
-    --gpu) venv=.venv-gpu lock=tools/gpu.lock ;;
+    --gpu) venv=.venv-gpu lock=tools/gpu.lock hashes=tools/gpu.hashes ;;
     *) echo "setup: error: unknown argument $1 (--gpu is the only one)" >&2; exit 2 ;;
 esac
 
@@ -71,17 +71,16 @@ uv_install() {
 }
 
 # The public index holds torch's CUDA build under the same version. uv knows where PyTorch keeps the CPU build; where uv does not get through,
-# pip may, which can be told of proxies and certificates that uv does not read.
+# pip may, which can be told of proxies and certificates that uv does not read. Every other file must have a hash of the list.
 install_cpu_stack() {
     local torch indexes
     torch=$(grep '^torch==' "$lock")
     mapfile -t indexes < <(pip_indexes)
-    if pip uv; then
-        uv_install "${indexes[@]}" "$torch+cpu" -r "$lock" && return
-        uv_install "${indexes[@]}" --torch-backend cpu -r "$lock" && return
+    if pip uv && { uv_install "${indexes[@]}" "$torch+cpu" || uv_install "${indexes[@]}" --torch-backend cpu "$torch"; }; then
+        uv_install "${indexes[@]}" --require-hashes -r "$hashes" && return
     fi
     say "uv does not get them (see $venv/setup.log): asking pip"
-    pip "$torch+cpu" && pip -r "$lock" && return
+    pip "$torch+cpu" && pip --require-hashes -r "$hashes" && return
     tail -n 15 "$venv"/setup.log >&2
     die "the packages of $lock are not to be had; where it is torch's CPU build, give an index that has it in PIP_EXTRA_INDEX_URL"
 }
@@ -90,10 +89,12 @@ install_cpu_stack() {
 install_transformer_engine() {
     local package nvidia
     package=$(grep '^transformer-engine-torch==' "$lock")
+    grep '^transformer-engine-torch==' "$hashes" >"$venv"/transformer-engine.txt
     nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
     say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS says how many at a time)"
     # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
-    CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation "$package"
+    CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation \
+        --require-hashes -r "$venv"/transformer-engine.txt
 }
 
 # What a GPU run would meet first, by name.
@@ -116,7 +117,7 @@ EOF
 exec 9<tools/setup.sh
 command -v flock >/dev/null && flock 9 # two commands at once set up once
 
-wanted=$(cat "$lock" pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$lock" "$hashes" pyproject.toml | sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/megarl && $(cat "$venv"/setup.stamp 2>/dev/null) == "$wanted" ]]; then
     exit 0
 fi
@@ -133,8 +134,8 @@ if [[ $venv == .venv ]]; then
 else
     say "installing $(grep -c == "$lock") pinned packages (10 GB)"
     # "===" takes no other build of the same version (2.13.0+cpu), which pip prefers where an index has one.
-    grep -v '^transformer-engine-torch==' "$lock" | sed 's/^\(torch[a-z]*\)==/\1===/' >"$venv"/gpu.txt
-    install -r "$venv"/gpu.txt
+    grep -v '^transformer-engine-torch==' "$hashes" | sed 's/^\(torch[a-z]*\)==/\1===/' >"$venv"/gpu.txt
+    install --require-hashes -r "$venv"/gpu.txt
     install_transformer_engine
 fi
 "$venv"/bin/python -c 'import torch' 2>>"$venv"/setup.log || die "torch does not import; see $venv/setup.log"

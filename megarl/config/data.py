@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.config.section import Place, Section
+from megarl.config.where import Where
 
 
 class ReasoningGymSource(Section):
@@ -43,6 +44,9 @@ class FileSource(Section):
     """So many rows at the beginning are left out, say those that another source holds out."""
     rows: PositiveInt | None = None
     """At most so many rows are taken; null: all."""
+    where: Where = {}
+    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
+    must hold; a dot looks inside dictionaries. Of the rows that `skip` and `rows` leave."""
 
 
 MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
@@ -58,7 +62,7 @@ class PromptPart(Section):
 
 
 class MixtureSource(Section):
-    """Several sources as one."""
+    """Several sources as one. With `data.shuffle=false` one comes after the other: parts that `where` chooses make a curriculum."""
 
     type: Literal["mixture"] = "mixture"
     parts: Annotated[list[PromptPart], Field(min_length=1, max_length=1024)]
@@ -119,6 +123,9 @@ class ConversationSource(Section):
     """The file."""
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
+    where: Where = {}
+    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
+    must hold; a dot looks inside dictionaries."""
 
 
 class SftPart(Section):
@@ -171,6 +178,9 @@ class PreferenceSource(Section):
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
     """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
+    where: Where = {}
+    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
+    must hold; a dot looks inside dictionaries."""
 
 
 class PreferencePart(Section):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config import ConfigError, ConversationSource
-from megarl.data.files import at, read_rows
+from megarl.data.columns import at, chosen_rows
+from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, checked, instructed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
@@ -97,7 +98,7 @@ def load_conversations(
     check_template(tokenizer, "data.chat")
     rows = (
         (place, instructed(_messages(at(row, source.messages_key, place, f"{key}.messages_key"), place), system))
-        for place, row in read_rows(source.path, key)
+        for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key)
     )
     made: list[Conversation] = []
     while chunk := list(islice(rows, CHUNK)):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, FileSource
 from megarl.data.bounds import in_memory
+from megarl.data.columns import at, chosen_rows
 from megarl.data.tokenizer import first_line
 from megarl.strict_json import parse_json, read_json
 
@@ -36,7 +37,8 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
     """
     last = None if source.rows is None else source.skip + source.rows
-    for place, row in islice(read_rows(source.path, key), source.skip, last):
+    rows = islice(read_rows(source.path, key), source.skip, last)
+    for place, row in chosen_rows(rows, source.where, source.path, key):
         yield place, *parts(row, source, place, key)
 
 
@@ -201,31 +203,3 @@ def bounded(size: int, read: Callable[[], Any]) -> Any:
     """What `read` makes of a batch. MemoryError where it swells far beyond the `size` of its file."""
     with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
         return read()
-
-
-def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
-    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name.
-
-    Args:
-        row: the columns.
-        dotted: the column's name.
-        place: begins the message of an error.
-        key: the setting that gave `dotted`.
-
-    Raises:
-        ConfigError: there is nothing, or null.
-    """
-    value = find(row, dotted)
-    if value is None:
-        raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")
-    return value
-
-
-def find(row: dict[str, Any], dotted: str) -> Any:
-    """Like `at`; None where there is nothing."""
-    if dotted in row:
-        return row[dotted]
-    value: Any = row
-    for name in dotted.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value

@@ -4,6 +4,8 @@ A million rows as prompts are some gigabytes and minutes of tokenising, at every
 would be refused is looked for before the start without tokenising all of them: columns as a whole say which rows are empty, malformed, a
 chat of several messages, or have so many bytes that they could be too long. Those are read, and so are rows from all over the file. What a
 row can still be refused for when it is drawn is a chat template that objects to a text, or a tokenizer that makes it longer.
+
+Axes: P prompts, N of them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config import FileSource
+from megarl.data.columns import chosen_places, find_in_table
 from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, parts, readable
 from megarl.data.lazy import LazySequence
 from megarl.data.prompts import CHUNK, Prompt, Renderer, Row, checked
@@ -41,7 +44,7 @@ def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
 
 
 class LargeFile(LazySequence[Prompt]):
-    """The prompts of a table's rows; a row that was not read before the start is checked when it is asked for.
+    """The prompts of the rows that `source.where` takes of a table; one that was not read before the start is checked when it is asked for.
 
     Args:
         table: its rows, those that `source.skip` leaves out not among them.
@@ -55,16 +58,18 @@ class LargeFile(LazySequence[Prompt]):
 
     def __init__(self, table: pyarrow.Table, source: FileSource, key: str, renderer: Renderer) -> None:
         self._table, self._source, self._key, self._renderer = table, source, key, renderer
+        with self._readable():
+            self._row_P = chosen_places(table, source.where, source.path, key)
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
         added = self._added(sample)
         with self._readable():
             table.validate(full=True)  # texts that are none, among others
-            suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added))
+            suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added)[self._row_P])
         for first in range(0, len(checks := np.union1d(sample, suspects)), CHUNK):
             self._make(checks[first : first + CHUNK])
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return len(self._row_P)
 
     def __iter__(self) -> Iterator[Prompt]:
         for first in range(0, len(self), CHUNK):
@@ -77,12 +82,12 @@ class LargeFile(LazySequence[Prompt]):
         return self._renderer.prompts(self._rows(places), places.tolist())
 
     def _rows(self, places: np.ndarray) -> list[Row]:
-        rows, read = [], list[dict[str, Any]]()
+        rows, read, row_N = [], list[dict[str, Any]](), self._row_P[places]
         with self._readable():
-            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):  # `take` would join the chunks of a column first
+            for run in np.split(row_N, np.flatnonzero(np.diff(row_N) != 1) + 1):  # `take` would join the chunks of a column first
                 read += self._table.slice(int(run[0]), len(run)).to_pylist()
-        for place, columns in zip(places.tolist(), read, strict=True):
-            called = f"{self._key}.path: {self._source.path}:{self._source.skip + place + 1}"
+        for number, columns in zip(row_N.tolist(), read, strict=True):
+            called = f"{self._key}.path: {self._source.path}:{self._source.skip + number + 1}"
             prompt, answer, meta = parts(columns, self._source, called, self._key)
             rows.append(Row(called, checked(prompt, called), answer, meta))
         return rows
@@ -127,26 +132,10 @@ def _suspicious(table: pyarrow.Table, source: FileSource, room: int) -> np.ndarr
 
     No token is less than a byte of its text, but where a tokenizer makes it longer first. Of columns whose type tells nothing all rows are.
     """
-    prompt, answer = _column(table, source.prompt_key), _column(table, source.answer_key)
+    prompt, answer = find_in_table(table, source.prompt_key), find_in_table(table, source.answer_key)
     bad_prompts = None if prompt is None else _bad_prompts(prompt, room)
     bad_answers = None if answer is None else _bad_answers(answer)
     return np.ones(table.num_rows, dtype=bool) if bad_prompts is None or bad_answers is None else bad_prompts | bad_answers
-
-
-def _column(table: pyarrow.Table, dotted: str) -> pyarrow.ChunkedArray | None:
-    """The column that `files.find` reads; None where there is none, or more than one of a name."""
-    import pyarrow
-    from pyarrow import compute
-
-    name, *inner = [dotted] if dotted in table.column_names else dotted.split(".")
-    if table.column_names.count(name) != 1:
-        return None
-    column = table[name]
-    for field in inner:
-        if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
-            return None
-        column = compute.struct_field(column, field)
-    return column
 
 
 def _bad_answers(column: pyarrow.ChunkedArray) -> np.ndarray | None:

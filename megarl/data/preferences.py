@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
+from megarl.data.columns import at, chosen_rows, find
 from megarl.data.conversations import Conversation, ended
-from megarl.data.files import at, find, read_rows
+from megarl.data.files import read_rows
 from megarl.data.mixture import Mixture
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, check_size, encode
@@ -90,7 +91,7 @@ def _read(prompt: Prompt) -> _Texts:
 
 def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
     """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
-    for place, row in read_rows(source.path, key):
+    for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key):
         before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
         other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
         if before != other:

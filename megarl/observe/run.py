@@ -15,11 +15,13 @@ from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import ConfigError, DpoConfig, LearnConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump
+from megarl.errors import Stopped
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
 from megarl.observe.estimates import SetResult
 from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
+from megarl.observe.output import LOGS
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.run_directory import claim, set_aside
@@ -39,6 +41,7 @@ KEPT = (
     "tensorboard",
     "wandb",
     samples.FOLDER,
+    LOGS,
     "model",
     "critic",
     BEST,
@@ -94,6 +97,7 @@ class Run:
             else:
                 self._go_on(self._resumed)
                 set_aside(self.directory, RESULTS, self._config.model.path)
+            (self.directory / LOGS).mkdir(exist_ok=True)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
@@ -120,6 +124,8 @@ class Run:
         self._writers.close()
         if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
             self._console.note(f"interrupted after step {self._step}; {self._saved()}")
+        elif isinstance(error, Exception) and not isinstance(error, ConfigError | Stopped) and any((self.directory / LOGS).iterdir()):
+            self._console.note(f"what its processes printed is in {self.directory / LOGS}")
         try:
             if kind is None:
                 self._finish()

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, RolloutSettings
-from megarl.data.files import at, read_rows
+from megarl.data.columns import at
+from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
 from megarl.models.families import check_checkpoint

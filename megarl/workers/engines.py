@@ -69,7 +69,7 @@ class EngineStarter:
         else:
             environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else vLLM warns of the memory's node at every start
         actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
-        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment)
+        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment, self.config.directory)
 
     def open(self, index: int, actor: Any) -> Any:
         """Starts the engine itself; returns at once, with what to wait for."""

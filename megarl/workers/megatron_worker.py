@@ -16,6 +16,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
+from megarl.observe.output import keep_output
 from megarl.shared_memory import mapped
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class MegatronWorker:
     _rolling: RollingCopy | None = None
     _blank = False
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout) -> None:
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, group: str = "") -> None:
+        """`group`: tells apart the logs of groups that stand beside the policy's."""
+        keep_output(config.directory, f"{group} rank {rank}".strip())
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads())
 

@@ -85,7 +85,7 @@ class ModelWorker(MegatronWorker):
     """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
-        super().__init__(rank, config, layout)
+        super().__init__(rank, config, layout, "" if "policy" in roles else roles[0])
         self._spec, self._roles = spec, tuple(roles)
 
     def build_models(self) -> None:

@@ -20,6 +20,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
+from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, play
@@ -131,9 +132,11 @@ class RolloutWorker:
         label: names the engine in errors.
         engine: its class, as "module:Class".
         environment: variables that it looks at when it is imported.
+        run: the run's directory, which keeps what the engine's processes print.
     """
 
-    def __init__(self, label: str, engine: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path) -> None:
+        keep_output(run, label)
         os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host] | None = None

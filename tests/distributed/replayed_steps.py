@@ -6,6 +6,7 @@ The responses go through the real `RolloutWorker`, whose engine says what it is 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +124,7 @@ def samples_of(rollout: int, rollout_logp: dict[Token, float], *, longest: bool 
 
 def carried(samples: Sequence[Sample], stages: Sequence[Sequence[int]]) -> list[Response]:
     """The responses with references to what the engine's process puts into the object store."""
-    worker: Any = RolloutWorker("engine 0", PLACE, {})
+    worker: Any = RolloutWorker("engine 0", PLACE, {}, Path(os.devnull))
     worker._responder, worker._tokenizer, worker._timeout_s = Told(samples), Words(), 1.0
     wanted = ExpertsWanted(stages, LAYERS, TOPK, share=1.0)
     starts = [Start(n, sample.tokens[: sample.prompt_length].tolist(), 0) for n, sample in enumerate(samples)]

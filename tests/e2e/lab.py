@@ -183,14 +183,14 @@ class EngineHost(RolloutWorker):
     """A process that has one engine after the other."""
 
     def __init__(self, label: str, engine: str) -> None:
-        super().__init__(label, engine, {})
-        self._arguments = label, engine
+        self._arguments: tuple[str, str, dict[str, str], Path] = (label, engine, {}, Path(os.devnull))
+        super().__init__(*self._arguments)
 
     async def close(self) -> None:
         await self._engine.close()
         if self._host is not None:
             self._host[1].close()
-        super().__init__(*self._arguments, {})
+        super().__init__(*self._arguments)
         gc.collect()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -115,4 +116,11 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         assert any((before[name] != after[name]).any() for name in before)
         assert all(row["routing/rollout_changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in job.steps())
         assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
+        logs = {path.stem: path.read_text().split(": process ")[0] for path in (directory / "logs").glob("*.log")}
+        first = {"rank-0": "rank 0", "engine-0": "engine 0"}
+        assert logs.items() >= {**first, **{f"{name}.2": called for name, called in first.items()}}.items()
+        assert "Worker pid=" not in job.text(), "nor does the console have what they print"
+        started = re.findall(r"^job: (.+): ready after \d+\.\d s$", job.text(), re.MULTILINE)
+        assert started == ["Ray", "scoring processes", "model ranks", "engines"]
+        assert job.text().splitlines()[-1] == f"job: next: megarl samples {directory} --worst"
         assert job.gone()

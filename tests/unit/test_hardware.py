@@ -139,6 +139,14 @@ def pins(name: str) -> dict[str, str]:
     return {re.sub("[-_.]+", "-", key).lower(): version for key, _, version in (line.partition("==") for line in lines)}
 
 
+@pytest.mark.parametrize(("name", "unhashed"), [("cpu", {"torch"}), ("gpu", set())])
+def test_every_file_that_is_installed_has_a_hash(name: str, unhashed: set[str]) -> None:
+    hashed = pins(f"{name}.hashes")
+    assert all(re.fullmatch(r"\S+( --hash=sha256:[0-9a-f]{64})+", given) for given in hashed.values())
+    versions = {package: given.split()[0] for package, given in hashed.items()}
+    assert versions == {package: version for package, version in pins(f"{name}.lock").items() if package not in unhashed}
+
+
 def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = pins("cpu.lock"), pins("gpu.lock")
     assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} <= {"apache-tvm-ffi", "setuptools"}

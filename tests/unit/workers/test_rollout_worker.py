@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,12 @@ from megarl.rollout.parts import added, whole
 from megarl.workers.rollout_worker import ExpertsWanted, RolloutWorker, answered
 from tests.rollout.backwards_engine import PLACE
 
+NOWHERE = Path(os.devnull)  # no run's directory
+
 
 @pytest.mark.parametrize("shape", [(4, 4, 2), (5, 3, 2), (5, 4, 3)], ids=["tokens", "layers", "experts a token"])
 def test_experts_of_another_shape_are_refused(shape: tuple[int, int, int]) -> None:
-    worker, wanted = RolloutWorker("engine 0", PLACE, {}), ExpertsWanted([[0, 1], [2, 3]], layers=4, topk=2, share=1.0)
+    worker, wanted = RolloutWorker("engine 0", PLACE, {}, NOWHERE), ExpertsWanted([[0, 1], [2, 3]], layers=4, topk=2, share=1.0)
     sample = Sample(np.zeros(6, np.int32), 2, np.zeros(4, np.float32), "stop", routed_experts=np.zeros(shape, np.uint8))
     with pytest.raises(RolloutError, match=rf"^engine 0: reports routed experts \[{shape[0]}, {shape[1]}, {shape[2]}\], .* \[5, 4, 2\]$"):
         worker._kept(sample, wanted)
@@ -45,7 +49,7 @@ def test_the_share_of_the_responses_that_is_configured_is_reported(share: float)
 
 def test_of_a_call_the_engine_keeps_the_experts_of_that_share() -> None:
     """With the default, one response in a hundred: of three groups of eight one, of fourteen two, always in the same place."""
-    loose: Any = RolloutWorker("engine 0", PLACE, {})
+    loose: Any = RolloutWorker("engine 0", PLACE, {}, NOWHERE)
     loose._responder, loose._tokenizer, loose._timeout_s = Counting(), Words(), 1.0
     wanted = ExpertsWanted([[0, 2], [1]], layers=3, topk=2, share=RoutingSettings().sample)
     for prompts, expected in ((3, [0]), (14, [0, 100])):
@@ -90,7 +94,7 @@ class Words:
 
 def test_a_response_that_is_cut_travels_once_however_often_it_is_cut() -> None:
     """Its tokens and log-probs once as a part and once as a whole, its experts once, and its text once, however many rounds it takes."""
-    worker, engine = RolloutWorker("engine 0", PLACE, {}), Counting()
+    worker, engine = RolloutWorker("engine 0", PLACE, {}, NOWHERE), Counting()
     loose: Any = worker
     loose._responder, loose._tokenizer, loose._timeout_s = engine, Words(), 1.0
     sampling, budget = Sampling(2, 1.0, 64, 0), 4

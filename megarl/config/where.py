@@ -1,0 +1,39 @@
+"""Conditions on the columns of rows: a value, a list of values of which it must be one, or {min, max} of a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+
+def _checked(where: dict[str, Any]) -> dict[str, Any]:
+    """The conditions by column. ValueError for one that is malformed."""
+    for column, condition in where.items():
+        if not isinstance(condition, Mapping):
+            values = condition if isinstance(condition, list) else [condition]
+            if not values or not all(isinstance(value, str | int | float) for value in values):
+                raise ValueError(f"{column}: must be texts, numbers, true or false, or a mapping of min and max (got {condition!r:.80})")
+            continue
+        if not condition or not condition.keys() <= {"min", "max"} or not all(map(_is_number, condition.values())):
+            raise ValueError(f"{column}: a range has the numbers min, max or both (got {condition!r:.80})")
+        if condition.get("min", -math.inf) > condition.get("max", math.inf):
+            raise ValueError(f"{column}: min={condition['min']} is above max={condition['max']}")
+    return where
+
+
+Where = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_checked)]
+
+
+def takes(condition: Any, value: object) -> bool:
+    """Whether a condition takes the value of a row; None, where the row has none, is not taken. 1 is 1.0, and neither is true or "1"."""
+    if isinstance(condition, Mapping):
+        return _is_number(value) and condition.get("min", -math.inf) <= value <= condition.get("max", math.inf)
+    values = condition if isinstance(condition, list) else [condition]
+    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,143 @@
+"""Columns of rows: found by their names, and the rows that are chosen by them (`where`).
+
+A dot in a name looks inside dictionaries, unless a column has that name as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.config import ConfigError
+from megarl.config.where import Where, takes
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SHOWN = 4  # values of a column, in a message
+
+
+def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
+    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name.
+
+    Args:
+        row: the columns.
+        dotted: the column's name.
+        place: begins the message of an error.
+        key: the setting that gave `dotted`.
+
+    Raises:
+        ConfigError: there is nothing, or null.
+    """
+    value = find(row, dotted)
+    if value is None:
+        raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")
+    return value
+
+
+def find(row: dict[str, Any], dotted: str) -> Any:
+    """Like `at`; None where there is nothing."""
+    if dotted in row:
+        return row[dotted]
+    value: Any = row
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def find_in_table(table: pyarrow.Table, dotted: str) -> pyarrow.ChunkedArray | None:
+    """The column that `find` reads of each row; None where there is none, or more than one of a name."""
+    import pyarrow
+    from pyarrow import compute
+
+    name, *inner = [dotted] if dotted in table.column_names else dotted.split(".")
+    if table.column_names.count(name) != 1:
+        return None
+    column = table[name]
+    for field in inner:
+        if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
+            return None
+        column = compute.struct_field(column, field)
+    return column
+
+
+def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows, with their places, whose columns every condition takes.
+
+    Args:
+        rows: of a file.
+        where: conditions by column; without any all rows are chosen.
+        path: of the file, for a message.
+        key: of the source, say "data.train".
+
+    Raises:
+        ConfigError: after the last row, where there are rows and none is chosen.
+    """
+    if not where:
+        yield from rows
+        return
+    read, taken, first = 0, 0, dict[str, Any]()
+    held: dict[str, list[Any]] = {name: [] for name in where}
+    for place, row in rows:
+        read, first = read + 1, first or row
+        values = {name: find(row, name) for name in where}
+        if all(takes(where[name], value) for name, value in values.items()):
+            taken += 1
+            yield place, row
+        elif not taken:
+            for name, value in values.items():
+                if len(held[name]) <= SHOWN and value is not None and value not in held[name]:
+                    held[name].append(value)
+    if read and not taken:
+        raise _none(held, read, first, path, key)
+
+
+def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> np.ndarray:
+    """Which rows of a table `chosen_rows` yields: their places from 0, int64 in order. Looks at each distinct value of a column once."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    taken_N = np.ones(table.num_rows, dtype=bool)
+    held: dict[str, Sequence[Any]] = {}
+    for name, condition in where.items():
+        column = find_in_table(table, name)
+        if column is not None and types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if column is None or types.is_nested(column.type):
+            held[name] = [] if column is None else column.slice(0, SHOWN).to_pylist()
+            taken_N[:] = False
+            continue
+        distinct = column.unique()
+        held[name] = [value for value in distinct.slice(0, SHOWN + 2).to_pylist() if value is not None]
+        wanted = distinct.filter(pyarrow.array([takes(condition, value) for value in distinct.to_pylist()], pyarrow.bool_()))
+        taken_N &= compute.is_in(column, value_set=wanted).to_numpy()
+    if not taken_N.any():
+        raise _none(held, table.num_rows, table.slice(0, 1).to_pylist()[0], path, key)
+    return np.flatnonzero(taken_N)
+
+
+def _none(held: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
+    """What is wrong with conditions that take no row.
+
+    Args:
+        held: the first values of each column, more than SHOWN where there are.
+        read: rows.
+        first: of them.
+        path: of the file.
+        key: of the source.
+    """
+    for name, values in held.items():
+        if not values:
+            return ConfigError(f"{key}.where: no row of {path} has a value for {name!r}; the first one has {', '.join(_names(first))}")
+    said = "; ".join(
+        f"{name} is {', '.join(f'{value!r:.40}' for value in values[:SHOWN])}{', ...' if len(values) > SHOWN else ''}"
+        for name, values in held.items()
+    )
+    return ConfigError(f"{key}.where: takes none of {read:,} rows of {path}, where {said}")
+
+
+def _names(row: dict[str, Any]) -> list[str]:
+    return [name for outer, value in row.items() for name in ([f"{outer}.{one}" for one in value] if isinstance(value, dict) else [outer])]

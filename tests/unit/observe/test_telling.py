@@ -1,0 +1,125 @@
+"""What a run says of itself: the parts of its start, where it goes on from, what is saved when it is interrupted, where all of it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoints.steps import CHECKPOINTS
+from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl.errors import Stopped
+from megarl.observe.metrics import Mean
+from megarl.observe.output import LOGS
+from megarl.observe.run import Run
+from megarl.observe.samples import SampleRecord
+from tests.unit.bad_input.cases import VERBS
+
+ROOTS: dict[str, type[RunSettings]] = {"train": TrainConfig, "sft": SftConfig, "dpo": DpoConfig}
+RECORD = SampleRecord(prompt="1 + 1?", answer="2", response="2", reward=1.0, parts={}, error=None, finish_reason="stop", length=1, sample=0)
+Told = list[str]
+
+
+def config(verb: str, place: Path, *overrides: str) -> Any:
+    (place / "job.yaml").write_text(VERBS[verb].format(runs=place / "runs", model="nowhere"))
+    return load(place / "job.yaml", list(overrides), ROOTS[verb])
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> Told:
+    """What the console has said since."""
+    return [line.removeprefix("job: ") for line in capsys.readouterr().err.splitlines()]
+
+
+def steps(run: Run, count: int) -> None:
+    for step in range(1, count + 1):
+        run.log(step, {"reward/mean": Mean(1.0, 2.0)})
+
+
+def test_a_part_of_the_start_is_named_when_it_begins_and_timed_once_it_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run(config("train", tmp_path)) as run:
+        lines(capsys)
+        with run.starting("Ray"):
+            assert lines(capsys) == ["start: Ray ..."]
+        [ready] = lines(capsys)
+        assert re.fullmatch(r"Ray: ready after \d+\.\d s", ready)
+        with pytest.raises(OSError, match="no room"), run.starting("engines"):
+            raise OSError("no room")
+        assert lines(capsys) == ["start: engines ..."]
+
+
+def test_a_run_that_goes_on_says_from_where_and_one_that_begins_what_became_of_the_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config("train", tmp_path)
+    with Run(settings) as run:
+        steps(run, 2)
+        state = run.state()
+        steps(run, 3)
+    lines(capsys)
+    with Run(settings, state):
+        assert lines(capsys) == ["goes on from the checkpoint of step 2"]
+    lines(capsys)
+    with Run(settings):
+        assert lines(capsys) == [f"what an earlier run of this name left is in {settings.directory / 'earlier-2'}"]
+
+
+@pytest.mark.parametrize("saved", [None, "step_000002"])
+def test_an_interrupted_run_says_what_is_saved(saved: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Run(config("train", tmp_path)) as run:
+        steps(run, 3)
+        if saved is not None:
+            (run.directory / CHECKPOINTS).mkdir()
+            (run.directory / CHECKPOINTS / "latest").write_text(saved + "\n")
+        lines(capsys)
+        raise KeyboardInterrupt
+    then = "begins anew (save.every)" if saved is None else "goes on from step_000002"
+    assert lines(capsys) == [f"interrupted after step 3; another start {then}"]
+
+
+def test_a_run_that_is_not_saved_on_the_way_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run(config("train", tmp_path, "train.steps=50")):
+        assert lines(capsys) == ["save.every=0: of 50 steps none is saved on the way; a run that is killed begins anew"]
+    with Run(config("train", tmp_path, "train.steps=50", "save.every=10", "name=saved")):
+        assert not any("save.every" in line for line in lines(capsys))
+
+
+@pytest.mark.parametrize(
+    ("verb", "kept", "following"),
+    [
+        ("train", True, ["next: megarl samples {} --worst"]),
+        ("train", False, []),
+        ("sft", False, ['next: megarl generate {}/model "a prompt"']),
+        ("dpo", False, ['next: megarl generate {}/model "a prompt"']),
+    ],
+)
+def test_at_its_end_a_run_says_where_all_of_it_is_and_the_next_command(
+    verb: str, kept: bool, following: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(config(verb, tmp_path)) as run:
+        if kept:
+            run.keep(1, [RECORD])
+        (run.directory / "model").mkdir()
+    told, kinds = lines(capsys), ", ".join(["report.html", "summary.json", *(["samples"] if kept else []), "model"])
+    where, *after = told[told.index(next(line for line in told if line.startswith("all of it"))) :]
+    assert where == f"all of it is in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
+
+
+@pytest.mark.parametrize(
+    ("error", "printed", "told"),
+    [
+        (RuntimeError("died"), True, True),
+        (RuntimeError("died"), False, False),
+        (Stopped("the server is gone, and that is all"), True, False),
+        (ConfigError("a: bad"), True, False),
+    ],
+)
+def test_a_run_that_fails_says_where_its_processes_have_printed_unless_its_message_says_all(
+    error: Exception, printed: bool, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(error)), Run(config("train", tmp_path)) as run:
+        if printed:
+            (run.directory / LOGS / "rank-0.log").touch()
+        raise error
+    assert lines(capsys) == [f"what its processes printed is in {run.directory / LOGS}"] * told
