@@ -29,6 +29,7 @@ KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?")
 ELSEWHERE = {
     "runs",
     "samples",
+    "logs",
     "checkpoints",
     "model",
     "critic",
