@@ -67,7 +67,7 @@ class _Lossy(io.FileIO):
 def _stream(descriptor: int) -> io.TextIOWrapper:
     """Unbuffered, so that nothing is lost where the process crashes."""
     raw = _Lossy(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]  # as of python -u
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 
 
 def _bound(path: Path) -> None:

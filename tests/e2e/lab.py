@@ -183,7 +183,7 @@ class EngineHost(RolloutWorker):
     """A process that has one engine after the other."""
 
     def __init__(self, label: str, engine: str) -> None:
-        self._arguments = label, engine, {}, Path(os.devnull)
+        self._arguments: tuple[str, str, dict[str, str], Path] = label, engine, {}, Path(os.devnull)  # of no run's
         super().__init__(*self._arguments)
 
     async def close(self) -> None:

@@ -42,7 +42,8 @@ def test_a_part_of_the_start_is_named_when_it_begins_and_timed_once_it_is_there(
         lines(capsys)
         with run.starting("Ray"):
             assert lines(capsys) == ["start: Ray ..."]
-        assert re.fullmatch(r"Ray: ready after \d+\.\d s", *lines(capsys))
+        [told] = lines(capsys)
+        assert re.fullmatch(r"Ray: ready after \d+\.\d s", told)
         with pytest.raises(OSError, match="no room"), run.starting("engines"):
             raise OSError("no room")
         assert lines(capsys) == ["start: engines ..."]
