@@ -35,7 +35,7 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Columns:
+class DataColumns:
     """What the rows of a file are."""
 
     verb: str  # that learns from them
@@ -88,22 +88,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def columns_of(data: Path) -> Columns:
+def columns_of(data: Path) -> DataColumns:
     """Which columns hold what. ConfigError where nothing is known."""
     rows = [row for _, row in islice(read_rows(data.absolute(), "init: DATA"), LOOKED_AT)]
     if not rows:
         raise ConfigError(f"init: {data} holds no rows")
     if all(find(row, name) is not None for row in rows for name in ("chosen", "rejected")):
-        return Columns("dpo")
+        return DataColumns("dpo")
 
     def held(names: Sequence[str]) -> str | None:
         return next((name for name in names if all(find(row, name) is not None for row in rows)), None)
 
     prompt, answer, conversation = held(PROMPTS), held(ANSWERS), held(CONVERSATIONS)
     if prompt is not None and answer is not None:
-        return Columns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows))
+        return DataColumns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows))
     if conversation is not None:
-        return Columns("sft", conversation)
+        return DataColumns("sft", conversation)
     raise ConfigError(
         f"init: {data}: no known columns in {', '.join(rows[0])}: a prompt ({', '.join(PROMPTS)}) with an answer ({', '.join(ANSWERS)}), "
         f"a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from examples/recipes/"
@@ -115,7 +115,7 @@ def _mathematical(answer: str) -> bool:
     return "####" in answer or "\\boxed" in answer or bool(EXPRESSION.fullmatch(answer) and re.search(r"\d", answer))
 
 
-def proposed(model: Path, data: Path, columns: Columns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
+def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
     """The tree, and notes by key."""
     hf = check_checkpoint(model.absolute(), drop_mtp=True)
     tokenizer = load_tokenizer(model.absolute())

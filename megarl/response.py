@@ -10,7 +10,7 @@ from megarl.batch import VersionSpan
 
 
 @dataclass(frozen=True)
-class Episode:
+class EpisodeSummary:
     """What the driver knows of an episode of several turns."""
 
     reward: float  # what the environment gave in all turns
@@ -35,5 +35,5 @@ class Response:
     index: int  # which of the responses to the prompt
     experts: Sequence[Sequence[Any]] | None = None  # references to the experts of its tokens: of each part, of each `ExpertsWanted.stages`
     before: Sequence[Any] = ()  # references to the parts before `payload`, of one that is not done
-    episode: Episode | None = None  # where an environment answered
+    episode: EpisodeSummary | None = None  # where an environment answered
     weight_versions: Sequence[VersionSpan] = ()  # as its sample has them

@@ -12,7 +12,7 @@ from typing import Literal
 WINDOW_S = 86_400.0
 RESTART = "events/restart"
 
-Kind = Literal["engine", "rank", "node"]
+RestartKind = Literal["engine", "rank", "node"]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Restart:
         lost_steps: steps that were done and are done again; the one that was under way is not counted.
     """
 
-    kind: Kind
+    kind: RestartKind
     fault: str
     detection_s: float = 0.0
     recovery_s: float = 0.0
@@ -66,7 +66,7 @@ class Restarts:
         return True
 
     @contextmanager
-    def recovery(self, kind: Kind, fault: Exception) -> Iterator[Restart]:
+    def recovery(self, kind: RestartKind, fault: Exception) -> Iterator[Restart]:
         """A recovery inside, which is timed and, where it succeeds, told."""
         begun = time.monotonic()
         restart = Restart(kind, str(fault), getattr(fault, "seconds", 0.0))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from megarl import termination
-from megarl.config import TrainConfig
+from megarl.config import StepSettings, TrainConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_train
 from megarl.stages.context import RunContext, open_context
@@ -37,7 +37,13 @@ def train(config: TrainConfig) -> None:
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the final models."""
+    """All steps of a run, from the beginning or from a checkpoint; saves the final models.
+
+    Args:
+        ctx: of the run.
+        data: that passed the checks.
+        resume: the checkpoint; None: the run begins.
+    """
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
     if resume is not None:
@@ -54,7 +60,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
     with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
         while True:
-            if evaluation_due(config, state):
+            if evaluation_due(config.train, state):
                 with checkpoints.checkpoint_on_failure(state):
                     numbers = evaluate("end", data.sets, engines, ctx.eval_reward, run, config.seed, state.step)
                 state.evaluated = state.step
@@ -86,20 +92,29 @@ def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) 
             state.best.keep(lambda directory: ctx.models.save("policy", directory))
 
 
-def evaluation_due(config: TrainConfig, state: TrainState) -> bool:
+def evaluation_due(train: StepSettings, state: TrainState) -> bool:
     """Whether the policy, as it is, is to be evaluated, and has not been."""
-    last, regular = state.learned >= config.train.steps, every(config.train.eval_every, state.learned)
+    last, regular = state.learned >= train.steps, every(train.eval_every, state.learned)
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
 
 def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dict[str, Metric]:
-    """One step of critic and policy, or of the critic alone during value pretraining. Returns its metrics."""
+    """One step of critic and policy, or of the critic alone during value pretraining.
+
+    Args:
+        ctx: of the run.
+        state: where it stands; moves on by one step.
+        source: of the responses.
+
+    Returns:
+        The step's metrics.
+    """
     config, run, models = ctx.config, ctx.run, ctx.models
     critic_only = state.pretraining.active
 
-    collected = source.next_batch()
-    batch = collected.batch()
-    run.keep(state.step + 1, collected.samples(config.log.samples))
+    groups = source.next_groups()
+    batch = groups.batch()
+    run.keep(state.step + 1, groups.samples(config.log.samples))
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
     metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
@@ -114,7 +129,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     state.step += 1
     with run.phase("update"):
         metrics |= models.update(plan, policy=not critic_only)
-    source.settle(sync_follows=not critic_only)
+    source.after_update(sync_follows=not critic_only)
     metrics |= source.metrics()
     if critic_only:
         state.pretraining.observe(metrics)

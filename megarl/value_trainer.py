@@ -10,7 +10,7 @@ from megarl.observe.metrics import Metric
 from megarl.stages.checks import Data, check_value
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.recovery import newest, recovering
-from megarl.stages.rollout import Collection, finish, reference_scale
+from megarl.stages.rollout import RolloutCollector, finish, reference_scale
 from megarl.stages.rollout_metrics import scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.source import RolloutSource
@@ -34,7 +34,13 @@ def pretrain_value(config: TrainConfig) -> None:
 
 
 def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the critic."""
+    """All steps of a run, from the beginning or from a checkpoint; saves the critic.
+
+    Args:
+        ctx: of the run.
+        data: that passed the checks.
+        resume: the checkpoint; None: the run begins.
+    """
     config, run = ctx.config, ctx.run
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "value", run, ctx.models)
     if resume is not None:
@@ -44,7 +50,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
     questions = iter(enumerate(data.eval))
-    held_out = finish(ctx, Collection(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
+    held_out = finish(ctx, RolloutCollector(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
     if resume is None:
         run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
     with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
@@ -62,7 +68,16 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
 
 
 def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:
-    """What the critic explains of rollouts that it is not trained on, as heldout/..."""
+    """What the critic explains of rollouts that it is not trained on.
+
+    Args:
+        ctx: of the run.
+        held_out: those rollouts.
+        kl_coef: the KL's coefficient in this step.
+
+    Returns:
+        Metrics named heldout/...
+    """
     with ctx.run.phase("heldout"):
         plan, _ = ctx.models.forward(held_out)
         _, metrics = ctx.models.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)

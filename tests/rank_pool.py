@@ -208,10 +208,11 @@ def _perform(task: _Task, rank: int, store: TCPStore) -> tuple[bool, Any]:
         grid = init_grid(task.layout, rank=rank, store=store, seed=1, timeout_s=COLLECTIVE_S)
         try:
             result = function(grid, *arguments)
-            threads = len(os.listdir("/proc/self/task"))
-            assert threads < THREADS, f"{task.name} left {threads} threads in a rank"
-            return True, result
-        finally:
-            destroy_grid()
+        except BaseException:
+            destroy_grid()  # the others need not wait for this rank; of one that is done they may still read
+            raise
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads < THREADS, f"{task.name} left {threads} threads in a rank"
+        return True, result
     except BaseException:
         return False, traceback.format_exc()

@@ -19,22 +19,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from megarl import load_config, train
 from megarl.batch import Batch
-from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.config import Layout, ModelSettings, OptimizerSettings, TrainConfig
 from megarl.parallel import backend
 from megarl.sync.store import listen_store
+from megarl.workers import assemble
 from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.model_worker import RECORD
+from megarl.workers.plan import RolloutBatch
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +48,12 @@ BEGIN, END = "<!-- written by tools/bench_routing.py -->", "<!-- end of the tabl
 REPLAYS = ("off", "r2", "r3")
 JITTER = 0.02  # standard deviation of the noise; the weights' own is 0.06
 LAYERS, EXPERTS, TOPK = 4, 16, 4
+SHOWN = {
+    "routing/rollout_changed_frac": "{:.1%}",
+    "routing/rollout_changed_tokens": "{:.0%}",
+    "rollout_corr/k3_kl": "{:.2e}",
+    "training/logprob_gap_mean": "{:.4f}",
+}
 COST = 1.03  # of a step with a replay over one without, at most
 CONFIG = """
 name: {name}
@@ -87,22 +98,62 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
     return SYNC(self, engines, version)
 
 
-def measured(directory: Path) -> dict[str, Any]:
+FORWARD = ModelGroups.forward
+
+
+def touched(config: TrainConfig) -> tuple[list[int], int]:
+    """The bytes of experts that each rank fetches in the first step of a run, and what those of all responses weigh."""
+    found: list[tuple[list[int], int]] = []
+
+    def count(worker: Any) -> None:
+        plain = assemble.ray
+
+        def get(references: Any) -> Any:
+            values = plain.get(references)
+            worker.touched += sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+            return values
+
+        worker.touched, assemble.ray = 0, SimpleNamespace(get=get, put=plain.put)
+
+    def forward(self: ModelGroups, batch: RolloutBatch, **options: Any) -> Any:
+        actors = self.policy.group.actors
+        ray.get([actor.__ray_call__.remote(count) for actor in actors])
+        done = FORWARD(self, batch, **options)
+        ranks = ray.get([actor.__ray_call__.remote(lambda worker: worker.touched) for actor in actors])
+        tokens = sum(response.prompt_length + response.length - 1 for response in batch.responses)
+        found.append((ranks, tokens * LAYERS * TOPK))
+        return done
+
+    ModelGroups.forward = forward  # type: ignore[method-assign]
+    try:
+        train(config)
+    finally:
+        ModelGroups.forward = FORWARD  # type: ignore[method-assign]
+    return found[0]
+
+
+def measured(directory: Path, names: Iterable[str]) -> dict[str, float]:
     """What a run's metrics say: means over its steps."""
     rows = [row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()) if "routing/rollout_changed_frac" in row]
+    return {name: statistics.fmean(row[name] for row in rows) for name in names}
+
+
+def told(directory: Path) -> dict[str, Any]:
+    """What a run's summary says of its memory and alarms."""
     summary = json.loads((directory / "summary.json").read_text())
+    return {"memory": summary["peak_rss_mb"]["model_worker"], "alarms": ", ".join(sorted(summary["alarms"])) or "none"}
 
-    def mean(name: str) -> float:
-        return statistics.fmean(row[name] for row in rows)
 
-    return {
-        "choices": mean("routing/rollout_changed_frac"),
-        "tokens": mean("routing/rollout_changed_tokens"),
-        "kl": mean("rollout_corr/k3_kl"),
-        "gap": mean("training/logprob_gap_mean"),
-        "memory": summary["peak_rss_mb"]["model_worker"],
-        "alarms": ", ".join(sorted(summary["alarms"])) or "none",
-    }
+def commit() -> str:
+    """The one that is checked out."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def put(begin: str, lines: Sequence[str]) -> None:
+    """Puts lines into the page, in the place of those behind `begin`."""
+    before, _, rest = PAGE.read_text().partition(begin)
+    _, _, after = rest.partition(END)
+    PAGE.write_text("\n".join([before + begin, *lines, END]) + after)
 
 
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
@@ -111,7 +162,7 @@ def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     names += ["memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for (seed, replay), found in results.items():
-        cells = [seed, replay, f"{found['choices']:.1%}", f"{found['tokens']:.0%}", f"{found['kl']:.2e}", f"{found['gap']:.4f}"]
+        cells = [seed, replay, *(form.format(found[name]) for name, form in SHOWN.items())]
         cells += [f"{found['memory']:.0f}", found["alarms"].replace("_", " ")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
@@ -202,24 +253,22 @@ def main() -> int:
                 text = CONFIG.format(name=name, runs=here, seed=seed, model=here / "model", replay=replay, steps=given.steps)
                 (here / f"{name}.yaml").write_text(text)
                 train(load_config(here / f"{name}.yaml"))
-                results[seed, replay] = measured(here / name)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+                results[seed, replay] = measured(here / name, SHOWN) | told(here / name)
+        ranks, whole = touched(load_config(here / f"{name}.yaml", "name=touched", "train.steps=1", "layout={ranks: 4, pp: 2}"))
     ratio = {replay: statistics.median(one / off for one, off in zip(cpu[replay], cpu["off"], strict=True)) for replay in REPLAYS[1:]}
     ratios = ", ".join(f"{replay} {value:.3f}" for replay, value in ratio.items())
     lines = [
         *table(results),
         "",
-        f"{date.today()}, commit {commit}, two cores, {given.steps} steps a run. Old log-probs and update on one rank and one batch, CPU "
+        f"{date.today()}, commit {commit()}, two cores, {given.steps} steps a run. Old log-probs and update on one rank and one batch, CPU "
         f"seconds over those of off ({statistics.median(cpu['off']):.2f}), medians of {given.rounds} rounds in turn: {ratios} (at most "
-        f"{COST}). Each token carries {LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts), each rank "
-        "fetches those of its own layers.",
+        f"{COST}). Each token carries {LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts). With two stages of two "
+        f"data-parallel ranks a rank fetches {min(ranks) / whole:.1%} to {max(ranks) / whole:.1%} of a step's {whole / 1e6:.2f} MB.",
     ]
     print("\n".join(lines))
     if given.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text("\n".join([before + BEGIN, *lines, END]) + after)
-    halved = all(results[seed, "r3"]["kl"] < 0.5 * results[seed, "off"]["kl"] for seed in given.seeds)
+        put(BEGIN, lines)
+    halved = all(results[seed, "r3"]["rollout_corr/k3_kl"] < 0.5 * results[seed, "off"]["rollout_corr/k3_kl"] for seed in given.seeds)
     return 0 if halved and max(ratio.values()) <= COST else 1
 
 

@@ -35,7 +35,7 @@ from megarl.shared_memory import mapped
 from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
 from megarl.sync.send import Sender
-from megarl.sync.wire import Header, Name, unpack_stacks
+from megarl.sync.wire import Header, TensorName, unpack_stacks
 from megarl.workers.plan import split_step
 from tests.published_models import MODELS
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
@@ -65,11 +65,11 @@ class Cost(NamedTuple):
     seconds: float  # CPU
 
 
-def stacks(model: str) -> list[Name]:
+def stacks(model: str) -> list[TensorName]:
     """The names of a model's tensors as they are exported: experts of a layer and kind together."""
     published = MODELS[model]
     hf = {**published.config, "architectures": [published.architecture], "model_type": published.kind}
-    names, experts = list[Name](), dict[tuple[int | None, str, int], list[str]]()
+    names, experts = list[TensorName](), dict[tuple[int | None, str, int], list[str]]()
     for weight in family_of(hf).weights(hf):
         for index, name in enumerate(weight.hf if not weight.alias else ()):
             if weight.expert is None:

@@ -28,7 +28,7 @@ from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.launch import environment
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
-from megarl.sync.wire import Name
+from megarl.sync.wire import TensorName
 from tools.make_tiny_model import build
 
 TIMEOUT_S = 600.0
@@ -70,7 +70,7 @@ def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
     return list(stacks.values())
 
 
-def stream(path: Path, seed: int) -> Iterator[tuple[Name, Tensor]]:
+def stream(path: Path, seed: int) -> Iterator[tuple[TensorName, Tensor]]:
     """Random weights as a trainer exports them."""
     hf = read_config(path)
     shapes = {name: [list(shape)] for weight in family_of(hf).weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}

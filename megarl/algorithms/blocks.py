@@ -64,7 +64,13 @@ class LossStats:
             self.rise({"actor/ratio_max": high.clamp(0, bound).exp(), "actor/ratio_inverse_max": (-low).clamp(0, bound).exp()})
 
     def clipped_sequences(self, clips_T: Tensor, part: Batch, dtype: torch.dtype) -> None:
-        """The share of sequences that are clipped, where one clip holds for a whole sequence: each token speaks for its part of one."""
+        """The share of sequences that are clipped, where one clip holds for a whole sequence: each token speaks for its part of one.
+
+        Args:
+            clips_T: bool [T], whether the token's sequence is clipped.
+            part: the entries that they belong to.
+            dtype: of the sums.
+        """
         share_T = part.spread(1 / part.count_N.clamp(min=1).to(dtype)).masked_fill_(~part.mask_T, 0.0)
         whole = share_T.sum()
         before, now = self.averages.get("actor/seq_clipfrac"), Average(share_T.masked_fill_(~clips_T, 0.0).sum(), whole)

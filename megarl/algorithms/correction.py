@@ -25,7 +25,7 @@ from megarl.lazy_torch import Tensor, torch
 
 BOUND = 20.0  # of a log ratio: exp(20) = 5e8
 
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 
 
 class Rejection(Settings):
@@ -121,7 +121,7 @@ class RejectionAlone(_Correction):
 
 
 class _Weighted(_Correction):
-    level: Level = "token"
+    level: RatioLevel = "token"
     """The ratio of a token, exp(g); of its sequence, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
     normalise: bool = False
     """Divide the weights by their mean over the step: over its loss tokens, at the other levels over its sequences."""
@@ -145,7 +145,16 @@ class _Weighted(_Correction):
 
 
 def over_sequence(value_T: Tensor, batch: Batch, mean: bool) -> Tensor:
-    """The sum, or the mean, over the loss tokens of each entry's sequence, of which all are here [T]; summed in float64."""
+    """The sum, or the mean, over the loss tokens of each entry's sequence, in float64.
+
+    Args:
+        value_T: float [T], 0 at masked entries.
+        batch: whole sequences.
+        mean: divide by the sequence's number of loss tokens.
+
+    Returns:
+        [T], the same number at all entries of a sequence.
+    """
     total_N = batch.sequence_sum(value_T.double())
     if mean:
         total_N = total_N / batch.count_N.clamp(min=1)

@@ -121,7 +121,13 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
 
 
 def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-    """d_t = lp_t - old_t at loss tokens; value and gradient 0 elsewhere."""
+    """d_t = lp_t - old_t at loss tokens; value and gradient 0 elsewhere.
+
+    Args:
+        logp_T: float [T], log-probs under the current weights.
+        old_T: float [T], under those that sampled, or that the step began with; not read at masked entries.
+        batch: the entries; its mask says which are loss tokens.
+    """
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
 

@@ -47,10 +47,15 @@ class PairLoss(Settings):
         return pair_weights(count_N)
 
     def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """Per token, 0 at masked entries: half of the pair's loss on each side, evenly over its tokens.
+        """Half of the pair's loss on each side, evenly over its tokens.
 
-        Reads `batch.extra_T["ref_logp"]` where there is a reference. `sum_over` joins the context-parallel ranks (one collective of N or
-        2 N numbers).
+        Args:
+            logp_T: float [T], log-probs of the targets.
+            batch: both sides of each pair; `extra_T` has "ref_logp" where there is a reference.
+            sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
+
+        Returns:
+            The loss of each token, 0 at masked entries, and what to show of it.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(logp_T.detach())]

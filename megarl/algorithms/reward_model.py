@@ -33,9 +33,15 @@ class BradleyTerry:
         return pair_weights(count_N)
 
     def loss(self, score_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """score_T: the scalar head's output [T]; `sum_over` joins the context-parallel ranks (one collective of N or 2 N numbers).
+        """The pair's loss on the last token of each side.
 
-        Reads `batch.extra_T["margin"]` (>= 0; of the chosen sequence's loss token) where it is given.
+        Args:
+            score_T: float [T], the scalar head's output.
+            batch: both sides of each pair; `extra_T` may have "margin" (>= 0; of the chosen sequence's loss token).
+            sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
+
+        Returns:
+            The loss of each token, 0 at masked entries, and what to show of it.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(score_T.detach())]

@@ -27,7 +27,16 @@ class Sft:
         return token_weights(count_N, self.aggregation)
 
     def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """Per token, 0 at masked entries. Shows `batch.extra_T["entropy"]`; nothing is summed over ranks."""
+        """The negative log-prob of each token.
+
+        Args:
+            logp_T: float [T], log-probs of the targets.
+            batch: the entries; `extra_T` has "entropy", which is shown.
+            sum_over: not used: nothing is summed over ranks.
+
+        Returns:
+            The loss of each token, 0 at masked entries, and what to show of it.
+        """
         loss_T = torch.where(batch.mask_T, -logp_T, 0.0)
         tokens = batch.mask_T.count_nonzero()
         entropy = torch.where(batch.mask_T, batch.extra_T["entropy"].detach(), 0.0).sum()

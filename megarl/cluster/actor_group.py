@@ -85,7 +85,7 @@ class ActorGroup:
                     raise_cause(error, names[reference], doing)
         return [results[reference] for reference in references]
 
-    def settle(self, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Callable[[int, Exception], None]) -> dict[int, Any]:
+    def wait_each(self, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Callable[[int, Exception], None]) -> dict[int, Any]:
         """Waits for one call on each of some actors, whatever becomes of the others.
 
         Args:

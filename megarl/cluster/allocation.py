@@ -26,7 +26,7 @@ FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadNode:
     """What a node must know to join the driver's session."""
 
     address: str
@@ -61,17 +61,17 @@ class Allocation:
         """Slurm's name of this node."""
         return os.environ.get("SLURMD_NODENAME") or self.nodes[0]
 
-    def announce(self, head: Head) -> None:
+    def announce(self, head: HeadNode) -> None:
         """Tells the other nodes of the driver's session."""
         new = self.directory / (HEAD + ".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(asdict(head), file)
         new.rename(self.directory / HEAD)
 
-    def head(self) -> Head | None:
+    def head(self) -> HeadNode | None:
         """What the driver has announced; None before it has, and once it has withdrawn."""
         try:
-            return Head(**json.loads((self.directory / HEAD).read_text()))
+            return HeadNode(**json.loads((self.directory / HEAD).read_text()))
         except FileNotFoundError:
             return None
 

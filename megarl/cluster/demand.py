@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
 from typing import Literal
 
-from megarl.cluster.placement import Kind
+from megarl.cluster.placement import ProcessKind
 from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings
 
 Role = Literal["policy", "reference", "critic", "reward"]
@@ -28,7 +29,7 @@ def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
     return [(("policy", *shared), config.layout), *apart]
 
 
-def demand(config: RunSettings) -> list[Kind]:
+def demand(config: RunSettings) -> list[ProcessKind]:
     """Every process of a run: the groups of ranks in the order of `assign_roles`, then the engines."""
     gpus = config.cluster.gpus
     if isinstance(config, EvalConfig | PairsConfig):
@@ -54,21 +55,26 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     return {key: path for key, path in read.items() if path is not None}, written
 
 
-def processes(config: RunSettings) -> int:
-    """How many model ranks and engines a run has."""
-    return sum(kind.processes for kind in demand(config))
+def processes(kinds: Sequence[ProcessKind]) -> int:
+    """How many model ranks and engines a run of this `demand` has."""
+    return sum(kind.processes for kind in kinds)
 
 
-def rank_kind(name: str, layout: Layout, gpus: bool) -> Kind:
+def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:
     """A group of model ranks.
 
     A tensor-parallel group always shares a node, since it talks in every layer; the experts of a layer and the parts of a sequence do where
     a node is large enough. Ranks are counted tp fastest, then cp, dp, pp; inside the experts etp, then ep.
+
+    Args:
+        name: in messages.
+        layout: of the ranks.
+        gpus: each has one.
     """
     experts = layout.etp * layout.ep
-    return Kind(name, layout.ranks, int(gpus), (lcm(layout.tp * layout.cp, experts), lcm(layout.tp, experts), layout.tp))
+    return ProcessKind(name, layout.ranks, int(gpus), (lcm(layout.tp * layout.cp, experts), lcm(layout.tp, experts), layout.tp))
 
 
-def engine_kind(settings: RolloutSettings, gpus: bool) -> Kind:
+def engine_kind(settings: RolloutSettings, gpus: bool) -> ProcessKind:
     """The engines: all GPUs of one are on one node."""
-    return Kind(ENGINES, settings.replicas, settings.tp if gpus else 0)
+    return ProcessKind(ENGINES, settings.replicas, settings.tp if gpus else 0)

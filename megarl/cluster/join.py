@@ -9,7 +9,7 @@ from pathlib import Path
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
+from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import tell
 from megarl.cluster.session import hosting, interface_address
@@ -67,7 +67,7 @@ def main(directory: Path) -> int:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
-def _wait_for_head(allocation: Allocation) -> Head | None:
+def _wait_for_head(allocation: Allocation) -> HeadNode | None:
     deadline = time.monotonic() + WAIT_S
     while (head := allocation.head()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)

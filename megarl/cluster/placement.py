@@ -20,7 +20,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProcessKind:
     """Processes that do the same work, numbered from 0.
 
     Args:
@@ -41,7 +41,7 @@ class NoRoom(ValueError):
     """The nodes cannot hold what is asked for; the message has both numbers."""
 
 
-def place(kinds: Sequence[Kind], nodes: Sequence[Node]) -> list[list[str]]:
+def place(kinds: Sequence[ProcessKind], nodes: Sequence[Node]) -> list[list[str]]:
     """The name of the node of each process, for each kind.
 
     The kind with the largest blocks chooses first. Where the sizes of all blocks divide each other, as powers of two do, and CPUs are not
@@ -67,21 +67,21 @@ def place(kinds: Sequence[Kind], nodes: Sequence[Node]) -> list[list[str]]:
     return found
 
 
-def _block(kind: Kind, nodes: Sequence[Node]) -> int:
+def _block(kind: ProcessKind, nodes: Sequence[Node]) -> int:
     return next((size for size in kind.blocks if any(_room(node, kind, size) for node in nodes)), kind.blocks[-1])
 
 
-def _room(node: Node, kind: Kind, together: int) -> int:
+def _room(node: Node, kind: ProcessKind, together: int) -> int:
     """How many blocks a node can hold."""
     cpus = node.cpus // together
     return min(cpus, node.gpus // (together * kind.gpus)) if kind.gpus else cpus
 
 
-def _left(node: Node, kind: Kind, processes: int) -> int:
+def _left(node: Node, kind: ProcessKind, processes: int) -> int:
     return node.gpus - processes * kind.gpus if kind.gpus else node.cpus - processes
 
 
-def _refusal(kinds: Sequence[Kind], block: Sequence[int], nodes: Sequence[Node]) -> str:
+def _refusal(kinds: Sequence[ProcessKind], block: Sequence[int], nodes: Sequence[Node]) -> str:
     """One line for whatever is short: GPUs in all, GPUs of one node, or CPUs."""
     asked = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
     gpus, cpus = sum(kind.processes * kind.gpus for kind in kinds), sum(kind.processes for kind in kinds)

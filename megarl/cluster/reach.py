@@ -17,7 +17,7 @@ from megarl.cluster.membership import TooFewNodes
 from megarl.text import one_line
 
 if TYPE_CHECKING:
-    from megarl.parallel.links import Times
+    from megarl.parallel.links import LinkTimes
 
 LINKS_S = 120.0  # for what ranks do together once their processes are there
 SHOWN = 200  # characters of what a test failed with
@@ -27,7 +27,7 @@ Link = tuple[str, str]  # two nodes
 
 def reach(
     names: Sequence[str], nodes: Mapping[str, str], needed: int, per_node: int, gpus: bool, timeout_s: float
-) -> tuple[list[Times], dict[str, str]]:
+) -> tuple[list[LinkTimes], dict[str, str]]:
     """Times the links between nodes.
 
     Args:
@@ -90,7 +90,7 @@ class Linked:
         return measure(*self._given, store, address[0], self._gpus, self._timeout_s)
 
 
-def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> list[Times]:
+def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> list[LinkTimes]:
     """The times of all ranks. Raises what one of them fails with, or WorkerLate where a link hangs."""
     world = len(nodes) * per_node
     actor: Any = ray.remote(Linked)
@@ -108,8 +108,14 @@ def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float)
         end(actors)
 
 
-def compared(times: Sequence[Times], nodes: int, factor: float) -> tuple[list[int], str]:
-    """Which nodes are slow, as indices, and the times in words."""
+def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[list[int], str]:
+    """Which nodes are slow, as indices, and the times in words.
+
+    Args:
+        times: of all ranks.
+        nodes: how many nodes they are on.
+        factor: times the median from which a node is slow.
+    """
     from megarl.parallel.links import slow
 
     per_node = len(times) // nodes

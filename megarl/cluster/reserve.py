@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate
-from megarl.cluster.placement import Kind, Node, NoRoom, place
+from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.errors import Stopped
 
 POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; when the user is told that there is no room yet
@@ -25,7 +25,7 @@ class NoNodes(Stopped):
     """The nodes that are there cannot hold the run, and no other will join."""
 
 
-def reserve(kinds: Sequence[Kind], timeout_s: float, grows: bool) -> list[list[PlacementGroupSchedulingStrategy]]:
+def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list[list[PlacementGroupSchedulingStrategy]]:
     """Reserves a place for every process, on the nodes that `place` names; waits for places that are not free yet.
 
     Args:
@@ -67,7 +67,7 @@ def _groups(places: Sequence[PlacementGroupSchedulingStrategy]) -> list[Placemen
     return list({place.placement_group.id: place.placement_group for place in places}.values())
 
 
-def _wait_for_places(kinds: Sequence[Kind], deadline: float, timeout_s: float, grows: bool) -> list[list[str]]:
+def _wait_for_places(kinds: Sequence[ProcessKind], deadline: float, timeout_s: float, grows: bool) -> list[list[str]]:
     told, begun = False, time.monotonic()
     while True:
         try:
@@ -92,7 +92,7 @@ def _ready(group: PlacementGroup, deadline: float) -> bool:
     return True
 
 
-def _refuse_what_never_fits(kinds: Sequence[Kind]) -> None:
+def _refuse_what_never_fits(kinds: Sequence[ProcessKind]) -> None:
     try:
         place(kinds, [Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in _living().items()])
     except NoRoom as error:

@@ -21,7 +21,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
 from megarl import reaper as reaper_script
-from megarl.cluster.allocation import Allocation, Head, cpus_here, forget_launcher
+from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, died, joined, tell, wait_for_nodes
 from megarl.cluster.preflight import preflight
@@ -252,7 +252,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]
         try:
             address = ray.get_runtime_context().gcs_address
             known = settings.interface, settings.object_store_mb, settings.start_timeout_s, settings.gpus
-            allocation.announce(Head(address, token, *known))
+            allocation.announce(HeadNode(address, token, *known))
             for node, why in wait_for_nodes(allocation, settings.gpus, settings.start_timeout_s).items():
                 tell(f"goes on without {node}, which {why}")
             preflight(allocation, settings.gpus, settings.start_timeout_s)

@@ -265,7 +265,16 @@ class Watch:
             raise StandsStill(f"{doing}: {'; '.join(named)}", session=stopped, seconds=max(one.seconds for one in still))
 
     def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
-        """Which of these actors stand still, or have a process that does."""
+        """Which of these actors stand still, or have a process that does.
+
+        Args:
+            doing: names the work in an error.
+            kind: names the actors there.
+            actors: to look at.
+
+        Returns:
+            The errors, by the actor's number.
+        """
         found = dict[int, StandsStill]()
         for one in self._seen.still:
             for index, actor in enumerate(actors):

@@ -49,7 +49,7 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, TrainConfig, optimizers
+from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, StepSettings, TrainConfig, optimizers
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -101,6 +101,7 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "StepSettings",
     "SumReward",
     "SyncSettings",
     "TextArenaEnvironment",

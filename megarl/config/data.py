@@ -49,7 +49,7 @@ class FileSource(Section):
     must hold; a dot looks inside dictionaries. Of the rows that `skip` and `rows` leave."""
 
 
-Weight = Annotated[float, Field(gt=0, le=1000)]
+MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
 
 
 class PromptPart(Section):
@@ -57,7 +57,7 @@ class PromptPart(Section):
 
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
@@ -133,7 +133,7 @@ class SftPart(Section):
 
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
@@ -188,7 +188,7 @@ class PreferencePart(Section):
 
     source: PreferenceSource
     """Its pairs."""
-    weight: Weight = 1.0
+    weight: MixtureWeight = 1.0
     """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 

@@ -47,6 +47,8 @@ class ClusterSettings(Section):
     """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Memory of each GPU, 80 of an H100: with it a check refuses what `megarl plan` says does not fit; null: it cannot know."""
+    host_memory_gb: Annotated[float, Field(gt=0, le=100_000)] | None = None
+    """Host memory of each node: beside gpu_memory_gb, with it a check also refuses what needs more of that; null: it cannot know."""
     deterministic: bool = False
     """GPUs: only algorithms that repeat their bits, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
@@ -65,6 +67,8 @@ class ClusterSettings(Section):
     def _reachable(self) -> ClusterSettings:
         if self.address is not None and self.allocation is not None:
             raise ValueError(f"cluster.allocation={self.allocation}: has a session of its own; leave out cluster.address={self.address}")
+        if self.host_memory_gb is not None and self.gpu_memory_gb is None:
+            raise ValueError(f"cluster.host_memory_gb={self.host_memory_gb:g}: goes with cluster.gpu_memory_gb, and that is not given")
         if self.address is not None and self.interface is None:
             raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
         return self

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megarl.convert.budget import Budget
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
-from megarl.convert.plan import Item, Unit, largest_layer
+from megarl.convert.plan import PlannedParameter, Unit, largest_layer
 from megarl.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class Control:
         self._stop.set()
 
     @contextmanager
-    def parameter(self, item: Item) -> Iterator[None]:
+    def parameter(self, item: PlannedParameter) -> Iterator[None]:
         """Room for one parameter. Raises Cancelled."""
         with self._budget.take(item.memory):
             if self._stop.is_set():
@@ -45,7 +45,7 @@ class Control:
 class Conversion(ABC):
     """One direction, planned."""
 
-    items: Sequence[Item]
+    items: Sequence[PlannedParameter]
     units: Sequence[Unit]
 
     @abstractmethod

@@ -15,7 +15,7 @@ from megarl.stdout import say
 if TYPE_CHECKING:
     from megarl.convert.conversion_directory import ConversionDirectory
     from megarl.convert.engine import Conversion
-    from megarl.convert.plan import Item
+    from megarl.convert.plan import PlannedParameter
 
 GB = 1_000_000_000
 MOST_SHARD = 1 << 50  # bytes
@@ -155,7 +155,7 @@ def _plan(given: argparse.Namespace) -> int:
     return 0
 
 
-def summary(items: Sequence[Item], units: int, tp: int = 1, etp: int = 1) -> Iterator[str]:
+def summary(items: Sequence[PlannedParameter], units: int, tp: int = 1, etp: int = 1) -> Iterator[str]:
     """The lines of a plan.
 
     Args:

@@ -24,7 +24,7 @@ _UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # about so many units, and the by
 
 
 @dataclass(frozen=True)
-class Item:
+class PlannedParameter:
     """One parameter of the model."""
 
     weight: Weight
@@ -52,7 +52,7 @@ class Unit:
     """Consecutive parameters that are converted one after the other and are done together."""
 
     index: int
-    items: Sequence[Item]
+    items: Sequence[PlannedParameter]
 
     @property
     def size(self) -> int:
@@ -67,7 +67,9 @@ class Layer:
     size: int  # bytes
 
 
-def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None) -> list[Item]:
+def make_items(
+    hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
+) -> list[PlannedParameter]:
     """Every parameter of a model, with what is read and written for it.
 
     Args:
@@ -80,12 +82,12 @@ def make_items(hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight
     items = []
     for weight, name in checkpoint_names(family_of(config), config, head):
         source = dtype_of(weight, name)
-        items.append(Item(weight, name, source, source if cast is None or weight.float32 else cast))
+        items.append(PlannedParameter(weight, name, source, source if cast is None or weight.float32 else cast))
     _check_names(items)
     return items
 
 
-def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int) -> tuple[list[Item], int]:
+def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int) -> tuple[list[PlannedParameter], int]:
     """Plans the conversion of a directory that may hold config.json alone: checks every name, shape and cut, and reads no weight.
 
     Args:
@@ -116,7 +118,7 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
     return items, len(cut_units(items))
 
 
-def shards(item: Item, tp: int, etp: int) -> list[Shard]:
+def shards(item: PlannedParameter, tp: int, etp: int) -> list[Shard]:
     """The pieces of a parameter that a checkpoint holds.
 
     Args:
@@ -135,7 +137,7 @@ def shards(item: Item, tp: int, etp: int) -> list[Shard]:
     ]
 
 
-def _check_names(items: Sequence[Item]) -> None:
+def _check_names(items: Sequence[PlannedParameter]) -> None:
     """No tensor of either side is used or written twice: an invariant of the families' weight maps."""
     ours = [(item.name.key, item.name.index) for item in items]
     theirs = [name for item in items for name in item.weight.hf]
@@ -150,7 +152,7 @@ def _check_names(items: Sequence[Item]) -> None:
         assert count[key] == math.prod(extents), f"{key}: {count[key]} parameters for axes of {extents}"
 
 
-def check_cut(items: Sequence[Item], tp: int, etp: int) -> None:
+def check_cut(items: Sequence[PlannedParameter], tp: int, etp: int) -> None:
     """Checks that tensor parallelism of this size divides a model.
 
     Args:
@@ -169,11 +171,17 @@ def check_cut(items: Sequence[Item], tp: int, etp: int) -> None:
 
 
 def ranks_of(weight: Weight, tp: int, etp: int) -> int:
-    """How many ranks share a parameter."""
+    """How many ranks share a parameter.
+
+    Args:
+        weight: the parameter.
+        tp: tensor-parallel size.
+        etp: the experts'.
+    """
     return etp if weight.expert is not None else tp
 
 
-def largest_layer(items: Sequence[Item]) -> Layer:
+def largest_layer(items: Sequence[PlannedParameter]) -> Layer:
     """What decides how much memory a conversion takes."""
     sizes: dict[str, int] = defaultdict(int)
     for item in items:
@@ -182,11 +190,11 @@ def largest_layer(items: Sequence[Item]) -> Layer:
     return Layer(name, sizes[name])
 
 
-def cut_units(items: Sequence[Item], shards: Sequence[int] = ()) -> list[Unit]:
+def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> list[Unit]:
     """The items in order, in units of a few hundred megabytes; none crosses a border of `shards` (indices of items that begin one)."""
     limit = min(max(sum(item.size for item in items) // _UNITS, _LEAST), _MOST)
     units: list[Unit] = []
-    held, size = list[Item](), 0
+    held, size = list[PlannedParameter](), 0
     borders = set(shards)
     for index, item in enumerate(items):
         if held and (index in borders or size + item.size > limit):
@@ -197,7 +205,7 @@ def cut_units(items: Sequence[Item], shards: Sequence[int] = ()) -> list[Unit]:
     return [*units, Unit(len(units), tuple(held))]
 
 
-def cut_shards(items: Sequence[Item], limit: int) -> list[int]:
+def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
     """The indices of the items with which a file of at most `limit` bytes begins (one larger item makes a larger file)."""
     starts, held = [0], 0
     for index, item in enumerate(items):

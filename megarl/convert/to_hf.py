@@ -16,7 +16,7 @@ from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, is_step, listin
 from megarl.convert.audit import digest_of, raw, sha256, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
-from megarl.convert.plan import DTYPES, NAMES, Item, Unit, cut_shards, cut_units, make_items
+from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.families import family_of
@@ -180,7 +180,7 @@ class ToHF(Conversion):
             os.close(descriptor)
         return {"sha256": hashes}
 
-    def _write(self, item: Item, descriptor: int, hashes: dict[str, str]) -> None:
+    def _write(self, item: PlannedParameter, descriptor: int, hashes: dict[str, str]) -> None:
         packed = self._read(item).to(DTYPES[item.target]).reshape(item.weight.op.packed_shape)
         for name, tensor in zip(item.weight.hf, item.weight.op.unpack(packed), strict=True):
             tensor = tensor.contiguous()
@@ -189,7 +189,7 @@ class ToHF(Conversion):
                 raise ConfigError(f"convert: {self._step.path / self._model}: {name} is not what the step was converted from: {CONVERSION}")
             _put(descriptor, raw(tensor), self._slots[name].start)
 
-    def _read(self, item: Item) -> Tensor:
+    def _read(self, item: PlannedParameter) -> Tensor:
         """The parameter, whole, without padding."""
         name = item.name
         offset, size = name.index + (0,) * len(name.shape), (1,) * len(name.index) + name.shape

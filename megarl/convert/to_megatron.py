@@ -18,7 +18,7 @@ from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, st
 from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
-from megarl.convert.plan import DTYPES, NAMES, Item, Unit, check_cut, cut_units, make_items, shards
+from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, shards
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
@@ -114,7 +114,7 @@ class ToMegatron(Conversion):
             record = file.close()
         return {"sha256": hashes, "places": places, "file": [record.size, record.sha256]}
 
-    def _parameter(self, item: Item, hashes: dict[str, str]) -> Tensor:
+    def _parameter(self, item: PlannedParameter, hashes: dict[str, str]) -> Tensor:
         """The parameter, whole, in the dtype to write."""
         tensors = []
         for name in item.weight.hf:
@@ -202,7 +202,7 @@ def _piece(parameter: Tensor, shard: Shard) -> Tensor:
     return piece.view(shard.size)
 
 
-def _fresh(item: Item) -> Tensor:
+def _fresh(item: PlannedParameter) -> Tensor:
     """A scalar head that the source lacks, as models of megarl begin with: normal with std 1 / (hidden + 1)."""
     [shape] = item.weight.op.shapes
     return torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))

@@ -43,7 +43,20 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 
 
 def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, str, dict[str, Any]]:
-    """(prompt as it stands, answer, other columns) of a row. Raises ConfigError, beginning with `place`."""
+    """A row's columns.
+
+    Args:
+        row: by column.
+        source: says which hold prompt and answer.
+        place: names the row.
+        key: of the source, say "data.train".
+
+    Returns:
+        The prompt as it stands, the answer's text, and the other columns.
+
+    Raises:
+        ConfigError: beginning with `place`.
+    """
     prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
     answer = at(row, source.answer_key, place, f"{key}.answer_key")
     text = _answer(answer, place, source.answer_key)

@@ -91,9 +91,16 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
-    """Each chat as the text after which the assistant speaks, told of the tools that it may call.
+    """Each chat as the text after which the assistant speaks.
 
-    Raises whatever the model's template raises, TimeoutError and MemoryError where it loops or swells (in the main thread).
+    Args:
+        tokenizer: has the template.
+        chats: messages.
+        tools: the schemas of those that the assistant may call; None: none.
+
+    Raises:
+        TimeoutError, MemoryError: the template loops or swells (in the main thread).
+        Exception: whatever the template raises.
     """
     with in_memory(TEMPLATE_MB), in_time(TEMPLATE_S + len(chats) * CHAT_S):
         given = None if tools is None else list(tools)
@@ -101,7 +108,13 @@ def render_chats(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Tokens of each text. `special` adds what the tokenizer puts around a raw text (a rendered chat already has it)."""
+    """Tokens of each text.
+
+    Args:
+        tokenizer: of the model.
+        texts: raw, or rendered chats.
+        special: add what the tokenizer puts around a raw text; a rendered chat already has it.
+    """
     return tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
 
 
@@ -127,7 +140,18 @@ def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
 
 
 def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:
-    """ConfigError, starting with `place`, where a text has more characters than `most` tokens hold: tokenising it could take for ever."""
+    """Refuses a text with more characters than its tokens could have: tokenising it could take for ever.
+
+    Args:
+        tokenizer: of the model.
+        text: to be tokenised.
+        most: tokens that it may have.
+        place: names it.
+        limit_key: the setting that has the limit.
+
+    Raises:
+        ConfigError: starting with `place`.
+    """
     longest = _longest_token(tokenizer)
     if len(text) > most * longest:
         raise ConfigError(f"{place}: {len(text):,} characters are more than {limit_key}={most} tokens of at most {longest}")
@@ -139,9 +163,12 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, finished: bool) -> str:
-    """The text of a response: a finished one loses its last token, the one that ended it.
+    """The text of a response. Special tokens inside it stay visible, so that no verifier takes `12<|pad|>3` for 123.
 
-    Special tokens inside a response stay visible, so that no verifier takes `12<|pad|>3` for 123.
+    Args:
+        tokenizer: of the model.
+        tokens: of the response.
+        finished: it ended by itself: its last token, which ended it, is left out.
     """
     kept = tokens[:-1] if finished else tokens
     return tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)

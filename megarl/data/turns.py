@@ -50,7 +50,16 @@ class TurnTokens:
         return encode(self._tokenizer, [text if list(turn[-1:]) == [self._end_id] else self._end + text], special=False)[0]
 
     def suffix(self, said: Sequence[Message], before: str, messages: Sequence[Message]) -> str:
-        """What the template writes after the end token of `said`'s last message, which it has rendered as `before` up to that token."""
+        """What the template writes after the end token of `said`'s last message, which it has rendered as `before` up to that token.
+
+        Args:
+            said: the conversation so far.
+            before: its text, without the last end token.
+            messages: that follow.
+
+        Raises:
+            ValueError: with them the template renders the conversation otherwise.
+        """
         [whole] = render_chats(self._tokenizer, [[*said, *messages]])
         if not whole.startswith(before + self._end):
             raise ValueError(f"renders {before + self._end!r:.120} anew once messages follow: {whole[: len(before + self._end)]!r:.120}")

@@ -21,7 +21,16 @@ class Episode(Protocol):
         ...
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
-        """The answer to a turn of the policy."""
+        """The answer to a turn of the policy.
+
+        Args:
+            text: what the policy said.
+            tokens: the same as tokens.
+            finished: it ended by itself, not by the length limit.
+
+        Raises:
+            EnvironmentFailed: the environment did, or was late.
+        """
         ...
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from megarl.text import printable
 START_S = 120.0  # a process that has not imported its environment by then never will
 GRACE_S = 1.0  # after the time of a request, for the process to say itself that it is late
 
-Request = tuple[Any, ...]
+WorkerRequest = tuple[Any, ...]
 
 
 class ProcessHost:
@@ -35,7 +35,7 @@ class ProcessHost:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._count = count()
-        self._processes: list[_Process | None] = [None] * settings.workers
+        self._processes: list[_EnvironmentProcess | None] = [None] * settings.workers
         self._locks = [asyncio.Lock() for _ in range(settings.workers)]
         # Its threads live as long as it does: a process in the sandbox dies with the thread that has started it.
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="environments")
@@ -44,7 +44,7 @@ class ProcessHost:
         """A new episode, whose `reset` comes first."""
         return ProcessEpisode(self, next(self._count))
 
-    async def ask(self, episode: ProcessEpisode, request: Request) -> Turn:
+    async def ask(self, episode: ProcessEpisode, request: WorkerRequest) -> Turn:
         """The answer to a request; requests to one process wait for each other. EnvironmentFailed where there is none."""
         place = episode.number % len(self._processes)
         async with self._locks[place]:
@@ -55,13 +55,13 @@ class ProcessHost:
                 await asyncio.wait([work])  # a thread cannot be called off, and nobody else may ask meanwhile
                 raise
 
-    def _ask(self, place: int, episode: ProcessEpisode, request: Request) -> Turn:
+    def _ask(self, place: int, episode: ProcessEpisode, request: WorkerRequest) -> Turn:
         process = self._processes[place]
         if request[0] == "close" and (process is None or episode.home is not process):
             return Turn(None)  # it ended with its process
         try:
             if process is None:
-                process = self._processes[place] = _Process(self._settings)
+                process = self._processes[place] = _EnvironmentProcess(self._settings)
                 process.wait_ready()
             if episode.home is not process:
                 for past, answer in episode.history:
@@ -89,8 +89,8 @@ class ProcessEpisode:
 
     def __init__(self, host: ProcessHost, number: int) -> None:
         self.number = number
-        self.home: _Process | None = None
-        self.history: list[tuple[Request, Turn]] = []
+        self.home: _EnvironmentProcess | None = None
+        self.history: list[tuple[WorkerRequest, Turn]] = []
         self._host = host
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
@@ -101,7 +101,7 @@ class ProcessEpisode:
         """The answer to a turn."""
         return await self._play(("step", self.number, text, list(tokens), finished))
 
-    async def _play(self, request: Request) -> Turn:
+    async def _play(self, request: WorkerRequest) -> Turn:
         answer = await self._host.ask(self, request)
         self.history.append((request, answer))
         return answer
@@ -122,7 +122,7 @@ class _Gone(Exception):
     """A process has to be ended, or has ended, with the reason."""
 
 
-class _Process:
+class _EnvironmentProcess:
     """One process in the sandbox, asked by one thread at a time."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -140,7 +140,7 @@ class _Process:
                 raise ConfigError(f"environment.source.{printable(text)}")
         raise _Gone("worker died: it wrote what is no answer")
 
-    def ask(self, request: Request) -> Turn:
+    def ask(self, request: WorkerRequest) -> Turn:
         """The answer. EnvironmentFailed where the environment has none, _Gone where the process is done with."""
         self._send(request)
         match self._receive(self._step_s + GRACE_S):

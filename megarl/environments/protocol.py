@@ -66,7 +66,17 @@ class Turn:
 
 
 def begin(environment: Any, seed: int, task: Any) -> Turn:
-    """Calls `reset`, with the task where it takes one. ProtocolFault where it returns no opening; whatever it raises."""
+    """Calls `reset`.
+
+    Args:
+        environment: of this episode.
+        seed: of the episode.
+        task: of the prompt; given where `reset` takes one.
+
+    Raises:
+        ProtocolFault: it returns no opening.
+        Exception: whatever it raises.
+    """
     takes_task = "task" in inspect.signature(environment.reset).parameters
     return read_reset(waited(environment.reset(seed, **({"task": task} if takes_task else {}))))
 

@@ -23,7 +23,7 @@ from megarl.imports import find
 MOST_BYTES = 16 << 20
 
 
-class Server(ThreadingHTTPServer):
+class EnvironmentServer(ThreadingHTTPServer):
     """Holds the episodes."""
 
     daemon_threads = True
@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
     timeout = 60
-    server: Server
+    server: EnvironmentServer
 
     def do_POST(self) -> None:
         """One request."""
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
     sys.path.insert(0, os.getcwd())
-    server = Server((given.host, given.port), find(given.environment))
+    server = EnvironmentServer((given.host, given.port), find(given.environment))
     print(f"{given.environment} on http://{given.host}:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

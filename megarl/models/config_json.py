@@ -11,7 +11,7 @@ from megarl.errors import ConfigError
 TokenIds = Annotated[
     list[NonNegativeInt], BeforeValidator(lambda given: given if isinstance(given, list) else [] if given is None else [given])
 ]
-Share = Annotated[float, Field(gt=0, le=1)]
+Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Section(BaseModel):
@@ -22,7 +22,7 @@ class _Rope(_Section):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: PositiveFloat | None = None
-    partial_rotary_factor: Share | None = None
+    partial_rotary_factor: Ratio | None = None
     factor: PositiveFloat | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
@@ -41,7 +41,7 @@ class _Config(_Section):
     max_position_embeddings: PositiveInt | None = None
     rms_norm_eps: PositiveFloat | None = None
     rope_theta: PositiveFloat | None = None
-    partial_rotary_factor: Share | None = None
+    partial_rotary_factor: Ratio | None = None
     original_max_position_embeddings: PositiveInt | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None

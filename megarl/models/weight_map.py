@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number a token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of any head's one parameter
 _MOST_PARTS = 1 << 18  # ten times what the largest models have
-Read = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
+ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
 
 
 class Op(ABC):
@@ -72,11 +72,11 @@ class Op(ABC):
             return self.packed_shape
         return self.packed_shape[: self.axis] + (self.units(ranks),) + self.packed_shape[self.axis + 1 :]
 
-    def read_shard(self, read: Read, rank: int, ranks: int) -> Tensor:
+    def read_shard(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
         """Makes one rank's chunk of the packed tensor from the slices that it needs and no more.
 
         Args:
-            read: gives a slice of one of the Hugging Face tensors (see `Read`).
+            read: gives a slice of one of the Hugging Face tensors (see `ReadSlice`).
             rank: the rank's place among those that share the parameter.
             ranks: how many those are.
 
@@ -217,7 +217,7 @@ class Fused(Op):
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         return (torch.cat(self.parts.unpack(packed)),)
 
-    def read_shard(self, read: Read, rank: int, ranks: int) -> Tensor:
+    def read_shard(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
         if ranks == 1:
             return super().read_shard(read, rank, ranks)
         begin = [0, *accumulate(self._rows)]

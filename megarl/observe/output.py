@@ -67,7 +67,7 @@ class _Lossy(io.FileIO):
 def _stream(descriptor: int) -> io.TextIOWrapper:
     """Unbuffered, so that nothing is lost where the process crashes."""
     raw = _Lossy(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # as of python -u
 
 
 def _bound(path: Path) -> None:

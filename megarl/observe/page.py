@@ -111,7 +111,7 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
         yield "</details>"
 
 
-def _sample(record: samples.Record) -> Iterator[str]:
+def _sample(record: samples.SampleRecord) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
     ended = "ended" if record.finish_reason == "stop" else '<span class="bad">cut</span>'
     ended += f" after {record.turns} turns" if record.turns > 1 else ""

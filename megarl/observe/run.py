@@ -93,10 +93,10 @@ class Run:
             for unfinished in self.directory.glob(UNFINISHED):
                 shutil.rmtree(unfinished)
             if self._resumed is None:
-                self._aside = set_aside(self.directory, self._config, (*KEPT, *self._config.leaves))
+                self._aside = set_aside(self.directory, (*KEPT, *self._config.leaves), self._config.model.path)
             else:
                 self._go_on(self._resumed)
-                set_aside(self.directory, self._config, RESULTS)
+                set_aside(self.directory, RESULTS, self._config.model.path)
             (self.directory / LOGS).mkdir(exist_ok=True)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
@@ -221,7 +221,7 @@ class Run:
         """The numbers of held-out sets so far, by name."""
         return self._results
 
-    def keep(self, step: int, records: Sequence[samples.Record], evaluation: str | None = None) -> None:
+    def keep(self, step: int, records: Sequence[samples.SampleRecord], evaluation: str | None = None) -> None:
         """Keeps responses to read, of a step or of the evaluation of a set; of an evaluation the best and the worst one are shown."""
         if not self._config.log.samples:
             return

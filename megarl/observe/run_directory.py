@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.config import ConfigError, RunSettings
+from megarl.config import ConfigError
 
 LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
 
@@ -35,15 +35,24 @@ def claim(directory: Path, *, patient: bool) -> int:
         time.sleep(POLL_S)
 
 
-def set_aside(directory: Path, config: RunSettings, names: Sequence[str]) -> Path | None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost; says where.
+def set_aside(directory: Path, names: Sequence[str], model: Path) -> Path | None:
+    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
 
-    ConfigError where this run reads its model from there.
+    Args:
+        directory: of the run.
+        names: inside it.
+        model: `model.path` of the run that begins.
+
+    Returns:
+        Where it is now; None where nothing was there.
+
+    Raises:
+        ConfigError: the model is part of it.
     """
     left = [directory / name for name in names if (directory / name).exists()]
     for path in left:
-        if config.model.path.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"name: {directory} holds model.path={config.model.path}, which a run of this name would move away")
+        if model.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"name: {directory} holds model.path={model}, which a run of this name would move away")
     if not left:
         return None
     number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)

@@ -25,7 +25,7 @@ _FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
-class Record:
+class SampleRecord:
     """One response with what it was asked and what it scored. Nothing in it is safe to print: see `megarl.text.escaped`."""
 
     prompt: str | list[dict[str, str]]  # as the source has it
@@ -56,20 +56,22 @@ class File:
     step: int
     set: str | None  # the evaluation's
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[SampleRecord]:
         """Raises ConfigError for a line that megarl has not written."""
         for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
             try:
                 row = parse_json(line)
-                yield Record(**{field.name: row[field.name] for field in fields(Record) if field.name in row or field.name not in LATER})
+                yield SampleRecord(
+                    **{field.name: row[field.name] for field in fields(SampleRecord) if field.name in row or field.name not in LATER}
+                )
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{self.path}:{number}: no sample: {error}") from None
 
 
-def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> Record:
+def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> SampleRecord:
     """What is kept of a scored response."""
     played = response.episode
-    return Record(
+    return SampleRecord(
         prompt=prompt.given or prompt.text if played is None else played.opening,
         answer=prompt.answer,
         response=response.text if played is None else played.transcript,
@@ -84,7 +86,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
     )
 
 
-def line(record: Record) -> str:
+def line(record: SampleRecord) -> str:
     """A response in short, on one line that is safe to print."""
     ended = ("ended" if record.finish_reason == "stop" else "cut") + (f" after {record.turns} turns" if record.turns > 1 else "")
     said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
@@ -96,7 +98,7 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({index * count // most for index in range(most)}) if count > most else list(range(count))
 
 
-def write(run: Path, step: int, records: Sequence[Record], evaluation: str | None = None) -> None:
+def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str | None = None) -> None:
     """Writes the samples of a step, or of the evaluation of a set, whole or not at all, in the place of earlier ones.
 
     The file is ASCII: JSON escapes whatever could move a terminal's cursor.

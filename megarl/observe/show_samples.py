@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.observe.samples import File, Record, files
+from megarl.observe.samples import File, SampleRecord, files
 from megarl.stdout import say
 from megarl.text import escaped, one_line
 
 LONGEST = 2000  # characters of a text that are shown
 
-Found = tuple[File, Record]
+FileSample = tuple[File, SampleRecord]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def run_of(path: Path) -> Path:
     return path
 
 
-def chosen(run: Path, given: argparse.Namespace) -> list[Found]:
+def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
     """The samples that the arguments ask for, in their order."""
     found = _matching(run, given)
     if given.best or given.worst:
@@ -62,7 +62,7 @@ def chosen(run: Path, given: argparse.Namespace) -> list[Found]:
     return list(islice(found, max(0, given.most)))
 
 
-def _matching(run: Path, given: argparse.Namespace) -> Iterator[Found]:
+def _matching(run: Path, given: argparse.Namespace) -> Iterator[FileSample]:
     for file in files(run):
         if given.step not in (None, file.step) or given.set not in (None, file.set or "train"):
             continue
@@ -78,7 +78,7 @@ def _of(found: Sequence[File]) -> str:
     return f"steps {min(steps)} to {max(steps)}, sets {', '.join(sets)}"
 
 
-def shown(file: File, record: Record, whole: bool) -> Iterator[str]:
+def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
     """The lines of one sample."""
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"

@@ -26,7 +26,7 @@ from megarl.models.hf import CheckpointWriter, ShardWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
-from megarl.sync.wire import Name, each
+from megarl.sync.wire import TensorName, each
 from megarl.text import one_line
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,21 @@ class _Batch:
 
 
 def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`."""
+    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`. Collective.
+
+    Args:
+        chunks: of the model on this rank.
+        hf: config.json of the model.
+        grid: this rank's.
+        dtype: of the tensors.
+    """
     for names, stack in export_stacks(chunks, hf, grid, dtype):
         yield from each(names, stack)
 
 
 def export_stacks(
     chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
-) -> Iterator[tuple[Name, Tensor]]:
+) -> Iterator[tuple[TensorName, Tensor]]:
     """Streams the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
@@ -119,7 +126,7 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
                 writer.include(shards, nbytes)
 
 
-def _written(stream: Iterator[tuple[Name, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
+def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
     """Writes this rank's part of the stream. Every rank's files with their tensors, and bytes, in the order of the ranks."""
     writer, fault = ShardWriter(folder, f"stage-{grid.pp_rank}-"), None
     try:
@@ -223,7 +230,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None
     return found
 
 
-def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[Name, Tensor]]:
+def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[TensorName, Tensor]]:
     """The Hugging Face tensors of a batch from `_collected`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]."""
     op = batch.weights[0].op
     if batch.weights[0].expert is None:

@@ -19,7 +19,7 @@ MEGABYTES = {"gloo": 4, "nccl": 256}
 
 
 @dataclass(frozen=True)
-class Times:
+class LinkTimes:
     """Seconds of one rank, each the shortest of `REPEATS`."""
 
     megabytes: int
@@ -42,7 +42,7 @@ def slow(best_edge: Sequence[float], factor: float) -> list[int]:
     return [n for n, seconds in enumerate(best_edge) if len(best_edge) > 2 and seconds > factor * ordered[(len(ordered) - 1) // 2]]
 
 
-def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, gpus: bool, timeout_s: float) -> Times:
+def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, gpus: bool, timeout_s: float) -> LinkTimes:
     """Times collectives over all ranks, and messages between neighbouring nodes. Collective.
 
     Args:
@@ -85,6 +85,6 @@ def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, 
             other = next((b if a == node else a for a, b in pairs if node in (a, b)), None)
             taken = seconds(partial(exchange, None if other is None else other * per_node + rank % per_node))
             mine += [] if other is None else [taken]
-        return Times(MEGABYTES[backend], reduce, to_all, min(mine, default=0.0))
+        return LinkTimes(MEGABYTES[backend], reduce, to_all, min(mine, default=0.0))
     finally:
         dist.destroy_process_group()

@@ -74,7 +74,14 @@ def _schedule(style: str, high: float, low: float, warmup: int, total: int, anne
 
 
 class Trainable:
-    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`."""
+    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`.
+
+    Args:
+        chunks: of the model on this rank.
+        optimizer: of their parameters.
+        settings: the section `optimizer`.
+        total_steps: of the run, for the learning rate's schedule.
+    """
 
     def __init__(
         self, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, settings: OptimizerSettings, total_steps: int
@@ -95,7 +102,7 @@ class Trainable:
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
         return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Waits until the weights of the last step are whole on this rank. Collective.
 
         With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.

@@ -27,7 +27,7 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.packing import Packed
 from megarl.parallel.weights import unwrap
 
-Record = Literal["none", "known", "all"]
+ExpertsRecorded = Literal["none", "known", "all"]
 
 
 class RoutingError(RuntimeError):
@@ -49,7 +49,7 @@ class Routing:
         """The MoE layers of this rank among all layers of the model, from 0."""
 
     @contextmanager
-    def follow(self, column: str, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass]:
+    def follow(self, column: str, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass]:
         """Follows the routers through one run over micro-batches, forward alone or with its backward.
 
         Args:
@@ -67,7 +67,9 @@ class Routing:
 class RoutingPass:
     """One run over micro-batches; `Routing.follow` makes it, the schedule tells it what runs."""
 
-    def __init__(self, routers: Mapping[Any, Sequence[TopKRouter]], grid: Grid, column: str, *, replay: bool, record: Record) -> None:
+    def __init__(
+        self, routers: Mapping[Any, Sequence[TopKRouter]], grid: Grid, column: str, *, replay: bool, record: ExpertsRecorded
+    ) -> None:
         self._grid, self._column, self._replay, self._record = grid, column, replay, record
         self._layers = {chunk: [_Layer(router, replay=replay) for router in own] for chunk, own in routers.items()}
         self._place = {layer: index for index, layer in enumerate(sorted(self._all, key=lambda layer: layer.number))}
@@ -253,6 +255,8 @@ class _Layer:
         if self._replay:
             self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
         sent_R = known_R & map_RE.gather(1, target_RK.clamp(min=0)).all(1)
+        if self._replay:  # an expert that the target names twice leaves the token with fewer
+            sent_R &= map_RE.sum(1) == target_RK.shape[1]
         self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])
 
     def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:

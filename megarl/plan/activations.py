@@ -20,7 +20,7 @@ Spec = Literal["local", "te"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class MicroBatchShape:
     """One micro-batch on one rank."""
 
     rows: int  # R
@@ -41,7 +41,7 @@ class Shape:
         return ITEM[self.dtype]
 
 
-def layer_bytes(facts: Facts, shape: Shape, *, experts: bool) -> dict[str, int]:
+def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> dict[str, int]:
     """What one layer keeps, by part. `experts`: its MLP is a mixture."""
     attention = _latent_attention if facts.latents else _attention
     parts = {"norms": _norms(facts.n.hidden, 2, shape), "attention": attention(facts, shape)}
@@ -55,12 +55,12 @@ def layer_bytes(facts: Facts, shape: Shape, *, experts: bool) -> dict[str, int]:
     }
 
 
-def routed(facts: Facts, shape: Shape) -> int:
+def routed(facts: Facts, shape: MicroBatchShape) -> int:
     """T: each expert-parallel rank brings S * topk tokens, and those of an expert-tensor-parallel group are gathered."""
     return int(shape.shard * facts.topk * shape.layout.etp * shape.imbalance)
 
 
-def head_bytes(facts: Facts, shape: Shape, *, value: bool, fp32: bool) -> dict[str, int]:
+def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool) -> dict[str, int]:
     """What the last norm and the head keep. The gradient is written over the logits."""
     n, tp = facts.n, shape.layout.tp
     columns = -(-n.vocab // tp)
@@ -72,8 +72,15 @@ def head_bytes(facts: Facts, shape: Shape, *, value: bool, fp32: bool) -> dict[s
     return {**kept, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
 
 
-def working_bytes(facts: Facts, shape: Shape, local_experts: int, *, experts: bool) -> int:
-    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine."""
+def working_bytes(facts: Facts, shape: MicroBatchShape, local_experts: int, *, experts: bool) -> int:
+    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine.
+
+    Args:
+        facts: of the model.
+        shape: of a micro-batch on a rank.
+        local_experts: of a layer on this rank.
+        experts: the layer's MLP is a mixture.
+    """
     n, rows = facts.n, 2 * shape.rows * facts.n.hidden
     if not experts:
         return shape.item * (rows + 3 * shape.rows * (n.ffn or 0) // shape.layout.tp + 2 * n.hidden * (n.ffn or 0) // shape.layout.tp)
@@ -81,16 +88,16 @@ def working_bytes(facts: Facts, shape: Shape, local_experts: int, *, experts: bo
     return shape.item * (rows + routed(facts, shape) * (2 * n.hidden + 3 * width) + local_experts * 2 * width * n.hidden)
 
 
-def _norms(width: int, count: int, shape: Shape) -> int:
+def _norms(width: int, count: int, shape: MicroBatchShape) -> int:
     """`count` RMSNorms: their input (torch's: input and normalised input in float32), and their output, which a linear layer keeps."""
     return count * shape.shard * _norm(width, shape)
 
 
-def _norm(width: int, shape: Shape) -> int:
+def _norm(width: int, shape: MicroBatchShape) -> int:
     return 4 + width * ((8 + shape.item) if shape.spec == "local" else 2 * shape.item)
 
 
-def _attention(facts: Facts, shape: Shape) -> int:
+def _attention(facts: Facts, shape: MicroBatchShape) -> int:
     """Grouped-query attention between its norm and its residual, a row times R."""
     n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec == "local"
     query, key, heads, groups = n.heads * n.head_dim // tp, n.groups * n.head_dim // tp, n.heads // tp, n.groups // tp
@@ -112,7 +119,7 @@ def _attention(facts: Facts, shape: Shape) -> int:
     return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + mask
 
 
-def _latent_attention(facts: Facts, shape: Shape) -> int:
+def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     """Multi-latent attention (MLA)."""
     n, tp, item, latents = facts.n, shape.layout.tp, shape.item, facts.latents
     assert latents is not None
@@ -129,19 +136,19 @@ def _latent_attention(facts: Facts, shape: Shape) -> int:
     return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary)
 
 
-def _mlp(width: int, shape: Shape) -> int:
+def _mlp(width: int, shape: MicroBatchShape) -> int:
     """A gated MLP: both projections and what goes into the last one; plain torch also keeps the activation, its cast and the product."""
     return shape.rows * (width // shape.layout.tp) * (5 if shape.spec == "local" else 3) * shape.item
 
 
-def _router(facts: Facts, shape: Shape) -> int:
+def _router(facts: Facts, shape: MicroBatchShape) -> int:
     """Scores, probabilities and the map of chosen experts; where each token goes."""
     chosen = facts.topk * (8 + 4 + 8)
     everywhere = facts.n.experts * (4 + 1 if shape.spec == "local" else 4 * 3 + 1 + 8)
     return shape.shard * (chosen + everywhere)
 
 
-def _experts(facts: Facts, shape: Shape) -> int:
+def _experts(facts: Facts, shape: MicroBatchShape) -> int:
     """The experts' tokens, both projections, the activation (plain torch: and its parts), weighted: what goes into the last projection."""
     width = facts.n.expert_ffn // shape.layout.etp
     kept = facts.n.hidden + width * (6 if shape.spec == "local" else 3)

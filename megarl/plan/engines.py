@@ -18,7 +18,7 @@ VOCABULARY = 64  # rows of which vLLM makes the vocabulary a multiple (vocab_par
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMemory:
     """One GPU of an engine, in bytes."""
 
     tp: int
@@ -36,7 +36,13 @@ class Engine:
 
 
 def engine_weights(hf: dict[str, Any], tp: int, dtype: str) -> int:
-    """Bytes of weights on one rank of an engine: experts are cut across (no expert parallelism), norms, routers, latents are whole."""
+    """Bytes of weights on one rank of an engine: experts are cut across (no expert parallelism), norms, routers, latents are whole.
+
+    Args:
+        hf: config.json of the model.
+        tp: ranks of the engine.
+        dtype: of the weights.
+    """
     family, its = family_of(hf), facts(hf)
     count = 0
     for one in [*family.weight_map(hf), family.heads["lm"].mapping(hf)]:
@@ -70,7 +76,7 @@ def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
     return 2 * its.n.layers * max(1, its.n.groups // tp) * its.n.head_dim * ITEM[dtype]
 
 
-def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memory: float) -> Engine:
+def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
     """A GPU of one engine.
 
     Args:
@@ -85,4 +91,4 @@ def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memor
     overhead = OVERHEAD + scores
     cache = memory * settings.gpu_memory_fraction - weights - overhead
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    return Engine(settings.tp, settings.gpu_memory_fraction, weights, overhead, cache_bytes(its, settings.tp, dtype), cache, longest)
+    return EngineMemory(settings.tp, settings.gpu_memory_fraction, weights, overhead, cache_bytes(its, settings.tp, dtype), cache, longest)

@@ -15,7 +15,7 @@ from megarl.config import ConfigError, RunSettings, TrainConfig, load
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.plan.devices import DEVICES, device_of
-from megarl.plan.search import Found, search
+from megarl.plan.search import FittingLayout, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _plain(plan: Plan, found: Sequence[Found]) -> dict[str, Any]:
+def _plain(plan: Plan, found: Sequence[FittingLayout]) -> dict[str, Any]:
     layouts = [{**asdict(one), "layout": one.layout.model_dump()} for one in found]
     groups = [
         {
@@ -73,7 +73,7 @@ def _plain(plan: Plan, found: Sequence[Found]) -> dict[str, Any]:
     return {**asdict(plan), "groups": groups, "layouts": layouts}
 
 
-def _show(plan: Plan, found: Sequence[Found]) -> None:
+def _show(plan: Plan, found: Sequence[FittingLayout]) -> None:
     from rich.console import Console
 
     from megarl.plan.show import tables

@@ -17,16 +17,16 @@ from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 ALIGNED, BUCKET = 64, 128  # elements: where a parameter begins in Megatron's buffer, and what its end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
 
-Sizes = tuple[tuple[int, int], ...]
+SizeCounts = tuple[tuple[int, int], ...]
 """Parameters by size: (elements, how many have so many)."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class ChunkParameters:
     """The parameters of one model chunk on one rank, dense ones and those of experts apart, since other ranks hold copies of them."""
 
-    dense: Sizes
-    experts: Sizes
+    dense: SizeCounts
+    experts: SizeCounts
     buffers: int = 0  # float32 elements that are no parameters
 
     @property
@@ -35,7 +35,7 @@ class Shard:
         return count(self.dense) + count(self.experts)
 
 
-def count(sizes: Sizes) -> int:
+def count(sizes: SizeCounts) -> int:
     """The elements of all these parameters."""
     return sum(size * times for size, times in sizes)
 
@@ -51,7 +51,16 @@ def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
 
 
 def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> list[list[range]]:
-    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset)."""
+    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset).
+
+    Args:
+        layers: of the model.
+        layout: of the ranks.
+        megatron: `model.megatron`, which may make the first and the last stage shorter.
+
+    Returns:
+        [stage][chunk] -> layers.
+    """
     chunks, last = layout.vpp or 1, layout.pp - 1
     given = {0: _number(megatron, "num_layers_in_first_pipeline_stage"), last: _number(megatron, "num_layers_in_last_pipeline_stage")}
     uneven = {stage: count for stage, count in given.items() if count}
@@ -67,7 +76,7 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
     return int(fields.get(key) or 0)
 
 
-def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[Shard]]:
+def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[ChunkParameters]]:
     """What a rank of each pipeline stage holds, chunk by chunk.
 
     Args:
@@ -82,7 +91,7 @@ def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping
     return [[_chunk(hf, mappings, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
 
 
-def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> Shard:
+def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
     experts = family_of(hf).sizes(hf).experts
     dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
     for one in mappings:
@@ -100,7 +109,7 @@ def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, la
             buffers += 2 * times * experts  # the bias, and how many tokens each expert was given
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
-    return Shard(tuple(dense), tuple(routed), buffers)
+    return ChunkParameters(tuple(dense), tuple(routed), buffers)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:
@@ -108,7 +117,7 @@ def replicas(layout: Layout) -> tuple[int, int]:
     return layout.ranks // (layout.tp * layout.pp), layout.ranks // (layout.etp * layout.ep * layout.pp)
 
 
-def buffer_elements(parameters: Sizes, copies: int) -> int:
+def buffer_elements(parameters: SizeCounts, copies: int) -> int:
     """The length of Megatron's buffer of these parameters (param_and_grad_buffer.py: _ParamAndGradBuffer): alignment, and equal shards."""
     aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
     unit = lcm(copies, BUCKET)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megarl.config import Layout
-from megarl.plan.activations import Shape, head_bytes, layer_bytes
+from megarl.plan.activations import MicroBatchShape, head_bytes, layer_bytes
 from megarl.plan.facts import Facts
 
 
@@ -20,7 +20,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """What stands on the last stage."""
 
     value: bool = False
@@ -28,7 +28,13 @@ class Head:
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
-    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up)."""
+    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up).
+
+    Args:
+        layout: of the ranks.
+        stage: of the pipeline.
+        micro_batches: of a mini-batch.
+    """
     if layout.vpp is None:
         return [min(layout.pp - stage, micro_batches)]
     passes = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
@@ -37,7 +43,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
 
 
 def stage_bytes(
-    facts: Facts, shape: Shape, chunks: list[range], flying: list[int], recompute: Recompute, head: Head | None
+    facts: Facts, shape: MicroBatchShape, chunks: list[range], flying: list[int], recompute: Recompute, head: OutputHead | None
 ) -> dict[str, int]:
     """Bytes by part at the stage's peak.
 
@@ -70,12 +76,12 @@ def stage_bytes(
     return {"layer inputs": inputs, **largest}
 
 
-def _kept(facts: Facts, shape: Shape, recompute: Recompute, *, experts: bool) -> dict[str, int]:
+def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts: bool) -> dict[str, int]:
     parts = layer_bytes(facts, shape, experts=experts)
     return parts if recompute.kind != "selective" else {part: _spared(facts, shape, recompute, part, size) for part, size in parts.items()}
 
 
-def _spared(facts: Facts, shape: Shape, recompute: Recompute, part: str, size: int) -> int:
+def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: str, size: int) -> int:
     """What selective recomputation leaves of a part."""
     n, tp = facts.n, shape.layout.tp
     if part == "attention" and "core_attn" in recompute.modules:

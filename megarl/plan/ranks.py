@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import Layout, ModelSettings
-from megarl.plan.activations import Shape, Spec, working_bytes
+from megarl.plan.activations import MicroBatchShape, Spec, working_bytes
 from megarl.plan.devices import GB, IMBALANCE
 from megarl.plan.facts import facts
 from megarl.plan.parameters import shards, stage_layers
-from megarl.plan.pipeline import Head, Recompute, in_flight, stage_bytes
+from megarl.plan.pipeline import OutputHead, Recompute, in_flight, stage_bytes
 from megarl.plan.states import States, states
 
 CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
@@ -19,7 +19,7 @@ LOGPROB_CHUNKS = 64 << 20  # megarl.parallel.logprobs.CHUNK_ELEMENTS_ELSEWHERE, 
 
 
 @dataclass(frozen=True)
-class Role:
+class PlannedModel:
     """A model on the ranks of a group."""
 
     name: str
@@ -31,7 +31,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMemory:
     """A rank of one pipeline stage, the busiest: bytes by part, at the phase that needs most."""
 
     stage: int
@@ -51,15 +51,15 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupMemory:
     """Ranks that hold models together."""
 
     name: str
     layout: Layout
-    stages: list[Stage]
+    stages: list[StageMemory]
 
     @property
-    def worst(self) -> Stage:
+    def worst(self) -> StageMemory:
         return max(self.stages, key=lambda stage: stage.total)
 
 
@@ -74,10 +74,17 @@ class Work:
     gpu: bool = True  # else the layers are the CPU's, and there is no CUDA context
 
 
-def plan_group(roles: Sequence[Role], layout: Layout, settings: ModelSettings, work: Work) -> Group:
-    """The memory of a group of ranks, whose models `roles` are. The layout divides them."""
+def plan_group(roles: Sequence[PlannedModel], layout: Layout, settings: ModelSettings, work: Work) -> GroupMemory:
+    """The memory of a group of ranks.
+
+    Args:
+        roles: its models.
+        layout: which divides them.
+        settings: the section `model`.
+        work: what the ranks do.
+    """
     models = [_Model(role, layout, settings) for role in roles]
-    return Group(
+    return GroupMemory(
         "+".join(role.name for role in roles), layout, [_stage(models, layout, settings, stage, work) for stage in range(layout.pp)]
     )
 
@@ -85,13 +92,13 @@ def plan_group(roles: Sequence[Role], layout: Layout, settings: ModelSettings, w
 class _Model:
     """A role with what follows from its config.json and the layout."""
 
-    def __init__(self, role: Role, layout: Layout, settings: ModelSettings) -> None:
+    def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
         self.role, self.facts = role, facts(dict(role.hf))
         self.chunks = shards(dict(role.hf), "value" if role.value else "lm", layout, settings.megatron)
         self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
 
 
-def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> Stage:
+def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> StageMemory:
     held = [
         states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
     ]
@@ -107,7 +114,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0
-    return Stage(
+    return StageMemory(
         stage=stage,
         rank=stage * layout.ranks // layout.pp,
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
@@ -136,8 +143,10 @@ def recompute_of(settings: ModelSettings) -> Recompute:
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:
     role, its, layers, cuda = model.role, model.facts, model.layers[stage], work.gpu
     spec: Spec = "te" if work.gpu and settings.dtype != "float32" else "local"  # as `backend` chooses
-    shape = Shape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, IMBALANCE if cuda else 1.0)
-    head = Head(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
+    shape = MicroBatchShape(
+        -(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, IMBALANCE if cuda else 1.0
+    )
+    head = OutputHead(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
     # Without gradients one layer's activations are there at a time, as where all but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")
     flying = in_flight(layout, stage, work.micro_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,7 +21,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingLayout:
     """A layout that fits."""
 
     layout: Layout
@@ -33,7 +33,9 @@ class Found:
     changes: tuple[str, ...]  # overrides that make it of the configuration
 
 
-def search(config: TrainConfig, models: Models, device: Device, memory_gb: float, gpus: int, *, shared: bool, most: int = 8) -> list[Found]:
+def search(
+    config: TrainConfig, models: Models, device: Device, memory_gb: float, gpus: int, *, shared: bool, most: int = 8
+) -> list[FittingLayout]:
     """The quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
     Args:
@@ -58,7 +60,7 @@ def search(config: TrainConfig, models: Models, device: Device, memory_gb: float
             worst = max(group.worst.total for group in plan.groups)
             rollout = tried.rollout
             changes = _changes(config, tried)
-            found.append(Found(layout, rollout.replicas, rollout.tp, worst, plan.engine.live, plan.times.step, changes))
+            found.append(FittingLayout(layout, rollout.replicas, rollout.tp, worst, plan.engine.live, plan.times.step, changes))
     if not found:
         return []
     quickest = min(one.seconds for one in found)
@@ -82,16 +84,16 @@ def _candidates(config: TrainConfig, hf: dict[str, Any], gpus: int, *, shared: b
         sequences = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.mini_batches
         if layout.dp > sequences:
             continue
-        model = config.model.model_copy(update={"megatron": _stages(config, layout, n.layers)})
+        model = config.model.model_copy(update={"megatron": _stages(config.model.megatron, config.layout.pp, layout, n.layers)})
         rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
         placement = config.placement.model_copy(update={"offload": offload})
         yield config.model_copy(update={"layout": layout, "rollout": rollout, "model": model, "placement": placement})
 
 
-def _stages(config: TrainConfig, layout: Layout, layers: int) -> dict[str, Any]:
-    """`model.megatron` with the ends of the pipeline shortened where its stages do not divide the layers."""
-    fields = dict(config.model.megatron)
-    if layout.pp == config.layout.pp:
+def _stages(megatron: Mapping[str, Any], pp: int, layout: Layout, layers: int) -> dict[str, Any]:
+    """`model.megatron`, given for `pp` stages, with the pipeline's ends shortened where the layout's stages do not divide the layers."""
+    fields = dict(megatron)
+    if layout.pp == pp:
         return fields
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     fields = {key: value for key, value in fields.items() if key not in ends}

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from megarl.plan.devices import DECODE_SHARE, GB, IMBALANCE, MEAN_LENGTH, NETWORK_SHARE, PREFILL_MFU, TRAIN_MFU
-from megarl.plan.ranks import Group
-from megarl.plan.search import Found
+from megarl.plan.ranks import GroupMemory
+from megarl.plan.search import FittingLayout
 from megarl.plan.whole import Plan
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "context")
 
 
-def tables(plan: Plan, found: Sequence[Found]) -> Iterator[Table | str]:
+def tables(plan: Plan, found: Sequence[FittingLayout]) -> Iterator[Table | str]:
     """What `megarl plan` prints, from top to bottom."""
     ranks = sum(group.layout.ranks for group in plan.groups)
     where = f"{ranks} for ranks, {plan.engines} for engines" + (", the same ones" if plan.shared else "")
@@ -47,7 +47,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _group(group: Group, memory: float) -> Table:
+def _group(group: GroupMemory, memory: float) -> Table:
     layout, stages, worst = group.layout, group.stages, group.worst
     parts = [part for part in PARTS if any(part in stage.parts for stage in stages)]
     shape = ", ".join(
@@ -91,6 +91,7 @@ def _host(plan: Plan) -> Table:
         "processes",
         "checkpoint staging",
         "waiting models",
+        "experts",
         "object store",
         "sum",
         "a step's payload",
@@ -99,6 +100,7 @@ def _host(plan: Plan) -> Table:
         f"{(host.ranks + host.engines) / GB:.0f}",
         f"{host.staging / GB:.0f}",
         f"{host.waiting / GB:.0f}",
+        f"{host.routes / GB:.1f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
         f"{host.step / GB:.1f}"
@@ -126,7 +128,7 @@ def _assumptions(plan: Plan) -> str:
     )
 
 
-def _found(found: Sequence[Found]) -> Table:
+def _found(found: Sequence[FittingLayout]) -> Table:
     table = _table(
         "layouts that fit, the quickest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step"
     )

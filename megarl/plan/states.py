@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import Layout
-from megarl.plan.parameters import Shard, buffer_elements, replicas
+from megarl.plan.parameters import ChunkParameters, buffer_elements, replicas
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes
 MOMENTS = 8  # bytes an element: Adam's two, in float32
@@ -31,7 +31,7 @@ class States:
         )
 
 
-def states(chunks: Sequence[Shard], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool) -> States:
+def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool) -> States:
     """What a rank holds of a model that is trained or frozen.
 
     Args:
@@ -45,7 +45,7 @@ def states(chunks: Sequence[Shard], layout: Layout, dtype: str, offloaded: float
     return sum(held, States(0))
 
 
-def _chunk(chunk: Shard, layout: Layout, item: int, offloaded: float, *, trained: bool) -> States:
+def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, *, trained: bool) -> States:
     buffers = 4 * chunk.buffers
     if not trained:
         return States(chunk.elements * item + buffers)

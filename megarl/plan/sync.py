@@ -19,7 +19,14 @@ def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
 
 
 def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) -> int:
-    """On a GPU of an engine: a bucket, the experts of one layer as they are unpacked, fingerprints."""
+    """On a GPU of an engine: a bucket, the experts of one layer as they are unpacked, fingerprints.
+
+    Args:
+        hf: config.json of the policy.
+        sync: the section `sync`.
+        dtype: of the weights that travel.
+        tp: ranks of the engine.
+    """
     n = family_of(hf).sizes(hf)
     layer = 3 * n.experts * n.expert_ffn * n.hidden * ITEM[dtype] // tp
     return max(sync.bucket_mb << 20, largest_tensor(hf, dtype)) + (layer + HASHED) * sync.verify

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config import Layout, TrainConfig
+from megarl.config import Layout, RolloutSettings, StepSettings, TrainConfig
 from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
-from megarl.plan.engines import Engine
+from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
 
@@ -14,7 +14,7 @@ TAIL = 1 / 8  # of an engine's sequences still run while the longest responses e
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of the phases of a step. They follow each other, but that engines that are ahead generate while ranks score and update."""
 
     generate: float
@@ -38,17 +38,31 @@ def active_parameters(its: Facts, elements: int) -> float:
 
 
 def forward_flops(its: Facts, elements: int, length: float) -> float:
-    """Of one token in a sequence of `length`: two for each active parameter, and causal attention."""
+    """Of one token: two for each active parameter, and causal attention.
+
+    Args:
+        its: the model.
+        elements: its parameters.
+        length: tokens of the sequence.
+    """
     n, width = its.n, its.n.head_dim if its.latents is None else (its.n.head_dim + its.latents.value) / 2
     return 2 * active_parameters(its, elements) + 4 * n.layers * n.heads * width * length / 2
 
 
-def micro_batches(config: TrainConfig, layout: Layout) -> int:
-    """Of a mini-batch on one data-parallel rank, at the mean length."""
-    return max(1, round(_tokens(config) / config.train.mini_batches / layout.dp / config.train.micro_batch_tokens))
+def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout) -> int:
+    """Of a mini-batch on one data-parallel rank, at the mean length.
+
+    Args:
+        train: the section `train`.
+        rollout: the section `rollout`, which has the lengths.
+        layout: of the ranks.
+    """
+    return max(1, round(_tokens(train, rollout) / train.mini_batches / layout.dp / train.micro_batch_tokens))
 
 
-def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device, waiting: float, *, ahead: bool) -> Times:
+def plan_times(
+    config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, *, ahead: bool
+) -> StepTimes:
     """The phases of a step of `megarl train`.
 
     Args:
@@ -60,17 +74,18 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
         waiting: bytes of a rank's models that wait in host memory.
         ahead: engines respond while ranks work.
     """
-    layout, tokens = config.layout, _tokens(config)
+    layout, train, rollout = config.layout, config.train, config.rollout
+    tokens = _tokens(train, rollout)
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
-    forward = tokens * forward_flops(its, elements, _length(config)) / layout.ranks / (device.flops * TRAIN_MFU)
+    forward = tokens * forward_flops(its, elements, _length(rollout)) / layout.ranks / (device.flops * TRAIN_MFU)
     forward += tokens / layout.dp * _exchanged(its, layout, device)
-    bubble = 1 + (layout.pp - 1) / (micro_batches(config, layout) * (layout.vpp or 1))
+    bubble = 1 + (layout.pp - 1) / (micro_batches(train, rollout, layout) * (layout.vpp or 1))
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
-    updates = forward * factor * (config.train.epochs + critic) * bubble
-    updates += config.train.mini_batches * config.train.epochs * _reduced(elements, its, layout, device)
-    return Times(
-        generate=_generate(config, its, elements, engine, device),
+    updates = forward * factor * (train.epochs + critic) * bubble
+    updates += train.mini_batches * train.epochs * _reduced(elements, its, layout, device)
+    return StepTimes(
+        generate=_generate(rollout, train.prompts_per_step, its, elements, engine, device),
         score=forward * passes * bubble,
         update=updates,
         sync=2 * elements / (device.network * NETWORK_SHARE),
@@ -79,12 +94,12 @@ def plan_times(config: TrainConfig, its: Facts, elements: int, engine: Engine, d
     )
 
 
-def _length(config: TrainConfig) -> float:
-    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * MEAN_LENGTH
+def _length(rollout: RolloutSettings) -> float:
+    return (rollout.max_prompt_tokens + rollout.max_response_tokens) * MEAN_LENGTH
 
 
-def _tokens(config: TrainConfig) -> float:
-    return config.train.prompts_per_step * config.rollout.samples_per_prompt * _length(config)
+def _tokens(train: StepSettings, rollout: RolloutSettings) -> float:
+    return train.prompts_per_step * rollout.samples_per_prompt * _length(rollout)
 
 
 def _exchanged(its: Facts, layout: Layout, device: Device) -> float:
@@ -111,22 +126,21 @@ def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float
     return held * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
 
 
-def _generate(config: TrainConfig, its: Facts, elements: int, engine: Engine, device: Device) -> float:
+def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
     """Prompts by FLOPs; responses by what each step of an engine reads: weights, keys and values."""
-    rollout, n = config.rollout, its.n
-    sequences = config.train.prompts_per_step * rollout.samples_per_prompt / rollout.replicas
+    n = its.n
+    sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
-    live = min(rollout.max_num_seqs, sequences, max(1.0, engine.cache / (engine.token * _length(config))))
+    live = min(rollout.max_num_seqs, sequences, max(1.0, engine.cache / (engine.token * _length(rollout))))
     active = active_parameters(its, elements)
 
     def each(running: float) -> float:
         touched = min(1.0, running * its.topk / n.experts) if n.experts else 1.0
-        read = max(engine.weights * touched, 2 * active / rollout.tp) + running * engine.token * _length(config)
+        read = max(engine.weights * touched, 2 * active / rollout.tp) + running * engine.token * _length(rollout)
         return max(read / (device.bandwidth * DECODE_SHARE), 2 * active * running / rollout.tp / (device.flops * PREFILL_MFU))
 
     full = sequences * response / live
     tail = max(0.0, rollout.max_response_tokens - full)  # the longest responses alone
-    prompts = config.train.prompts_per_step / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH
-    return (
-        full * each(live) + tail * each(live * TAIL) + prompts * forward_flops(its, elements, 0) / rollout.tp / (device.flops * PREFILL_MFU)
-    )
+    reading = prompts / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH  # tokens
+    read_s = reading * forward_flops(its, elements, 0) / rollout.tp / (device.flops * PREFILL_MFU)
+    return full * each(live) + tail * each(live * TAIL) + read_s

@@ -12,13 +12,13 @@ from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSett
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
-from megarl.plan.engines import Engine, plan_engine
+from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
-from megarl.plan.host import Host, plan_host
+from megarl.plan.host import NodeMemory, plan_host
 from megarl.plan.parameters import model_elements
-from megarl.plan.ranks import Group, Role, Work, plan_group
+from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.sync import receiver_bytes, sender_bytes
-from megarl.plan.times import Times, active_parameters, micro_batches, plan_times
+from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_times
 from megarl.rollout.registry import check_engine
 
 ASLEEP = 2 * GB  # of a process on a GPU that another one uses: CUDA's context, an engine's buffers
@@ -37,13 +37,13 @@ class Plan:
     memory: float  # bytes of a GPU
     gpus: int
     shared: bool  # engines and ranks take turns on the same GPUs
-    groups: list[Group]
-    engine: Engine | None
+    groups: list[GroupMemory]
+    engine: EngineMemory | None
     engines: int
     receiver: float  # bytes of a weight update on a GPU of an engine
     beside: float  # of a rank that shares this GPU, meanwhile
-    host: Host | None
-    times: Times | None
+    host: NodeMemory | None
+    times: StepTimes | None
     notes: list[str]  # what is assumed, and no run of this release has
     faults: list[str]
 
@@ -93,7 +93,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             receiver += sender_bytes(hf, config.sync, config.model.dtype)
             beside = max(stage.resident if taking_turns else stage.weights for stage in groups[0].stages)
         nodes = -(-(max(ranks, engines) if shared else asked) // NODE)
-        host = plan_host(config, its, groups, engines, nodes, shared=shared)
+        host = plan_host(config, its, facts(models.get("critic", hf)), groups, engines, nodes, shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         times = plan_times(config, its, elements, engine, device, waiting, ahead=config.rollout.mode != "sync" and not shared)
     else:
@@ -118,6 +118,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     )
     plan.notes.extend(_notes(plan, taking_turns))
     plan.faults.extend(_faults(plan, asked))
+    room = config.cluster.host_memory_gb
+    if host is not None and room is not None and host.total > room * GB:
+        plan.faults.append(f"cluster.host_memory_gb={room:g}: {host.needs}")
     return plan
 
 
@@ -133,21 +136,23 @@ def _notes(plan: Plan, taking_turns: bool) -> list[str]:
     return found
 
 
-def _groups(config: RunSettings, models: Models) -> list[Group]:
+def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
     if isinstance(config, TrainConfig):
         return [_train_group(config, models, roles, layout) for roles, layout in assign_roles(config)]
     assert isinstance(config, LearnConfig)
     check_layout(models["model"], config.layout, config.model.megatron)
     tokens = config.learn.micro_batch_tokens
     away = optimizers(config)["optimizer"].offloaded
-    roles = [Role("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens, offloaded=away)]
+    roles = [
+        PlannedModel("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens, offloaded=away)
+    ]
     if isinstance(config, DpoConfig):
-        roles.append(Role("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
+        roles.append(PlannedModel("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
     work = Work(config.learn.max_tokens, max(1, config.learn.batch_size // config.layout.dp), 0)
     return [plan_group(roles, config.layout, config.model, work)]
 
 
-def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], layout: Any) -> Group:
+def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], layout: Any) -> GroupMemory:
     roles = []
     for name in names:
         hf, tokens = models.get(name, models["model"]), config.train.micro_batch_tokens
@@ -156,10 +161,12 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
             tokens = config.critic.micro_batch_tokens or tokens
         trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
         away = optimizers(config)[trained].offloaded if trained else 0.0
-        roles.append(Role(name, hf, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away))
+        roles.append(
+            PlannedModel(name, hf, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away)
+        )
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        micro_batches=ceil(micro_batches(config, layout) / MEAN_LENGTH),  # all responses of the greatest length
+        micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
         sync_bytes=sender_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         offload=config.placement.offload,
     )
@@ -183,7 +190,7 @@ def _faults(plan: Plan, asked: int) -> list[str]:
     return found
 
 
-def _engine_faults(plan: Plan, engine: Engine, has: str) -> list[str]:
+def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
     found, share = [], plan.memory * engine.share
     if engine.cache < engine.token * engine.longest:
         found.append(

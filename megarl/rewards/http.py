@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, HttpReward
 from megarl.http_client import connected, shut, target, token_of
-from megarl.rewards.score import Request, RewardUnavailable, Score
+from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.verifiers import BadReturn, read_return
 from megarl.text import one_line
 
@@ -47,30 +47,36 @@ class _Fault(Exception):
         super().__init__(one_line(text, LONGEST_FAULT))
 
 
-class _Passing(_Fault):
+class _TransientFault(_Fault):
     """An attempt failed in a way that the next one may not."""
 
 
-class _Refused(_Fault):
+class _PermanentFault(_Fault):
     """An attempt failed in a way that the next one would too."""
 
 
 def check(source: HttpReward) -> None:
     """ConfigError where the token is not there or the server does not answer a request for no scores, asked once."""
     try:
-        _exchange(source, token_of(source.token_env, TOKEN_KEY), [], source.timeout_s, _Call(time.monotonic()))
-    except (_Passing, _Refused) as error:
+        _exchange(source, token_of(source.token_env, TOKEN_KEY), [], source.timeout_s, _ScoreCall(time.monotonic()))
+    except (_TransientFault, _PermanentFault) as error:
         raise ConfigError(f"reward.source.url: {source.url}: {error}") from None
 
 
 class HttpScorer:
-    """The client: batches of `source.batch_size` responses, on `connections` connections at a time."""
+    """The client of a reward server.
+
+    Args:
+        source: where it is, and how it is asked.
+        connections: batches of `source.batch_size` responses that are on their way at a time.
+        require_finished: responses cut by the length limit score 0, unasked.
+    """
 
     def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
         self._source, self._connections, self._require_finished = source, connections, require_finished
         self._token = token_of(source.token_env, TOKEN_KEY)
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
 
         Raises RewardUnavailable after `source.attempts` attempts of one batch or `source.deadline_s` seconds.
@@ -79,7 +85,7 @@ class HttpScorer:
         size = self._source.batch_size
         batches = [asked[first : first + size] for first in range(0, len(asked), size)]
         scores = [Score(0.0)] * len(requests)
-        call = _Call(time.monotonic())
+        call = _ScoreCall(time.monotonic())
         pool = ThreadPoolExecutor(self._connections)
         try:
             answers = pool.map(lambda batch: self._batch([requests[n] for n in batch], call), batches)
@@ -91,20 +97,20 @@ class HttpScorer:
             pool.shutdown(wait=False, cancel_futures=True)
         return scores
 
-    def _batch(self, requests: list[Request], call: _Call) -> list[Score]:
+    def _batch(self, requests: list[ScoreRequest], call: _ScoreCall) -> list[Score]:
         """The scores of one batch, after as many attempts as it takes and the settings allow."""
         source, pause = self._source, self._source.backoff_s
         end = call.begun + source.deadline_s
-        fault: _Fault = _Refused(f"not all scores within deadline_s={source.deadline_s:g}")
+        fault: _Fault = _PermanentFault(f"not all scores within deadline_s={source.deadline_s:g}")
         attempt = 0
         while attempt < source.attempts and (left := end - time.monotonic()) > 0:
             attempt += 1
             try:
                 return _exchange(source, self._token, requests, min(source.timeout_s, left), call)
-            except _Refused as error:
+            except _PermanentFault as error:
                 fault = error
                 break
-            except _Passing as error:
+            except _TransientFault as error:
                 fault = error
             if attempt < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
                 break
@@ -121,7 +127,7 @@ class HttpScorer:
 
 
 @dataclass
-class _Call:
+class _ScoreCall:
     """One call of `score`: once a batch has failed for good, or the caller is gone, the others need not go on."""
 
     begun: float
@@ -134,7 +140,7 @@ class _Call:
             shut(open_socket)
 
 
-def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request], within_s: float, call: _Call) -> list[Score]:
+def _exchange(source: HttpReward, token: str | None, requests: Sequence[ScoreRequest], within_s: float, call: _ScoreCall) -> list[Score]:
     """One request and its answer, done or failed after `within_s` seconds, however slowly the bytes come."""
     samples = [
         {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
@@ -150,36 +156,36 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[Request]
             text = answer.read(limit)
             more = answer.read(1)
     except TimeoutError:
-        raise _Passing(f"no answer within {within_s:.1f} s") from None
+        raise _TransientFault(f"no answer within {within_s:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise _Passing(f"{type(error).__name__}: {error}") from None
+        raise _TransientFault(f"{type(error).__name__}: {error}") from None
     if answer.status != 200:
         said = text[:SHOWN].decode(errors="replace").strip()
-        kind = _Passing if answer.status in PASSING or answer.status >= 500 else _Refused
+        kind = _TransientFault if answer.status in PASSING or answer.status >= 500 else _PermanentFault
         raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
     if more:
-        raise _Refused(f"the answer is longer than {limit} bytes for {len(samples)} samples")
+        raise _PermanentFault(f"the answer is longer than {limit} bytes for {len(samples)} samples")
     if answer.length:  # so many bytes of what its header has promised did not come
-        raise _Passing(f"the answer broke off, {answer.length} bytes before its end")
+        raise _TransientFault(f"the answer broke off, {answer.length} bytes before its end")
     return _read(text, len(samples))
 
 
 def _read(text: bytes, samples: int) -> list[Score]:
-    """The scores of an answer. _Refused where it is not what the protocol says."""
+    """The scores of an answer. _PermanentFault where it is not what the protocol says."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
-        raise _Refused(f"the answer is not JSON: {text[:60]!r}") from None
+        raise _PermanentFault(f"the answer is not JSON: {text[:60]!r}") from None
     scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
-        raise _Refused(f"the answer has no list `scores`: {text[:60]!r}")
+        raise _PermanentFault(f"the answer has no list `scores`: {text[:60]!r}")
     if len(scores) != samples:
-        raise _Refused(f"{len(scores)} scores for {samples} samples")
+        raise _PermanentFault(f"{len(scores)} scores for {samples} samples")
     found = []
     for n, score in enumerate(scores):
         try:
             value, parts = read_return(score, f"score {n} of {samples}:")
         except BadReturn as error:
-            raise _Refused(str(error)) from None
+            raise _PermanentFault(str(error)) from None
         found.append(Score(value, {one_line(name, LONGEST_PART): part for name, part in parts.items()}))
     return found

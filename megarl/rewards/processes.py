@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
-from megarl.rewards.score import Request, Score
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
@@ -30,7 +30,7 @@ GRACE_S = 1.0  # after the time of a sample, for the process to say itself that 
 
 def check(settings: RewardSettings) -> None:
     """Imports the verifier in a scoring process. ConfigError where that fails: `reward.source.path: cannot import module 'x': ...`."""
-    process = _Process(settings)
+    process = _ScoringProcess(settings)
     try:
         process.wait_ready()
     finally:
@@ -45,7 +45,7 @@ class ProcessScorer:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
-        self._processes = [_Process(settings) for _ in range(settings.workers)]
+        self._processes = [_ScoringProcess(settings) for _ in range(settings.workers)]
 
     @property
     def guarantee(self) -> str:
@@ -57,7 +57,7 @@ class ProcessScorer:
         """The scoring processes as they are now; one that was late or died has been replaced."""
         return [process.pid for process in self._processes]
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0 where `require_finished` says so.
 
         Raises ConfigError where the verifier cannot be loaded, RuntimeError where a scoring process does not start.
@@ -72,7 +72,7 @@ class ProcessScorer:
         for place, process in enumerate(self._processes):
             if process.lost_idle:
                 process.kill()
-                self._processes[place] = _Process(self.settings)
+                self._processes[place] = _ScoringProcess(self.settings)
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
             while len(scores) < len(requests):
@@ -99,7 +99,7 @@ class ProcessScorer:
             if process.pending:
                 scores[process.pending.popleft()] = Score(0.0, {}, error)
                 waiting.extendleft(reversed(process.pending))
-            self._processes[place] = _Process(self.settings)
+            self._processes[place] = _ScoringProcess(self.settings)
 
     def close(self) -> None:
         """End the scoring processes. Can be called twice."""
@@ -113,7 +113,7 @@ class ProcessScorer:
         self.close()
 
 
-class _Process:
+class _ScoringProcess:
     """One scoring process and what it is busy with."""
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -140,7 +140,7 @@ class _Process:
         """It has ended, or was stopped, while it had nothing to do: no sample is to pay for that."""
         return self.idle and (self.sandboxed.ended() is not None or self.sandboxed.stopped())
 
-    def give(self, work: list[tuple[int, Request]]) -> None:
+    def give(self, work: list[tuple[int, ScoreRequest]]) -> None:
         self.pending.extend(number for number, _ in work)
         self.deadline = time.monotonic() + self.timeout_s + GRACE_S
         self._send([(number, (ask.prompt, ask.response, ask.answer, ask.meta)) for number, ask in work])

@@ -13,7 +13,7 @@ MOST_KINDS, LONGEST_KIND = 16, 60
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScoreRequest:
     """One response to score."""
 
     prompt: str
@@ -47,7 +47,7 @@ class RewardUnavailable(Stopped):
 class Scorer(Protocol):
     """Scores responses by their text. A context manager: what it has started ends with it."""
 
-    def score(self, requests: Sequence[Request]) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order; returns or raises in bounded time.
 
         A response that cannot be judged scores 0 with `Score.error`; RewardUnavailable where none can be, and nothing is scored then.

@@ -35,7 +35,7 @@ LINGER_S = 2.0  # for the rest of a body that is not wanted: its client reads th
 ACCEPT_S, END_S = 0.1, 2.0  # pause where there is no descriptor left; longest time for the last answers
 
 
-class Model(Protocol):
+class ServedModel(Protocol):
     """What scores. Each method is called in one thread, one call at a time; the two may run at the same time."""
 
     def read(self, samples: Sequence[Any]) -> list[Any]:
@@ -63,13 +63,21 @@ class _Asked:
     scores: asyncio.Future[list[float]]
 
 
-class Server:
+class RewardServer:
     """Listens from the beginning, and answers inside a `with`, in threads of its own: signals stay with the caller's.
 
-    Raises OSError where it cannot listen.
+    Args:
+        model: what scores.
+        host: an address of this machine.
+        port: 0 lets the system choose; `port` says which it is.
+        path: of the URL.
+        token: that clients must show; None: they need none.
+
+    Raises:
+        OSError: it cannot listen.
     """
 
-    def __init__(self, model: Model, host: str, port: int, path: str, token: str | None) -> None:
+    def __init__(self, model: ServedModel, host: str, port: int, path: str, token: str | None) -> None:
         self._model, self._path = model, path
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._socket = socket.create_server((host, port), backlog=BACKLOG)

@@ -89,6 +89,21 @@ class Engine(Protocol):
             ConfigError: in one line.
         """
 
+    @staticmethod
+    def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+        """Sizes the cache of a CPU engine, where the user has not.
+
+        Args:
+            hf: config.json of the model.
+            dtype: of its weights and activations.
+            settings: of the engine.
+            most_mb: for all sequences that run at once; a single one gets more where it needs it.
+
+        Returns:
+            The settings with that cache; of an engine that needs none, as they are.
+        """
+        return settings
+
     async def start(
         self,
         model: Path,

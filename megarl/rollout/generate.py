@@ -59,8 +59,17 @@ class Generated:
 
 
 def request_seed(seed: int, prompt_id: int | str, sample: int, turn: int = 0) -> int:
-    """The seed of one response: 63 bits that depend on the call's seed, the prompt, the sample's number and the turn in it, and on nothing
-    else."""
+    """The seed of one response, which depends on nothing else.
+
+    Args:
+        seed: of the call.
+        prompt_id: the caller's name for the prompt.
+        sample: which of the responses to it.
+        turn: which of an episode's turns.
+
+    Returns:
+        63 bits.
+    """
     text = (f"{seed}/{prompt_id!r}/{sample}" + (f"/{turn}" if turn else "")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -97,7 +106,15 @@ async def generate(responder: Responder, prompts: Sequence[TokenPrompt], samplin
 
 
 def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sampling, seed: int) -> Request:
-    """What an engine is asked: `max_tokens` more after `tokens`, in the way of `sampling`."""
+    """What an engine is asked for one response.
+
+    Args:
+        id_: the caller's name for it.
+        tokens: the prompt.
+        max_tokens: most that may follow.
+        sampling: how they are drawn.
+        seed: of the draws.
+    """
     return Request(
         id_,
         tokens,
@@ -113,7 +130,13 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
 
 
 def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays."""
+    """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays.
+
+    Args:
+        said: the response.
+        sampling: how it was asked for; has the texts and tokens that end responses.
+        tokenizer: of the model.
+    """
     tokens = said.tokens[said.prompt_length :].tolist()
     ends = (tokenizer.eos_token_id, *sampling.stop_token_ids)
     return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))

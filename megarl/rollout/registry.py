@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config import RolloutSettings
 from megarl.imports import find
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import Engine
 
 ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 """`rollout.engine.type` -> "module:Class" of a megarl.rollout.engine.Engine."""
 
 
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """ConfigError, before any process starts, where the chosen engine could not run the model of this config.json."""
-    engine: Any = find(ENGINES[settings.engine.type])
-    engine.check(hf, dtype, settings, gpu=gpu)
+    """Asks the chosen engine whether it could run a model.
+
+    Args:
+        hf: config.json of the model.
+        dtype: of its weights and activations, "float32" or "bfloat16".
+        settings: of the engine.
+        gpu: whether it has GPUs.
+
+    Raises:
+        ConfigError: it could not; before any process starts.
+    """
+    engine_type(settings).check(hf, dtype, settings, gpu=gpu)
+
+
+def engine_type(settings: RolloutSettings) -> type[Engine]:
+    """The class of the chosen engine."""
+    return cast("type[Engine]", find(ENGINES[settings.engine.type]))

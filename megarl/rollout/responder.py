@@ -81,7 +81,7 @@ class Responder:
             await self._engine.submit(new, self._timeout_s)
         except Exception as error:
             for request in new:
-                self._settle(request.id, error)
+                self._resolve(request.id, error)
         if self._taken and not self._receiving:
             self._receiving = True
             self._start(self._receive())
@@ -94,11 +94,11 @@ class Responder:
                 if not finished:
                     await self._give_up()
                 for one in finished:
-                    self._settle(one.id, one.sample)
+                    self._resolve(one.id, one.sample)
                 await asyncio.sleep(0)
         except Exception as error:
             for number in list(self._taken):
-                self._settle(number, error)
+                self._resolve(number, error)
         finally:
             self._receiving = False
 
@@ -111,11 +111,11 @@ class Responder:
         await self._engine.abort(list(self._taken), _WITHDRAW_S)
         while self._taken and (finished := await self._engine.receive(_WITHDRAW_S)):
             for one in finished:
-                self._settle(one.id, one.sample)
+                self._resolve(one.id, one.sample)
         if self._taken:
             raise late
 
-    def _settle(self, number: RequestId, result: Sample | Exception) -> None:
+    def _resolve(self, number: RequestId, result: Sample | Exception) -> None:
         future = self._taken.pop(number)
         if future.done():  # who asked has been cancelled
             return

@@ -104,7 +104,7 @@ def _landlock(readable: list[str], scratch: str, network: bool) -> None:
 
 
 def _keep(channel: Channel) -> None:
-    """Goes on in a child. This process stays behind as its keeper: it ends with the run, and all descendants of the child with it."""
+    """Goes on in a child. This process stays behind as its parent: it ends with the run, and all descendants of the child with it."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become its children
     child = os.fork()
     if child == 0:

@@ -44,7 +44,13 @@ def check(settings: SandboxSettings, key: str) -> None:
 
 
 def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> str:
-    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`."""
+    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`.
+
+    Args:
+        settings: a section `sandbox`.
+        key: its dotted key.
+        code: "module" of functions that the processes import.
+    """
     check(settings, key)
     return _way(settings, code).guarantee
 
@@ -167,7 +173,7 @@ class SandboxedProcess:
             with suppress(psutil.Error):  # it has ended by itself
                 for inner in psutil.Process(self._child.pid).children():
                     inner.kill()
-        # Without namespaces a keeper ends the others, which SIGKILL would not let it do.
+        # Without namespaces the parent inside ends the others, which SIGKILL would not let it do.
         for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
             self._child.send_signal(number)
             try:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from megarl.cli import VERBS
 from megarl.cluster.allocation import NODES
 from megarl.cluster.demand import demand
-from megarl.cluster.placement import Node, NoRoom, place
+from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import ConfigError, RunSettings
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
@@ -62,7 +63,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> None:
         if not asked:
             raise
         print(f"megarl: not compared with the cluster: {error}", file=sys.stderr)
-    check_filled(job, config, cpus)
+    check_filled(job, demand(config), cpus)
     with tempfile.TemporaryDirectory() as directory:
         planned: dict[str, Any] = {"nodes": [f"node {n}" for n in range(job.nodes)], "needed": job.nodes, "gpus": job.gpus_per_node}
         Path(directory, NODES).write_text(json.dumps(planned))
@@ -131,26 +132,25 @@ def check_partition(job: Job, partition: Partition) -> None:
         raise ConfigError(f"slurm: --nodes {job.nodes}{spare}: partition {partition.name} has {fitting}{of}")
 
 
-def check_filled(job: Job, config: RunSettings, cpus: int | None) -> None:
+def check_filled(job: Job, kinds: Sequence[ProcessKind], cpus: int | None) -> None:
     """ConfigError where the run's processes do not fit on the nodes, or leave GPUs or nodes without work.
 
     Args:
         job: what is asked of Slurm.
-        config: of the run.
+        kinds: the run's, of `demand`.
         cpus: of a node, as far as it is known.
     """
-    kinds = demand(config)
     try:
         places = place(kinds, [Node(f"node {n}", cpus or sys.maxsize, job.gpus_per_node) for n in range(job.nodes)])
     except NoRoom as error:
         raise ConfigError(f"slurm: --nodes {job.nodes}: {error}") from None
     used, there_are = sum(kind.processes * kind.gpus for kind in kinds), job.nodes * job.gpus_per_node
     if used < there_are:
-        raise ConfigError(f"slurm: --nodes {job.nodes}: of {there_are} GPUs the run uses {used} ({_words(config)}); the others would idle")
+        raise ConfigError(f"slurm: --nodes {job.nodes}: of {there_are} GPUs the run uses {used} ({_words(kinds)}); the others would idle")
     busy = {name for names in places for name in names}
     if cpus is not None and len(busy) < job.nodes:
-        raise ConfigError(f"slurm: --nodes {job.nodes}: the run's processes ({_words(config)}) fit on {len(busy)} of {cpus} CPUs each")
+        raise ConfigError(f"slurm: --nodes {job.nodes}: the run's processes ({_words(kinds)}) fit on {len(busy)} of {cpus} CPUs each")
 
 
-def _words(config: RunSettings) -> str:
-    return ", ".join(f"{kind.name} {kind.processes}{f'x{kind.gpus}' if kind.gpus else ''}" for kind in demand(config))
+def _words(kinds: Sequence[ProcessKind]) -> str:
+    return ", ".join(f"{kind.name} {kind.processes}{f'x{kind.gpus}' if kind.gpus else ''}" for kind in kinds)

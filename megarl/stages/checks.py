@@ -17,9 +17,11 @@ from megarl.checkpoints.steps import trusted
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.placement import Node, NoRoom, place
+from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import (
+    ClusterSettings,
     ConfigError,
+    CriticSettings,
     EvalConfig,
     Layout,
     MixtureSource,
@@ -32,6 +34,7 @@ from megarl.config import (
     ReasoningGymSource,
     RewardSettings,
     RolloutSettings,
+    RoutingSettings,
     RunSettings,
     TrainConfig,
     alone,
@@ -89,7 +92,7 @@ class Data:
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
-    check_directory(config)
+    check_directory(config.run_dir, config.directory)
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
@@ -104,12 +107,12 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     return hf
 
 
-def check_directory(config: RunSettings) -> None:
-    """ConfigError where the run's directory could not be made, or not be written to."""
-    there = next(path for path in (config.directory, *config.directory.absolute().parents) if os.path.lexists(path))
+def check_directory(run_dir: Path, directory: Path) -> None:
+    """ConfigError where the run's directory, which is inside `run_dir`, could not be made, or not be written to."""
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        key = "name" if config.run_dir.is_dir() else "run_dir"
-        raise ConfigError(f"{key}: {config.directory}: {there} is no directory that can be written to")
+        key = "name" if run_dir.is_dir() else "run_dir"
+        raise ConfigError(f"{key}: {directory}: {there} is no directory that can be written to")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -151,7 +154,7 @@ def check_cluster(config: RunSettings) -> None:
     if settings.address is not None:
         return
     if settings.allocation is not None:
-        check_allocation(config, settings.allocation)
+        check_allocation(settings.allocation, settings, demand(config))
         return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
@@ -160,14 +163,14 @@ def check_cluster(config: RunSettings) -> None:
         check_gpus(config, gpus_here())
 
 
-def check_allocation(config: RunSettings, directory: Path) -> None:
-    """ConfigError where the job has not `config`'s GPUs, or its nodes would not reach each other."""
-    allocation, settings = Allocation.read(directory), config.cluster
+def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
+    """ConfigError where the job has not the GPUs of `kinds`, or its nodes would not reach each other. `directory`: of the allocation."""
+    allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
         raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
     if settings.gpus:
         try:
-            place(demand(config), [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
+            place(kinds, [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
         except NoRoom as error:
             raise ConfigError(f"cluster.allocation: {error}") from None
 
@@ -242,20 +245,20 @@ def _scored_by_gym(reward: RewardSettings) -> bool:
     return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
 
 
-def check_routing(hf: dict[str, Any], config: TrainConfig) -> None:
+def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
     """ConfigError where experts are to be replayed in a model that has none, or compared or replayed where routers cannot be followed."""
-    critic, megatron = config.critic if config.routing.critic else None, config.model.megatron
+    critic, megatron = critic if routing.critic else None, model.megatron
     sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
-    if config.routing.replay == "off" and not config.routing.critic:
-        if config.routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
+    if routing.replay == "off" and not routing.critic:
+        if routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
             name = "moe_router_load_balancing_type" if sinkhorn else "moe_router_fusion"
             raise ConfigError(
-                f"routing.sample={config.routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
+                f"routing.sample={routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
             )
         return
-    replayed = [] if config.routing.replay == "off" else [(f"routing.replay={config.routing.replay}", "model.path", config.model.path, hf)]
+    replayed = [] if routing.replay == "off" else [(f"routing.replay={routing.replay}", "model.path", model.path, hf)]
     if critic is not None:
-        own = ("model.path", config.model.path) if critic.path is None else ("critic.path", critic.path)
+        own = ("model.path", model.path) if critic.path is None else ("critic.path", critic.path)
         replayed.append(("routing.critic=true", *own, directory.read_config(own[1])))
     for key, where, path, its in replayed:
         if not family_of(its).fields(its).get("num_moe_experts"):
@@ -285,11 +288,12 @@ def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
             raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
 
 
-def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout) -> None:
+def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
     """Checks a critic or reward model against the policy. It may be of another size.
 
     Args:
-        config: of the run.
+        policy: the section `model`.
+        rollout: has the lengths.
         path: the model's Hugging Face directory.
         key: the setting that gave it.
         layout: of the ranks that will hold it.
@@ -297,13 +301,13 @@ def check_value_model(config: TrainConfig, path: Path, key: str, layout: Layout)
     Raises:
         ConfigError: starting with `key`: it is not whole, cannot be laid out, or reads other tokens than the policy writes, or fewer.
     """
-    hf = check_checkpoint(path, head="value", key=key, drop_mtp=config.model.drop_mtp)
+    hf = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
     try:
-        check_layout(hf, layout, config.model.megatron)
+        check_layout(hf, layout, policy.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
-    check_same_tokenizer(path, key, config.model.path, "model.path")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    check_same_tokenizer(path, key, policy.path, "model.path")
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
         raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
 
@@ -319,11 +323,11 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
     hf, data = check_model(config), list[Data]()
     refuse_all(
-        lambda: check_base(config, hf),
+        lambda: check_base(config.model, hf),
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
-        lambda: check_routing(hf, config),
-        lambda: check_transport(config),
+        lambda: check_routing(hf, config.model, config.routing, config.critic),
+        lambda: check_transport(config.sync.transport, config.placement.engines, gpus=config.cluster.gpus),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),
         lambda: check_fits(config),
@@ -341,22 +345,21 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     return data[0]
 
 
-def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
     """ConfigError where `model.base` is not whole, or another architecture."""
-    if config.model.base is None:
+    if settings.base is None:
         return
-    base = check_checkpoint(config.model.base, key="model.base", drop_mtp=config.model.drop_mtp)
+    base = check_checkpoint(settings.base, key="model.base", drop_mtp=settings.drop_mtp)
     if base["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {config.model.base} is of another architecture than model.path={config.model.path}")
+        raise ConfigError(f"model.base: {settings.base} is of another architecture than model.path={settings.path}")
 
 
-def check_transport(config: TrainConfig) -> None:
-    """ConfigError where weights cannot go that way."""
-    if NEEDS_GPUS[config.sync.transport] != config.cluster.gpus:
-        fitting = ", ".join(name for name, gpus in NEEDS_GPUS.items() if gpus == config.cluster.gpus)
-        gpus = str(config.cluster.gpus).lower()
-        raise ConfigError(f"sync.transport={config.sync.transport} does not go with cluster.gpus={gpus} (these do: {fitting})")
-    if config.sync.transport == "cuda_ipc" and config.placement.engines == "apart":
+def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
+    """ConfigError where weights cannot go that way: `sync.transport`, to engines that stand as `placement.engines` says."""
+    if NEEDS_GPUS[transport] != gpus:
+        fitting = ", ".join(name for name, needed in NEEDS_GPUS.items() if needed == gpus)
+        raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")
+    if transport == "cuda_ipc" and engines == "apart":
         raise ConfigError(
             "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
             "placement.engines=shared)"
@@ -370,13 +373,14 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         if config.critic.path is None:
             check_layout(hf, layout, config.model.megatron)
         else:
-            check_value_model(config, config.critic.path, "critic.path", layout)
+            check_value_model(config.model, config.rollout, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
         check_layout(hf, config.placement.reference, config.model.megatron)
     if isinstance(config.reward.source, ModelReward):
-        check_value_model(config, config.reward.source.path, "reward.source.path", config.placement.reward or config.layout)
-        check_trained_head(config.reward.source.path, "reward.source.path")
-        read_range(config.reward.source.path, "reward.source.path")
+        path, key, layout = config.reward.source.path, "reward.source.path", config.placement.reward or config.layout
+        check_value_model(config.model, config.rollout, path, key, layout)
+        check_trained_head(path, key)
+        read_range(path, key)
 
 
 def check_value(config: TrainConfig) -> Data:

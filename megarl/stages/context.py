@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from megarl.cluster.demand import processes
+from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import ray_session
 from megarl.config import RunSettings, TrainConfig
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
+from megarl.workers.copies import Copies
 from megarl.workers.engines import Engines
-from megarl.workers.keeper import Copies
 from megarl.workers.model_groups import ModelGroups, start
 
 
@@ -23,7 +23,7 @@ def session(config: RunSettings, run: Run) -> Iterator[None]:
     """The Ray session of a run, whose start it tells."""
     with ExitStack() as stack:
         with run.starting("Ray"):
-            stack.enter_context(ray_session(config.cluster, processes(config)))
+            stack.enter_context(ray_session(config.cluster, processes(demand(config))))
         yield
 
 

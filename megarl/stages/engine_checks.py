@@ -15,7 +15,7 @@ from megarl.stages.checks import HeldOut, check_length, check_model, check_promp
 
 
 @dataclass(frozen=True)
-class Asked:
+class PairPrompts:
     """The prompts of both files."""
 
     train: Sequence[Prompt]
@@ -32,7 +32,7 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
     return check_sets(config)
 
 
-def check_pairs(config: PairsConfig) -> Asked:
+def check_pairs(config: PairsConfig) -> PairPrompts:
     """All checks of `megarl pairs`; the prompts of both files."""
     check_engines_alone(config, "pairs")
     if isinstance(config.reward.source, ModelReward):
@@ -41,7 +41,7 @@ def check_pairs(config: PairsConfig) -> Asked:
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
     check_reward(config.reward)
-    data = Asked(
+    data = PairPrompts(
         train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
         eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
     )

@@ -10,7 +10,7 @@ from megarl.config import EvalConfig
 from megarl.observe.estimates import SetResult, estimated
 from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.run import Run
-from megarl.observe.samples import Record, record
+from megarl.observe.samples import SampleRecord, record
 from megarl.observe.summary import rates, write_json
 from megarl.response import Response
 from megarl.restarts import Restarts
@@ -61,7 +61,7 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
     return run.evaluated(when, results, merge(metrics), step)
 
 
-def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[Record]]:
+def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[SampleRecord]]:
     """What a set says of the weights: the estimates, the metrics beside them, the responses."""
     kinds = [(one.n, one.temperature)] + ([(1, 0.0)] if one.greedy else [])
     judged = []

@@ -13,7 +13,7 @@ from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
-from megarl.stages.rollout import Collected, Group, scored
+from megarl.stages.rollout import Group, StepGroups, scored
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import Dispatcher, NoEngine
 from megarl.workers.engines import call_seed
@@ -21,7 +21,7 @@ from megarl.workers.engines import call_seed
 POLL_S = 0.005
 LOOK_S = 0.05  # how long prompts that begin may wait to be handed out
 STOP_S = 60.0  # longest wait for what is being scored where a run ends
-Asked = tuple[int, int]
+GroupId = tuple[int, int]
 """The name of a group: the step for which it was asked for, and its number in that."""
 
 
@@ -36,23 +36,23 @@ class Schedule:
 
     def __init__(self, wanted: int, max_lag: int) -> None:
         self._wanted, self._lag = wanted, max_lag
-        self._latest: dict[Asked, int] = {}  # for each group, the last update count at which it may still be learned from
-        self._done: set[Asked] = set()
+        self._latest: dict[GroupId, int] = {}  # for each group, the last update count at which it may still be learned from
+        self._done: set[GroupId] = set()
 
     @property
     def room(self) -> int:
         """How many more may begin."""
         return (self._lag + 1) * self._wanted - len(self._latest)
 
-    def begin(self, name: Asked, learned: int) -> None:
+    def begin(self, name: GroupId, learned: int) -> None:
         """A group begins after so many updates."""
         self._latest[name] = learned + self._lag
 
-    def end(self, name: Asked) -> None:
+    def end(self, name: GroupId) -> None:
         """A group is done."""
         self._done.add(name)
 
-    def take(self, learned: int) -> list[Asked] | None:
+    def take(self, learned: int) -> list[GroupId] | None:
         """What the step after so many updates learns from: the oldest groups that are done. None: it has to wait for older ones.
 
         It waits where the steps that then follow could not take all others in time.
@@ -86,8 +86,8 @@ class Flow:
         self._schedule = Schedule(ctx.config.train.prompts_per_step, rollout.max_lag)
         self._reward = ctx.train_reward.on(state.scale)
         self._work: Dispatcher = ctx.engines.work()
-        self._pool: dict[Asked, Group] = {}
-        self._arrived: deque[tuple[Asked, list[Response], list[Score] | None]] = deque()
+        self._pool: dict[GroupId, Group] = {}
+        self._arrived: deque[tuple[GroupId, list[Response], list[Score] | None]] = deque()
         self._scores: list[Score] = []  # since the last step
         self._error: BaseException | None = None
         self._counted_s = 0.0  # of what engines had to do
@@ -97,7 +97,7 @@ class Flow:
             self._add(group, max(0, min(versions) - frozen) if versions else state.learned)
         self._start()
 
-    def take(self) -> Collected:
+    def take(self) -> StepGroups:
         """The next step's groups. The ranks wait, with the weights of the last sync. Raises what the engines or the reward fail with."""
         state = self._state
         for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
@@ -111,9 +111,9 @@ class Flow:
             self._gather(ranks_wait=True)
         self._ctx.run.failures(self._scores)
         self._scores = []
-        return Collected([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
+        return StepGroups([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
-    def settle(self, *, sync_follows: bool) -> None:
+    def after_update(self, *, sync_follows: bool) -> None:
         """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
         self._gather(ranks_wait=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
@@ -151,7 +151,7 @@ class Flow:
             for (asked, group), own in zip(waiting.items(), found, strict=True):
                 self._keep(asked, group.responses, own)
 
-    def _keep(self, asked: Asked, responses: list[Response], scores: list[Score] | None) -> None:
+    def _keep(self, asked: GroupId, responses: list[Response], scores: list[Score] | None) -> None:
         self._pool[asked] = replace(self._pool[asked], responses=responses, scores=scores or [])
         if scores is not None:
             self._schedule.end(asked)

@@ -26,13 +26,11 @@ from megarl.data.columns import at
 from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
-from megarl.imports import find
 from megarl.models.families import check_checkpoint
-from megarl.rollout.engine import Engine, RolloutError
+from megarl.rollout.engine import RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
-from megarl.rollout.registry import ENGINES, check_engine
+from megarl.rollout.registry import check_engine, engine_type
 from megarl.rollout.responder import Responder
-from megarl.rollout.vllm.checks import cache_mb
 from megarl.stdout import say
 from megarl.text import escaped
 
@@ -58,7 +56,7 @@ OPTIONS = {  # what the options are called where they are checked
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What passed every check."""
 
     model: Path
@@ -115,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def check(given: argparse.Namespace) -> Job:
+def check(given: argparse.Namespace) -> GenerateJob:
     """Everything that can be refused before the engine starts. ConfigError, in the words of a configuration."""
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
@@ -158,11 +156,10 @@ def check(given: argparse.Namespace) -> Job:
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
-        most = cache_mb(hf, dtype, settings, settings.max_num_seqs)
-        settings = settings.model_copy(update={"kv_cache_mb": max(min(most, CACHE_MB), cache_mb(hf, dtype, settings, 1))})
+        settings = engine_type(settings).with_cache(hf, dtype, settings, CACHE_MB)
     check_engine(hf, dtype, settings, gpu=gpu)
     sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
-    return Job(model, tokenizer, prompts, settings, sampling, dtype, gpu)
+    return GenerateJob(model, tokenizer, prompts, settings, sampling, dtype, gpu)
 
 
 def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
@@ -194,7 +191,18 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """The rows as the model reads them: through `template`, else its chat template, else as they stand."""
+    """The rows as the model reads them.
+
+    Args:
+        tokenizer: of the model.
+        rows: the prompts.
+        system: a message before each, in a chat.
+        template: with "{prompt}" in it; None: the model's chat template, if it has one.
+        most: tokens that a prompt may have.
+
+    Raises:
+        ConfigError: one of them is longer, or cannot be rendered.
+    """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
 
@@ -202,11 +210,10 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
 class Speaker:
     """An engine of this process with the job's model; a context manager. Its stderr is shown only if it fails."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerateJob) -> None:
         self.job = job
         self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
-        make: Any = find(ENGINES[job.settings.engine.type])
-        self._engine: Engine = make("the engine")
+        self._engine = engine_type(job.settings)("the engine")
         self._responder = Responder(self._engine, job.settings.timeout_s)
 
     def __enter__(self) -> Speaker:

@@ -13,29 +13,29 @@ import ray
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
-from megarl.response import Episode, Response
+from megarl.response import EpisodeSummary, Response
 from megarl.rewards.score import Score
-from megarl.stages.rollout import Collected, Group
+from megarl.stages.rollout import Group, StepGroups
 from megarl.workers.response_file import ARRAYS, EXPERTS, META, ResponseFile
 
 Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""
 
 
-def dump(collected: Collected, stages: Stages) -> ResponseFile:
+def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
     """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
 
     stages: how the experts are split over the pipeline stages.
     """
     groups = []
-    for group in collected.groups:
+    for group in step_groups.groups:
         scores = [asdict(score) for score in group.scores]
         groups.append((group.responses, {"place": group.place, "scores": scores, "greedy": group.greedy, "asked": group.asked}))
     layers = [layer for stage in stages for layer in stage]
-    return ResponseFile(groups, collected.counts, sorted(range(len(layers)), key=layers.__getitem__))
+    return ResponseFile(groups, step_groups.counts, sorted(range(len(layers)), key=layers.__getitem__))
 
 
-def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> Collected:
+def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> StepGroups:
     """What a file of `dump` holds, in this session's object store. It is read response by response.
 
     Args:
@@ -56,7 +56,7 @@ def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> Coll
             )
             for one in meta["groups"]
         ]
-    return Collected(groups, meta["counts"])
+    return StepGroups(groups, meta["counts"])
 
 
 def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
@@ -80,6 +80,6 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         experts = [[ray.put(rows[:, [layers.index(layer) for layer in stage]]) for stage in stages]]
     return Response(
         **plain | {"payload": ray.put(sample), "experts": experts},
-        episode=None if episode is None else Episode(**episode),
+        episode=None if episode is None else EpisodeSummary(**episode),
         weight_versions=tuple(versions),
     )

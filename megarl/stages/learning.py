@@ -26,7 +26,7 @@ from megarl.stages.context import session
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
-from megarl.workers.keeper import Copies
+from megarl.workers.copies import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
 
@@ -139,7 +139,14 @@ class LearnContext:
 
 
 def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the model that is left."""
+    """All steps of a run, from the beginning or from a checkpoint; saves the model that is left.
+
+    Args:
+        stage: what is learned, and how.
+        ctx: of the run.
+        state: at the beginning of the run.
+        resume: the checkpoint, which `state` then takes over; None: the run begins.
+    """
     config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
     checkpoints = Checkpoints(config, config.section, run, learners)
     if resume is not None:
@@ -184,7 +191,14 @@ def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Met
 def learn_pairs(
     config: RmConfig | DpoConfig, objective: Objective, pairs: Pairs, finish: Callable[[Path, Mapping[str, float]], None] | None = None
 ) -> None:
-    """`learn` from pairs of responses."""
+    """`learn` from pairs of responses.
+
+    Args:
+        config: of the stage.
+        objective: its loss.
+        pairs: to learn from, and held out.
+        finish: see `learn`.
+    """
 
     def plan(chosen: Sequence[Preference]) -> MiniBatch:
         samples = [sample(side) for pair in chosen for side in (pair.chosen, pair.rejected)]

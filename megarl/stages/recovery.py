@@ -19,7 +19,7 @@ from megarl.observe.run import Run
 from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
-from megarl.workers.keeper import Copies
+from megarl.workers.copies import Copies
 
 # Faults that restarting the ranks may cure. Any other would come back.
 CURABLE = (WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS)
@@ -99,7 +99,13 @@ def _ray_is_gone(fault: Exception) -> bool:
 def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
     """The checkpoint, if every byte of it is as it was written, or the newest before it of which that is true; all machines read.
 
-    ConfigError, as `find` raises it, where there is none. See `recovering` for the arguments.
+    Args:
+        resume: the checkpoint; a copy in memory is taken as it is.
+        ctx: of the run.
+        find: see `recovering`.
+
+    Raises:
+        ConfigError: as `find` raises it, where there is none.
     """
     damaged = set[Path]()
     while resume.copy is None:
@@ -144,7 +150,13 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
 
 
 def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path]) -> ResumePoint | None:
-    """The copy in memory or the newest checkpoint, whichever is of the later step: a copy may have found no room for many steps."""
+    """The copy in memory or the newest checkpoint, whichever is of the later step: a copy may have found no room for many steps.
+
+    Args:
+        copied: the copy's step and its record; None where there is none.
+        find: see `recovering`.
+        damaged: step directories that do not count.
+    """
     if copied is None:
         return find(damaged)
     copy = ResumePoint({}, **copied[1], copy=copied[0])
@@ -156,6 +168,12 @@ def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path])
 
 
 def newest(config: TrainingSettings, verb: str, items: int) -> Find:
-    """Finds what the run itself has saved; what was there before it, and was not to be gone on with, lies elsewhere by now."""
+    """Finds what the run itself has saved; what was there before it, and was not to be gone on with, lies elsewhere by now.
+
+    Args:
+        config: of the run.
+        verb: that the run is of.
+        items: how many it learns from.
+    """
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
     return lambda damaged: resume_point(own, verb, items, damaged)

@@ -12,7 +12,7 @@ from megarl.data.prompts import Prompt
 from megarl.response import Response
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
-from megarl.rewards.score import Request, Score, Scorer
+from megarl.rewards.score import Score, Scorer, ScoreRequest
 from megarl.rewards.sources import open_scorer
 from megarl.workers.model_groups import ModelGroups
 
@@ -79,12 +79,12 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object]) -> Ite
         yield Scorers(settings, train, held_out)
 
 
-def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Request]:
+def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ScoreRequest]:
     """What a verifier needs of each response."""
 
-    def request(prompt: Prompt, response: Response) -> Request:
+    def request(prompt: Prompt, response: Response) -> ScoreRequest:
         played = response.episode
         earned = (0.0, None) if played is None else (played.reward, played.error)
-        return Request(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned)
+        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned)
 
     return [request(prompts[response.prompt], response) for response in responses]

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.config import TrainConfig
+from megarl.config.rewards import OverlongSettings
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
-from megarl.observe.samples import Record, record, spread
+from megarl.observe.samples import SampleRecord, record, spread
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
@@ -45,13 +46,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Collected:
+class StepGroups:
     """What a step learns from: its groups in the order in which they were asked for, and how dynamic sampling went."""
 
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)  # metrics
 
-    def samples(self, most: int) -> list[Record]:
+    def samples(self, most: int) -> list[SampleRecord]:
         """At most so many of the step's responses, to read."""
         pairs = [(group.prompt, *pair) for group in self.groups for pair in zip(group.responses, group.scores, strict=True)]
         return [record(*pairs[index]) for index in spread(len(pairs), most)]
@@ -97,18 +98,18 @@ class RolloutBuffer:
         """Takes the group that was the `number`-th to be asked for."""
         (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
-    def collected(self) -> Collected:
+    def result(self) -> StepGroups:
         """The step's groups."""
         ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
         if self.rounds is None:
-            return Collected(ordered)
+            return StepGroups(ordered)
         counts = {"rollout/sampling_rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
         if len(self._kept) < self.wanted:
             counts["events/dynamic_sampling_exhausted"] = 1.0
-        return Collected(ordered, counts)
+        return StepGroups(ordered, counts)
 
 
-class Collection:
+class RolloutCollector:
     """The work of filling one step's buffer.
 
     Args:
@@ -155,9 +156,9 @@ class Collection:
                 self._score(ready)
         return not self.buffer.full and (ranks or bool(self.work.open) or self.buffer.missing > 0)
 
-    def collected(self) -> Collected:
+    def result(self) -> StepGroups:
         """The step's groups."""
-        return self.buffer.collected()
+        return self.buffer.result()
 
     def _ask(self) -> None:
         """What is missing. The draws of a prompt depend on the step and on its number among those that are asked for in it."""
@@ -189,30 +190,41 @@ class Collection:
 
 
 def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]]) -> list[list[Score]]:
-    """The reward of the responses to each prompt."""
+    """The rewards of responses, shaped as `reward` in the configuration says.
+
+    Args:
+        config: of the run.
+        reward: what scores.
+        prompts: that were asked.
+        answers: the responses to each.
+
+    Returns:
+        The scores in the same shape.
+    """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
-    found = iter([shaped(config, *pair) for pair in zip(responses, reward.scores(prompts, responses), strict=True)])
+    pairs = zip(responses, reward.scores(prompts, responses), strict=True)
+    found = iter([shaped(config.reward.overlong, config.rollout.max_response_tokens, *pair) for pair in pairs])
     return [[next(found) for _ in group] for group in answers]
 
 
 class InProgress(Protocol):
-    """What a step's groups come of: `Collection`, `Rounds`."""
+    """What a step's groups come of: `RolloutCollector`, `Rounds`."""
 
     work: Dispatcher
     scores: list[Score]
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool: ...
 
-    def collected(self) -> Collected: ...
+    def result(self) -> StepGroups: ...
 
 
-def finish(ctx: RunContext, progress: InProgress) -> Collected:
+def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
     """The groups, now: the ranks wait for them, with the weights that the engines have."""
     with ctx.run.phase("rollout"), ctx.engines.finishing(progress.work):
         while progress.proceed(ctx.engines.finished, ranks=True):
             pass
     ctx.run.failures(progress.scores)
-    return progress.collected()
+    return progress.result()
 
 
 def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale | None:
@@ -230,11 +242,17 @@ def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale |
     return RewardScale.of([score_.value for score_ in scores if score_.error is None], settings.clip)
 
 
-def shaped(config: TrainConfig, response: Response, score_: Score) -> Score:
-    """The score with `reward.overlong` applied; the punishment is a part of its own."""
-    overlong = config.reward.overlong
+def shaped(overlong: OverlongSettings | None, longest: int, response: Response, score_: Score) -> Score:
+    """The score with `reward.overlong` applied; the punishment is a part of its own.
+
+    Args:
+        overlong: that section.
+        longest: `rollout.max_response_tokens`.
+        response: what was scored.
+        score_: before the punishment.
+    """
     if overlong is None:
         return score_
-    punishment = overlong.scale * overlong_punishment(response.loss_tokens, config.rollout.max_response_tokens, overlong.buffer_tokens)
+    punishment = overlong.scale * overlong_punishment(response.loss_tokens, longest, overlong.buffer_tokens)
     parts = {**score_.parts, "task": score_.value, "overlong": punishment}
     return replace(score_, value=score_.value + punishment, parts=parts, unshaped=score_.value)

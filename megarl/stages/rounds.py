@@ -14,7 +14,7 @@ from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
-from megarl.stages.rollout import Collected, Draw, Group, scored
+from megarl.stages.rollout import Draw, Group, StepGroups, scored
 from megarl.workers.dispatch import Dispatcher, Segment
 from megarl.workers.engines import call_seed
 
@@ -51,7 +51,7 @@ class Rounds:
         self._begin()
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
-        """As `Collection.proceed`."""
+        """As `RolloutCollector.proceed`."""
         if self.work.open:
             for index, responses in finished(self.work).items():
                 there = {response.index: response for response in self._pool[index].responses}
@@ -69,14 +69,14 @@ class Rounds:
         self._begin()
         return True
 
-    def collected(self) -> Collected:
+    def result(self) -> StepGroups:
         """The step's groups."""
         groups = [group for group in self._pool if group.scores][: self._wanted]
-        return Collected(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
+        return StepGroups(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
         """All others."""
-        chosen = {id(group) for group in self.collected().groups}
+        chosen = {id(group) for group in self.result().groups}
         return [group for group in self._pool if id(group) not in chosen]
 
     def _begin(self) -> None:

@@ -209,7 +209,14 @@ def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, An
 
 
 class Checkpoints:
-    """The saves of one run."""
+    """The saves of one run.
+
+    Args:
+        config: of the run.
+        verb: that the run is of.
+        run: where it is told and timed.
+        models: that are saved and loaded.
+    """
 
     def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
         self._settings, self._config, self._verb, self._run, self._models = config.save, config, verb, run, models

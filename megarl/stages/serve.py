@@ -19,7 +19,7 @@ from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Renderer, Row, checked
 from megarl.data.tokenizer import check_size, encode
 from megarl.http_client import token_of
-from megarl.rewards.server import Server
+from megarl.rewards.server import RewardServer
 from megarl.stages.rank_checks import TOKEN_KEY, check_serve
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
@@ -27,7 +27,13 @@ from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_rank
 
 
 class Service:
-    """The model of `megarl.rewards.server`: tokens of what clients send, and the ranks' scores of them."""
+    """A reward model behind `megarl.rewards.server`: makes tokens of what clients send, and lets the ranks score them.
+
+    Args:
+        micro_batch_tokens: most tokens that a rank reads at once.
+        renderer: makes tokens of prompts.
+        ranks: that hold the model.
+    """
 
     def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: WorkerGroup) -> None:
         self._micro_batch_tokens, self._renderer, self._ranks = micro_batch_tokens, renderer, ranks
@@ -68,12 +74,13 @@ def serve(config: ServeConfig) -> None:
     """Scores until it is interrupted. Raises what its ranks raised, should they fail."""
     renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
-    with ray_session(config.cluster, processes(config)):
-        [places] = reserve_workers(config, demand(config))
+    kinds = demand(config)
+    with ray_session(config.cluster, processes(kinds)):
+        [places] = reserve_workers(config, kinds)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
         service = Service(config.serve.micro_batch_tokens, renderer, ranks)
         token = token_of(config.serve.token_env, TOKEN_KEY)
-        with Server(service, host, config.serve.port, config.serve.path, token) as server:
+        with RewardServer(service, host, config.serve.port, config.serve.path, token) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)
             server.wait()

@@ -13,7 +13,7 @@ from megarl.observe.metrics import Last, Metric
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.context import RunContext
 from megarl.stages.flow import STOP_S, Flow
-from megarl.stages.rollout import Collected, Collection, Group, InProgress, finish
+from megarl.stages.rollout import Group, InProgress, RolloutCollector, StepGroups, finish
 from megarl.stages.rounds import Rounds
 from megarl.stages.train_state import TrainState
 from megarl.workers.dispatch import NoEngine
@@ -41,7 +41,7 @@ class RolloutSource:
         self._failure: RewardUnavailable | None = None
         self._clock, self._busy_s, self._waited_s = time.monotonic(), ctx.engines.busy_s, 0.0
 
-    def next_batch(self) -> Collected:
+    def next_groups(self) -> StepGroups:
         """The groups that the next step learns from. RewardUnavailable where they could not be scored."""
         begun, state = time.monotonic(), self._state
         if self._flow is not None:
@@ -51,17 +51,17 @@ class RolloutSource:
             return taken
         if self._failure is not None:
             raise self._failure
-        collected, self._pool = state.ahead, state.pool
-        if collected is None:
+        groups, self._pool = state.ahead, state.pool
+        if groups is None:
             progress = self._begin(state.step + 1, self._pool)
-            collected, self._pool = finish(self._ctx, progress), _rest(progress)
+            groups, self._pool = finish(self._ctx, progress), _rest(progress)
         if self._ahead and (state.pretraining.active or state.learned + 1 < self._ctx.config.train.steps):
             self._sampler = state.sampler.state()
             self._background = _Background(self._begin(state.step + 2, self._pool))
         self._waited_s += time.monotonic() - begun
-        return collected
+        return groups
 
-    def settle(self, *, sync_follows: bool) -> None:
+    def after_update(self, *, sync_follows: bool) -> None:
         """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights.
 
         sync_follows: they will be. If not, those that are replaced need the weights of the last sync.
@@ -69,7 +69,7 @@ class RolloutSource:
         begun, background, self._background = time.monotonic(), self._background, None
         if self._flow is not None:
             with self._ctx.run.phase("rollout"):
-                self._flow.settle(sync_follows=sync_follows)
+                self._flow.after_update(sync_follows=sync_follows)
         else:
             self._state.ahead, self._state.pool = None, self._pool
         if background is not None:
@@ -81,10 +81,10 @@ class RolloutSource:
         ctx, state = self._ctx, self._state
         if ctx.config.rollout.mode == "budget":
             return Rounds(ctx, state.draw, step, state.scale, pool)
-        return Collection(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
+        return RolloutCollector(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
 
     def _finish(self, background: _Background, sync_follows: bool) -> None:
-        """What was begun becomes the batch ahead. Where it cannot be scored `next_batch` says so, and its prompts are drawn again."""
+        """What was begun becomes the batch ahead. Where it cannot be scored `next_groups` says so, and its prompts are drawn again."""
         ctx, state, progress = self._ctx, self._state, background.progress
         try:
             with ctx.engines.finishing(progress.work, refill=not sync_follows):
@@ -99,7 +99,7 @@ class RolloutSource:
             fault = next(iter(progress.work.lost.values()))
             raise WorkerDied(f"{fault}: no engine is left that has the weights of the batch ahead") from fault
         else:
-            state.ahead, state.pool = progress.collected(), _rest(progress)
+            state.ahead, state.pool = progress.result(), _rest(progress)
 
     def metrics(self) -> dict[str, Metric]:
         """Since the last call: in what share of the time the ranks waited for a batch, and an engine had nothing to do."""

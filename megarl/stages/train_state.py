@@ -17,7 +17,7 @@ from megarl.rewards.scale import RewardScale
 from megarl.stages import in_flight
 from megarl.stages.best import NOTHING, Best
 from megarl.stages.pretraining import ValuePretraining
-from megarl.stages.rollout import Collected, Group
+from megarl.stages.rollout import Group, StepGroups
 from megarl.stages.saving import AHEAD
 from megarl.workers.plan import StepPlan
 from megarl.workers.response_file import ResponseFile
@@ -49,7 +49,7 @@ class TrainState:
         self.kl_coef = config.algorithm.kl_coef
         self.scale: RewardScale | None = None
         self.best = Best(config.directory / BEST)
-        self.ahead: Collected | None = None
+        self.ahead: StepGroups | None = None
         self.pool: list[Group] = []
         self.sampler = Sampler(len(prompts), config.seed, config.data.shuffle)
         self.pretraining = ValuePretraining(config.critic)
@@ -98,8 +98,8 @@ class TrainState:
 
     def files(self) -> dict[str, ResponseFile]:
         """The batch that is ahead, and what has begun beside it."""
-        there = {BATCH: self.ahead, REST: Collected(self.pool) if self.pool else None}
-        return {name: in_flight.dump(collected, self._stages) for name, collected in there.items() if collected is not None}
+        there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
+        return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
         """Gets them back."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from megarl.sync.wire import Name
+    from megarl.sync.wire import TensorName
 
 _BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16"}  # dtype -> integer view
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU. Half as many cost
@@ -109,7 +109,15 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def keys(rows: int, columns: int, row: int, column: int, device: torch.device) -> Tensor:
-    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole."""
+    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole.
+
+    Args:
+        rows: of the matrix.
+        columns: of the matrix.
+        row: of its first element in the whole.
+        column: of its first element in the whole.
+        device: of the result.
+    """
     return _keys(_ROWS, row, rows, device)[:, None] * _keys(_COLUMNS, column, columns, device)
 
 
@@ -175,7 +183,7 @@ class Fingerprinter:
         self._values: list[Tensor] = []  # of one or several tensors each, in the order of the names
         self._extremes: list[Tensor] = []
 
-    def add(self, name: Name, tensor: Tensor) -> None:
+    def add(self, name: TensorName, tensor: Tensor) -> None:
         """Takes one tensor, or several of a stack. Raises ValueError where a name came before."""
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
         for one in names:

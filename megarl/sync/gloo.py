@@ -20,7 +20,15 @@ from megarl.patching import expect
 
 
 def group(store: Store, rank: int, size: int, timeout: timedelta, interface: str) -> ProcessGroupGloo:
-    """This process's member of a group that listens on `interface`; blocks until all members have joined."""
+    """This process's member of a group; blocks until all members have joined.
+
+    Args:
+        store: that they meet at.
+        rank: of this one.
+        size: how many they are.
+        timeout: of joining, and of each collective.
+        interface: that it listens on.
+    """
     return ProcessGroupGloo(store, rank, size, _options(ProcessGroupGloo.create_device(interface=interface), timeout))
 
 

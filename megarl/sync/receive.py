@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.shared_memory import mapped
-from megarl.sync.wire import Header, Name, Rendezvous, broadcast, join, open_cuda, place_of, unpack, unpack_stacks
+from megarl.sync.wire import Header, Rendezvous, TensorName, broadcast, join, open_cuda, place_of, unpack, unpack_stacks
 
 
 class WeightError(ValueError):
@@ -74,7 +74,7 @@ class BucketReceiver:
         """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
         return unpack(self._bytes(header), header)
 
-    def receive_stacks(self, header: Header) -> list[tuple[Name, Tensor]]:
+    def receive_stacks(self, header: Header) -> list[tuple[TensorName, Tensor]]:
         """As `receive`, with the stacks as they were sent."""
         return unpack_stacks(self._bytes(header), header)
 

@@ -27,7 +27,7 @@ from megarl.sync import wire
 from megarl.sync.store import listen_store
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
-Watch = Callable[[Any, Tensor], None]  # (wire.Name, tensor)
+TensorObserver = Callable[[Any, Tensor], None]  # (wire.TensorName, tensor)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Sender:
         """Of the first engine worker, in the broadcast group."""
         return 0 if self._relay is not None else 1
 
-    def send(self, stream: Iterable[tuple[wire.Name, Tensor]], announce: Announce, watch: Watch | None = None) -> Sent:
+    def send(self, stream: Iterable[tuple[wire.TensorName, Tensor]], announce: Announce, watch: TensorObserver | None = None) -> Sent:
         """Moves a stream of tensors to every engine. Returns when all have taken everything.
 
         On any failure the sender is closed and the failure raised.
@@ -127,14 +127,14 @@ class Sender:
         self._buffers, self._group, self._store = [], None, None
 
     def _fill(
-        self, stream: Iterable[tuple[wire.Name, Tensor]], *, keep: bool
-    ) -> Iterator[tuple[wire.Bucket, _Buffer, list[tuple[wire.Name, Tensor]]]]:
+        self, stream: Iterable[tuple[wire.TensorName, Tensor]], *, keep: bool
+    ) -> Iterator[tuple[wire.Bucket, _Buffer, list[tuple[wire.TensorName, Tensor]]]]:
         """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for.
 
         With `keep` each comes with the tensors that it was filled from, until the next one is asked for.
         """
         turn, bucket, buffer = 0, None, None
-        filled = list[tuple[wire.Name, Tensor]]()
+        filled = list[tuple[wire.TensorName, Tensor]]()
         for name, tensor in self._parts(stream):
             if bucket is None or not bucket.fits(tensor):
                 if bucket is not None and buffer is not None:
@@ -151,7 +151,7 @@ class Sender:
         if bucket is not None and buffer is not None:
             yield bucket, buffer, filled
 
-    def _parts(self, stream: Iterable[tuple[wire.Name, Tensor]]) -> Iterator[tuple[wire.Name, Tensor]]:
+    def _parts(self, stream: Iterable[tuple[wire.TensorName, Tensor]]) -> Iterator[tuple[wire.TensorName, Tensor]]:
         """The stream with stacks that no bucket holds in parts that one does."""
         for name, tensor in stream:
             if isinstance(name, str) or tensor.nbytes <= self._capacity:

@@ -25,14 +25,14 @@ from megarl.sync import gloo
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Name = str | list[str]  # of a tensor, or of each of the tensors that are stacked along a first axis
+TensorName = str | list[str]  # of a tensor, or of each of the tensors that are stacked along a first axis
 
 
 @dataclass(frozen=True)
 class Header:
     """What one bucket holds and where its bytes are."""
 
-    names: list[Name]
+    names: list[TensorName]
     dtypes: list[str]  # keys of DTYPES
     shapes: list[list[int]]
     offsets: list[int]  # bytes, multiples of ALIGN
@@ -95,7 +95,7 @@ class Bucket:
         """Whether there is room for one more tensor."""
         return self.nbytes + _aligned(tensor.nbytes) <= len(self._bytes_B)
 
-    def add(self, name: Name, tensor: Tensor) -> None:
+    def add(self, name: TensorName, tensor: Tensor) -> None:
         """Copies a tensor, or a stack, in. Raises ValueError for a dtype that the wire does not carry."""
         if tensor.dtype not in _NAMES:
             raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
@@ -118,7 +118,7 @@ class Bucket:
         return self._bytes_B[: self.nbytes]
 
 
-def each(name: Name, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def each(name: TensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """A tensor as it is, or those of a stack, with their names."""
     return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
 
@@ -128,9 +128,9 @@ def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
     return [one for name, tensor in unpack_stacks(bytes_B, header) for one in each(name, tensor)]
 
 
-def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[Name, Tensor]]:
+def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[TensorName, Tensor]]:
     """As `unpack`, with the stacks as they were sent."""
-    views: list[tuple[Name, Tensor]] = []
+    views: list[tuple[TensorName, Tensor]] = []
     for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
         kind = DTYPES[dtype]
         views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))

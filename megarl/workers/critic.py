@@ -19,7 +19,7 @@ from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum,
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
-    from megarl.parallel.routing import Record, RoutingPass
+    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
     from megarl.workers.model import Model
 
 
@@ -36,9 +36,13 @@ class Critic:
     def __init__(self, model: Model, grid: Grid, together: int, *, replay: bool) -> None:
         self._model, self._grid, self._together, self._replay = model, grid, together, replay and model.topk > 0
 
-    def forward_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`."""
-        joined, lengths = self._joined(batches), [len(batch) for batch in batches]
+    def forward_tokens(self, mini_batches: Sequence[Sequence[Batch]]) -> list[Batch]:
+        """All batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`.
+
+        They are joined within their mini-batch, as the steps join them: of a token, the same rank sees the routers both times.
+        """
+        batches = [batch for mini_batch in mini_batches for batch in mini_batch]
+        joined, lengths = [one for mini_batch in mini_batches for one in self._joined(mini_batch)], [len(batch) for batch in batches]
         with self._follow(record="all") as routing:
             found = {"value": torch.cat([one.extra_T["value"] for one in self._model.forward_tokens(joined, "value", values, routing)])}
         if routing is not None and routing.recorded:
@@ -77,7 +81,7 @@ class Critic:
         own = [batch.without("routed_experts") for batch in batches]
         return [concat(own[first : first + self._together]) for first in range(0, len(own), self._together)]
 
-    def _follow(self, *, replay: bool = False, record: Record = "none") -> AbstractContextManager[RoutingPass | None]:
+    def _follow(self, *, replay: bool = False, record: ExpertsRecorded = "none") -> AbstractContextManager[RoutingPass | None]:
         return self._model.routing.follow("critic_experts", replay=replay, record=record) if self._replay else nullcontext()
 
 

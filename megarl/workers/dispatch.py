@@ -58,7 +58,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _EngineCall:
     wanted: Wanted
     engine: int
     actor: Any  # that the engine was
@@ -92,7 +92,7 @@ class Dispatcher:
         episodes = None if playing is None else playing.environment.max_concurrent
         self._together = min(settings.max_num_seqs, episodes or settings.max_num_seqs)  # responses that an engine works on at a time
         self._queue: deque[Wanted] = deque()
-        self._calls: dict[Any, _Call] = {}  # by the reference that is ready when the responses are
+        self._calls: dict[Any, _EngineCall] = {}  # by the reference that is ready when the responses are
         self._lost: dict[int, tuple[Any, Exception]] = {}  # engines with the actors that they were
         self.busy_s, self._since = 0.0, time.monotonic()
 
@@ -167,7 +167,9 @@ class Dispatcher:
             wanted = self._queue.popleft()
             load[engine] += wanted.responses
             references = wanted.ask(actors[engine], self._playing)
-            self._calls[references[0]] = _Call(wanted, engine, actors[engine], references, time.monotonic() + self._settings.timeout_s)
+            self._calls[references[0]] = _EngineCall(
+                wanted, engine, actors[engine], references, time.monotonic() + self._settings.timeout_s
+            )
 
     def _lose(self, engine: int, actor: Any, fault: Exception) -> None:
         """The unfinished calls of this actor wait again. Raises a fault that another engine would not do without."""

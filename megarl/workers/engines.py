@@ -138,7 +138,13 @@ class Engines:
                     note(f"the environment runs in a sandbox: {guarantee}")
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
-        """The responses to every prompt, in the order of the prompts."""
+        """The responses to every prompt, in the order of the prompts.
+
+        Args:
+            prompts: with their tokens.
+            sampling: how many responses to each, and how they are drawn.
+            experts: which experts are kept with them; None: none.
+        """
         self.take_turn()
         work, answers = self.work(), dict[Any, list[Response]]()
         with self.finishing(work):
@@ -239,7 +245,7 @@ class Engines:
                 found.append(index)
 
             calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
-            self.group.settle(calls, doing, PING_S, failed)
+            self.group.wait_each(calls, doing, PING_S, failed)
         return bool(found)
 
     @contextmanager
@@ -270,7 +276,7 @@ class Engines:
             while opening:
                 calls = dict(opening)
                 opening.clear()
-                self.group.settle(calls, "start", self.starter.config.cluster.start_timeout_s, lost)
+                self.group.wait_each(calls, "start", self.starter.config.cluster.start_timeout_s, lost)
             if self.turns is not None:
                 self.turns.admit()
             if refill:
@@ -306,5 +312,11 @@ def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Rest
 
 
 def call_seed(run_seed: int, step: int, round_: int = 0) -> int:
-    """The seed of one generate call: a function of the run's seed, the step and the sampling round alone."""
+    """The seed of one generate call, which depends on nothing else.
+
+    Args:
+        run_seed: the configuration's `seed`.
+        step: that the responses are for.
+        round_: of dynamic sampling in this step.
+    """
     return (run_seed * 1_000_000 + step) * 1_000 + round_

@@ -26,8 +26,8 @@ from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
+from megarl.workers.copies import Copies
 from megarl.workers.critic import values
-from megarl.workers.keeper import Copies
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import reserve_workers, start_ranks
@@ -87,7 +87,14 @@ def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequen
 
 
 class Learner(MegatronWorker):
-    """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm")."""
+    """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm").
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+        spec: what is optimised, and how.
+    """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: TrainSpec) -> None:
         super().__init__(rank, config, layout)
@@ -261,6 +268,12 @@ class Learners:
 
 
 def start_learners(config: RunSettings, spec: TrainSpec, *, blank: bool = False) -> Learners:
-    """The ranks of `config.layout`, with the models built. `blank`: a checkpoint is loaded next."""
+    """Starts the ranks of `config.layout` and builds the models.
+
+    Args:
+        config: of the run.
+        spec: what is optimised, and how.
+        blank: a checkpoint is loaded next.
+    """
     [places] = reserve_workers(config, demand(config))
     return Learners(config, spec, places, start_ranks(Learner, config, config.layout, places, spec, blank=blank))

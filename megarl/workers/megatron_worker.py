@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 
 class MegatronWorker:
-    """A process of a group of `layout.ranks`, which together hold models. The methods are called on all ranks of the group at once."""
+    """A process of a group of ranks, which together hold models. The methods are called on all ranks of the group at once.
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+    """
 
     _saver: Saver | None = None
     _rolling: RollingCopy | None = None
@@ -125,11 +131,11 @@ class MegatronWorker:
         """Where this process is, for Ray."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def copy(self, keeper: Any, group: str, step: int, last: int) -> None:
-        """Copies the trained models, their optimizers and the random states into memory that a keeper on this machine holds from then on.
+    def copy(self, copy_store: Any, group: str, step: int, last: int) -> None:
+        """Copies the trained models, their optimizers and the random states into memory that this machine's `CopyStore` holds from then on.
 
         Args:
-            keeper: an actor, see `megarl.workers.keeper`.
+            copy_store: that actor.
             group: names this rank's among those that train.
             step: its number.
             last: the step that was copied before; older ones are written over.
@@ -141,15 +147,21 @@ class MegatronWorker:
 
         if self._rolling is None:
             self._rolling = RollingCopy(self._grid)
-        ray.get(keeper.forget.remote((group, self._rank), last))
+        ray.get(copy_store.forget.remote((group, self._rank), last))
         path, size = self._rolling.write(step, last, self.trained())
-        ray.get(keeper.keep.remote((group, self._rank), step, path, size))
+        ray.get(copy_store.keep.remote((group, self._rank), step, path, size))
 
-    def restore(self, keeper: Any, group: str, step: int) -> None:
-        """Goes back to what this rank, in a process before this one, has copied."""
+    def restore(self, copy_store: Any, group: str, step: int) -> None:
+        """Goes back to what this rank, in a process before this one, has copied.
+
+        Args:
+            copy_store: the `CopyStore` of this machine.
+            group: names this rank's among those that train.
+            step: to go back to.
+        """
         from megarl.parallel.checkpoint.rolling import restore
 
-        path, size = ray.get(keeper.place.remote((group, self._rank), step))
+        path, size = ray.get(copy_store.place.remote((group, self._rank), step))
         restore(mapped(path, size), self.trained(), self._grid)
 
     def _model(

@@ -30,7 +30,7 @@ from megarl.parking import Parking
 from megarl.workers.speed import speed, training_flops
 
 # logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
-Read = Callable[[Tensor, Tensor, Batch], Tensor]
+OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
 class Model:
@@ -85,7 +85,7 @@ class Model:
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
         self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
-    def forward_tokens(self, batches: Sequence[Batch], name: str, read: Read, routing: RoutingPass | None = None) -> list[Batch]:
+    def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
         """Runs the model forward and reads one number a token from its output. Collective.
 
         Args:
@@ -122,10 +122,19 @@ class Model:
         return filled
 
     def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn, routing: RoutingPass | None = None) -> tuple[list[Any], StepInfo]:
-        """One optimizer step on the sum of `loss_fn`'s losses; what it returned on the last stage, and what the step did.
+        """One optimizer step on the sum of the micro-batches' losses.
 
-        `routing` follows this model's routers. Raises FloatingPointError where the gradient is not finite, RoutingError where tokens were
-        not replayed; the weights are then as before.
+        Args:
+            batches: the micro-batches of this data-parallel rank.
+            loss_fn: (logits, rows, batch) -> a 0-dim loss, and what to return of it.
+            routing: follows this model's routers.
+
+        Returns:
+            What `loss_fn` returned beside each loss on the last stage, and what the step did.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are as before.
+            RoutingError: tokens were not replayed; the weights are as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
         begun = time.perf_counter()
@@ -155,7 +164,7 @@ class Model:
 
     def park(self) -> None:
         """Moves weights and optimizer off the device. Before its next use the model must `wake`."""
-        self._settle()
+        self._wait_for_weights()
         if self._trainable is not None:
             self._parking.park(self._trainable.gradients(), keep=False)
             self._parking.park(self._trainable.state())
@@ -170,19 +179,19 @@ class Model:
 
     def stream(self, dtype: str | None) -> Any:
         """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
-        self._settle()
+        self._wait_for_weights()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     def saved(self) -> ModelState:
         """The model and its optimizer, as a checkpoint holds them. Collective."""
-        self._settle()
+        self._wait_for_weights()
         return ModelState(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Writes the model as a Hugging Face directory. Collective."""
-        self._settle()
+        self._wait_for_weights()
         save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
 
-    def _settle(self) -> None:
+    def _wait_for_weights(self) -> None:
         if self._trainable is not None:
-            self._trainable.settle()
+            self._trainable.wait_for_weights()

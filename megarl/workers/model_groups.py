@@ -21,12 +21,12 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
-from megarl.config import CheckpointSettings, ModelReward, TrainConfig
-from megarl.observe.metrics import Last, Metric
+from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig
+from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
 from megarl.restarts import Restarts
+from megarl.workers.copies import Copies
 from megarl.workers.engines import Engines, EngineStarter
-from megarl.workers.keeper import Copies
 from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted
@@ -91,17 +91,20 @@ class ModelGroups:
             sync_follows: the engines get new weights before they answer again.
 
         Returns:
-            The plan, and what the log-probs say about the engine's, where the policy has read them.
+            The plan, and what the log-probs say about the engine's, where the policy has read them; what the ranks hold of experts.
         """
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
-        plans = [plan_step(self.config, batch, group.layout.dp, capacity(self.config, group.roles), self.stages) for group in readers]
+        plans = [
+            plan_step(self.config, batch, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
+            for group in readers
+        ]
         running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
             names = [COLUMN[role] for role in group.roles if role in COLUMN]
             self.policy.take(group.columns(*names), *names)
-        return plans[0], metrics[0]
+        return plans[0], merge(metrics)
 
     def advantages(
         self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False
@@ -178,7 +181,7 @@ class ModelGroups:
         created = create_groups(self.config, self.places)
         try:
             if moved or (beginning and self.config.model.base is not None):
-                share_devices(self.config, created, engines)
+                share_devices(self.config.cluster, created, engines)
                 opening = engines.start_again(engine_places)
             if self.turns is not None:
                 engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
@@ -274,15 +277,18 @@ def start(
 ) -> tuple[ModelGroups, Engines]:
     """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
 
-    The engines begin with `model.base` where there is one; engines that fail later are replaced as far as `restarts` allows. `starting` is
-    entered with the name of what is waited for. `blank`: a checkpoint is loaded next.
+    Args:
+        config: of the run. The engines begin with `model.base` where there is one.
+        starting: is entered with the name of what is waited for.
+        restarts: how often engines that fail later are replaced.
+        blank: a checkpoint is loaded next.
     """
     with starting("model ranks"):
         rank_places, engine_places = places_of(config)
         starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
         engines = Engines.create(starter, restarts)
         created = create_groups(config, rank_places)
-        share_devices(config, created, engines)
+        share_devices(config.cluster, created, engines)
         opening = engines.open()
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
@@ -294,10 +300,16 @@ def start(
     return models, engines
 
 
-def share_devices(config: TrainConfig, created: Sequence[ActorGroup], engines: Engines) -> None:
-    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them."""
-    if engines.turns is not None and engines.starter is not None and config.cluster.gpus:
-        devices = created[0].call("devices", timeout_s=config.cluster.start_timeout_s)
+def share_devices(cluster: ClusterSettings, created: Sequence[ActorGroup], engines: Engines) -> None:
+    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them.
+
+    Args:
+        cluster: the section `cluster`.
+        created: the groups of ranks, the policy's first.
+        engines: that are to start.
+    """
+    if engines.turns is not None and engines.starter is not None and cluster.gpus:
+        devices = created[0].call("devices", timeout_s=cluster.start_timeout_s)
         engines.starter.devices = [gpu for own in devices for gpu in own]
 
 
@@ -318,16 +330,29 @@ def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[An
 
 
 def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:
-    """The models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
+    """The models on processes that are there.
+
+    Args:
+        config: of the run.
+        created: a group for each of `assign_roles`.
+        turns: where ranks and engines share devices.
+        blank: `load` or `restore` comes next.
+    """
     models = ModelGroups(config, (), None, turns)
     models.build(created, blank=blank)
     return models
 
 
-def capacity(config: TrainConfig, roles: Sequence[Role]) -> int:
-    """Most tokens of a micro-batch on the ranks that hold the models of these roles."""
-    own = config.critic.micro_batch_tokens if config.critic is not None and "policy" not in roles and "critic" in roles else None
-    return own or config.train.micro_batch_tokens
+def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence[Role]) -> int:
+    """Most tokens of a micro-batch on the ranks that hold the models of these roles.
+
+    Args:
+        train: the section `train`.
+        critic: the section `critic`, where there is one.
+        roles: of the models on these ranks.
+    """
+    own = critic.micro_batch_tokens if critic is not None and "policy" not in roles and "critic" in roles else None
+    return own or train.micro_batch_tokens
 
 
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
@@ -342,7 +367,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         temperature=config.rollout.temperature,
         critic=critic,
         critic_updates=critic_updates,
-        critic_together=max(1, (wished or 0) // capacity(config, roles)),
+        critic_together=max(1, (wished or 0) // capacity(train, critic, roles)),
         reward=source.path if isinstance(source, ModelReward) else None,
         old_logp=config.old_logp,
         offload=config.placement.offload,

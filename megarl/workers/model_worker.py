@@ -42,12 +42,16 @@ from megarl.workers.reward import RewardModel
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
-    from megarl.parallel.routing import Record, RoutingPass
+    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import WeightPublisher
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
-RECORD: dict[str, Record] = {"off": "known", "r2": "all", "r3": "none"}  # experts that the pass of the old log-probs keeps for the updates
+RECORD: dict[str, ExpertsRecorded] = {
+    "off": "known",
+    "r2": "all",
+    "r3": "none",
+}  # experts that the pass of the old log-probs keeps for the updates
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
 
 
@@ -70,7 +74,15 @@ class RLSpec:
 
 
 class ModelWorker(MegatronWorker):
-    """One rank of a group that holds the models of the given roles."""
+    """One rank of a group that holds some of the models of an RL run.
+
+    Args:
+        rank: in its group.
+        config: of the run.
+        layout: of the group.
+        spec: what is optimised, and how.
+        roles: of the models.
+    """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
         super().__init__(rank, config, layout, "" if "policy" in roles else roles[0])
@@ -105,7 +117,7 @@ class ModelWorker(MegatronWorker):
             score: the policy reads the responses even where its old log-probs come from elsewhere.
 
         Returns:
-            What the policy's log-probs say about the engine's, where it has read them.
+            What the policy's log-probs say about the engine's, where it has read them, and the host memory of the experts that are kept.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
@@ -122,10 +134,11 @@ class ModelWorker(MegatronWorker):
                 flat, metrics = self._score_policy(flat)
             if self._spec.old_logp != "forward":
                 flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
-        if "critic" in self._models:
-            flat = self._critic().forward_tokens(flat)
         self._keep(flat, mini_batches)
-        return metrics
+        if "critic" in self._models:
+            self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
+        held = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
+        return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
 
     def moe(self) -> tuple[int, list[int], int, int]:
         """Of the policy: the pipeline stage of this rank and its MoE layers; all layers of the model, and the experts a token."""
@@ -285,12 +298,10 @@ class ModelWorker(MegatronWorker):
                     filled = [batch.without("routed_experts") for batch in filled]
                     for index, experts_TLK in routing.recorded.items():
                         filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
-                held = sum(batch.extra_T["routed_experts"].nbytes for batch in filled if "routed_experts" in batch.extra_T)
-                metrics["routing/held_mb"] = Max(held / 2**20)
         return filled, metrics
 
     @contextmanager
-    def _follow(self, role: Role, *, replay: bool, record: Record = "none") -> Iterator[RoutingPass | None]:
+    def _follow(self, role: Role, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass | None]:
         """Follows the routers of a model of the policy's size, with the experts of "routed_experts"; None where nothing is to be seen."""
         model = self._models[role]
         if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):

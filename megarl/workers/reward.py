@@ -43,7 +43,14 @@ class RewardModel:
 
 
 class RewardWorker(MegatronWorker):
-    """One rank of a group that holds a reward model alone, without a training run around it."""
+    """One rank of a group that holds a reward model alone, without a training run around it.
+
+    Args:
+        rank: in its group.
+        config: of the verb.
+        layout: of the group.
+        path: the model's Hugging Face directory.
+    """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, path: Path) -> None:
         super().__init__(rank, config, layout)

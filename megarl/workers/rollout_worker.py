@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.network import interface_towards
 from megarl.observe.output import keep_output
-from megarl.response import Episode, Response
+from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
 from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
@@ -36,7 +37,11 @@ class ExpertsWanted:
     stages: Sequence[Sequence[int]]  # the model's MoE layers, as they are kept: each pipeline stage fetches its own
     layers: int  # of the model, dense ones too
     topk: int  # experts a token
-    every: int  # one response in so many, the first included
+    share: float  # of the responses, above 0
+
+    def of(self, number: int) -> bool:
+        """Whether those of a call's response, counted from 0, are kept: of the first n ceil(n x share), so the first in any case."""
+        return ceil((number + 1) * self.share) > ceil(number * self.share)
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,23 @@ class Playing:
     system: str | None  # a message before each opening that begins with none
 
 
-Share = Sequence[Start]
+EnginePrompts = Sequence[Start]
 """Prompts for one engine, whose ids are their numbers."""
 
 
-def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
-    """Starts `RolloutWorker.respond`; returns at once, with references to all that it returns."""
+def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
+    """Starts `RolloutWorker.respond`.
+
+    Args:
+        worker: the actor.
+        share: its prompts.
+        sampling: how many responses to each, and how they are drawn.
+        experts: which experts are kept; None: none.
+        playing: how responses become episodes; None: they do not.
+
+    Returns:
+        At once, references to all that it returns.
+    """
     each = 1 + (0 if experts is None else len(experts.stages))
     return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
 
@@ -61,7 +77,19 @@ def ask(worker: Any, share: Share, sampling: Sampling, experts: ExpertsWanted | 
 def ask_more(
     worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Sequence[Any]]
 ) -> list[Any]:
-    """The same of `RolloutWorker.go_on`. `open_`: references to the parts of each response; none of those that begin."""
+    """Starts `RolloutWorker.go_on`.
+
+    Args:
+        worker: the actor.
+        start: the prompt.
+        sampling: how the responses are drawn.
+        experts: which experts are kept; None: none.
+        tokens: most that each response gets now.
+        open_: by the response's number, references to its parts so far; none of those that begin.
+
+    Returns:
+        At once, references to all that it returns.
+    """
     each = 1 + (0 if experts is None else len(experts.stages))
     counts = {index: len(parts) for index, parts in open_.items()}
     call = worker.go_on.options(num_returns=1 + len(open_) * each)
@@ -92,7 +120,7 @@ class _Said:
     index: int  # of the response to it
     sample: Sample
     text: str
-    episode: Episode | None = None
+    episode: EpisodeSummary | None = None
     added: Sample | None = None  # what of it this call has sampled, if not all: an `added` part
     done: bool = True
 
@@ -150,15 +178,22 @@ class RolloutWorker:
         return guarantee(environment)
 
     async def respond(
-        self, share: Share, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
+        self, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
     ) -> list[Any]:
         """The responses to each prompt, or the episodes that it begins. Several calls may be under way at once.
 
-        RolloutError where experts that are wanted were not reported.
+        Args:
+            share: the prompts.
+            sampling: how many responses to each, and how they are drawn.
+            experts: which experts are kept; None: none.
+            playing: how responses become episodes; None: they do not.
 
         Returns:
             As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
             the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
+
+        Raises:
+            RolloutError: experts that are wanted were not reported.
         """
         said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
         return self._told(said, sampling, experts)
@@ -203,7 +238,7 @@ class RolloutWorker:
         responses, payloads = list[Response](), list[Any]()
         for one in said:
             sample, new = one.sample, one.added or one.sample
-            wanted = experts is not None and (one.prompt * sampling.n + one.index) % experts.every == 0 and sample.loss_tokens > 0
+            wanted = experts is not None and experts.of(one.prompt * sampling.n + one.index) and sample.loss_tokens > 0
             responses.append(
                 Response(
                     prompt=one.prompt,
@@ -224,7 +259,7 @@ class RolloutWorker:
                 payloads += self._kept(new, experts) if wanted else [None] * len(experts.stages)
         return [responses, *payloads]
 
-    async def _generate(self, share: Share, sampling: Sampling) -> list[_Said]:
+    async def _generate(self, share: EnginePrompts, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
             _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer))
@@ -232,7 +267,7 @@ class RolloutWorker:
             for index, sample in enumerate(generated.samples)
         ]
 
-    async def _play(self, share: Share, sampling: Sampling, playing: Playing) -> list[_Said]:
+    async def _play(self, share: EnginePrompts, sampling: Sampling, playing: Playing) -> list[_Said]:
         if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
@@ -249,12 +284,12 @@ class RolloutWorker:
             for index, one in enumerate(episodes)
         ]
 
-    def _episode(self, played: Played) -> Episode:
+    def _episode(self, played: Played) -> EpisodeSummary:
         sample, opening, rest = played.sample, "", ""
         if played.turns:
             opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
             rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
-        return Episode(played.reward, played.turns, played.error, played.info, opening, rest)
+        return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, rest)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""

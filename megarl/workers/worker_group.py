@@ -14,7 +14,7 @@ import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, files
-from megarl.cluster.placement import Kind
+from megarl.cluster.placement import ProcessKind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
@@ -45,7 +45,7 @@ class WorkerGroup:
         if not any(stages.values()):
             return None
         _, _, layers, topk = told[0]
-        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, every=max(1, round(1 / share)))
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, share)
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
@@ -155,8 +155,12 @@ def rank_environment(config: RunSettings) -> dict[str, str]:
 def build_ranks(groups: Sequence[ActorGroup], config: RunSettings, *, blank: bool = False) -> None:
     """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready.
 
-    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others. `blank`: what is
-    trained gets its weights from a checkpoint, which is loaded next.
+    What they note of their hardware is told once. Where one fails, all are ended: their places are free for others.
+
+    Args:
+        groups: whose processes are there.
+        config: of the run.
+        blank: what is trained gets its weights from a checkpoint, which is loaded next.
     """
     limit_s = config.cluster.start_timeout_s
     building = []
@@ -175,13 +179,22 @@ def build_ranks(groups: Sequence[ActorGroup], config: RunSettings, *, blank: boo
 def start_ranks(
     worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any, blank: bool = False
 ) -> ActorGroup:
-    """One group of ranks, ready, but for the weights where it is `blank`."""
+    """`create_ranks` and `build_ranks` of one group.
+
+    Args:
+        worker: the class of its processes.
+        config: of the run.
+        layout: of the ranks.
+        places: a scheduling strategy for each, of `reserve_workers`.
+        *arguments: for the class, after (rank, config, layout).
+        blank: weights come from a checkpoint, which is loaded next.
+    """
     group = create_ranks(worker, config, layout, places, *arguments)
     build_ranks([group], config, blank=blank)
     return group
 
 
-def reserve_workers(config: RunSettings, kinds: Sequence[Kind]) -> list[list[Any]]:
+def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[list[Any]]:
     """Reserves a place for each process.
 
     Args:

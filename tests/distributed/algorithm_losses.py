@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megarl.algorithms import Loss, PolicyAlgorithm
 from megarl.algorithms.dpo import Dpo
-from megarl.algorithms.ops import SumOver
+from megarl.algorithms.ops import Averaging, SumOver
+from megarl.algorithms.pairs import PairLoss
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
+from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.value import value_loss, value_weights
 from megarl.batch import Batch
 from megarl.observe.metrics import Max, Mean, Metric, merge
@@ -56,31 +58,34 @@ def policy(algorithm: PolicyAlgorithm) -> Setting:
     )
 
 
-def value() -> Setting:
+def value(aggregation: Averaging = "token-mean") -> Setting:
     """The critic's clipped loss, a little off the old values."""
     batch, logp_T, _ = ragged(1, LENGTHS)
     x_T = batch.extra_T["value"] + 0.1 * logp_T
-    return Setting(with_weights(batch, value_weights), x_T, lambda x_T, part, _: value_loss(x_T, part, 0.2))
+    weighted = with_weights(batch, lambda count_N: value_weights(count_N, aggregation))
+    return Setting(weighted, x_T, lambda x_T, part, _: value_loss(x_T, part, 0.2))
 
 
-def sft() -> Setting:
+def sft(aggregation: Averaging = "token-mean") -> Setting:
     """Negative log-likelihood."""
     batch, logp_T, _ = ragged(2, LENGTHS)
+    own = Sft(aggregation)
     return Setting(
-        with_weights(batch, Sft().weights), logp_T, lambda x_T, part, sum_over: Sft().loss(x_T, part.with_extra(entropy=x_T), sum_over)
+        with_weights(batch, own.weights), logp_T, lambda x_T, part, sum_over: own.loss(x_T, part.with_extra(entropy=x_T), sum_over)
     )
 
 
-def dpo() -> Setting:
+def preferences(loss: PairLoss) -> Setting:
     """Pairs with loss tokens in the second half of every sequence."""
     batch, x_T = pairs(lambda batch: batch.spread(batch.length_N) // 2)
-    return Setting(with_weights(batch, Dpo().weights), x_T, Dpo().loss)
+    return Setting(with_weights(batch, loss.weights), x_T, loss.loss)
 
 
-def reward_model() -> Setting:
+def reward_model(centre: float = 0.0) -> Setting:
     """Pairs with one loss token a sequence, the last."""
     batch, x_T = pairs(lambda batch: batch.spread(batch.length_N) - 1)
-    return Setting(with_weights(batch, BradleyTerry().weights), x_T, BradleyTerry().loss)
+    own = BradleyTerry(centre)
+    return Setting(with_weights(batch, own.weights), x_T, own.loss)
 
 
 def pairs(first_T: Callable[[Batch], Tensor]) -> tuple[Batch, Tensor]:
@@ -101,9 +106,16 @@ def with_weights(batch: Batch, weights: Callable[[Tensor], Tensor]) -> Batch:
 SETTINGS: dict[str, Callable[[], Setting]] = {
     **{name: partial(policy, algorithm) for name, algorithm in ALGORITHMS.items()},
     "value": value,
+    "value_by_response": partial(value, "seq-mean-token-mean"),
+    "value_by_sum": partial(value, "seq-mean-token-sum"),
     "sft": sft,
-    "dpo": dpo,
+    "sft_by_response": partial(sft, "seq-mean-token-mean"),
+    "sft_by_sum": partial(sft, "seq-mean-token-sum"),
+    "dpo": partial(preferences, Dpo()),
+    "dpo_average": partial(preferences, Dpo(beta=0.5, label_smoothing=0.1, average=True)),
+    "simpo": partial(preferences, SimPo()),
     "reward_model": reward_model,
+    "reward_model_centred": partial(reward_model, 0.3),
 }
 
 

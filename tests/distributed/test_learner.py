@@ -28,13 +28,19 @@ from tests.rank_pool import Pool
 
 PAIRS = 7  # three ranks of data cannot share them evenly
 CAPACITY = 170  # tokens of a micro-batch: several are needed
-OBJECTIVES: dict[str, Objective] = {"sft": Sft(), "rm": BradleyTerry(), "dpo": Dpo(beta=0.5, label_smoothing=0.1), "simpo": SimPo()}
+OBJECTIVES: dict[str, Objective] = {
+    "sft": Sft(),
+    "sft_by_response": Sft("seq-mean-token-mean"),
+    "rm": BradleyTerry(centre=0.1),
+    "dpo": Dpo(beta=0.5, label_smoothing=0.1, average=True),
+    "simpo": SimPo(),
+}
 # With each layout the objectives that the suite tries on it; `--long` tries all.
 LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
-    "dp3_uneven": (Layout(ranks=3), ["dpo"]),
+    "dp3_uneven": (Layout(ranks=3), ["dpo", "sft_by_response"]),
     "tp2": (Layout(ranks=2, tp=2), ["simpo"]),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), ["sft"]),
-    "cp2": (Layout(ranks=2, cp=2), ["rm"]),
+    "cp2": (Layout(ranks=2, cp=2), ["rm", "sft_by_response"]),
     "ep2": (Layout(ranks=2, ep=2), ["sft"]),
     "tp2_pp2": (Layout(ranks=4, tp=2, pp=2), ["sft", "rm", "simpo"]),
     "cp2_tp2": (Layout(ranks=4, cp=2, tp=2), ["dpo"]),

@@ -23,7 +23,7 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
     """The steps, and on rank 0 the weights after the last one."""
     policy = build(grid, job)
     report = learn(grid, policy, job)
-    policy.settle()
+    policy.wait_for_weights()
     return report, {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
 
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Layout
 from megarl.models.families import family_of
 from megarl.plan.parameters import model_elements
-from megarl.plan.ranks import Role, Work, plan_group
+from megarl.plan.ranks import PlannedModel, Work, plan_group
 from tests.distributed.plan_work import LENGTH, SEQUENCES, Case, measure
 from tests.rank_pool import Pool
 
@@ -73,7 +73,7 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool
     cases = cases if long else cases[:1]
     measured = pool.run(measure, layout, MODELS, cases)
     for index, case in enumerate(cases):
-        role = Role("policy", MODELS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
+        role = PlannedModel("policy", MODELS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
         planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):

@@ -260,16 +260,18 @@ def test_replayed_experts_and_their_gradients_are_those_of_transformers(pool: Po
         torch.testing.assert_close(seen.grads[f"decoder.layers.{index}.mlp.router.weight"][0], gate.weight.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_tokens_that_are_not_replayed_stop_the_run(pool: Pool, path: Path) -> None:
+@pytest.mark.parametrize("experts", [-1, 0], ids=["missing", "one of them several times"])
+def test_tokens_that_are_not_replayed_stop_the_run(pool: Pool, path: Path, experts: int) -> None:
+    """The second is what an engine reports that has never written a token's experts: all 0."""
     with pytest.raises(AssertionError, match=r"RoutingError: routing replay on rank 0: layer 0: \d+ of \d+ tokens went to the experts"):
-        pool.run(forgets, Layout(), Job(path))
+        pool.run(forgets, Layout(), Job(path), experts)
 
 
-def forgets(grid: Grid, job: Job) -> None:
-    """Replays with one token's experts missing."""
+def forgets(grid: Grid, job: Job, experts: int) -> None:
+    """Replays with one token's experts all the same."""
     policy = build(grid, job)
     batches = mine(grid, job)
-    batches[0].extra_T["routed_experts"][3] = -1
+    batches[0].extra_T["routed_experts"][3] = experts
     with Routing(policy.chunks, grid).follow("routed_experts", replay=True) as followed:
         forward(grid, policy, batches, followed)
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from megarl import cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.demand import assign_roles, engine_kind
-from megarl.cluster.placement import Kind
+from megarl.cluster.placement import ProcessKind
 from megarl.cluster.session import ray_session
 from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
@@ -157,7 +157,7 @@ class Lab:
     def _take(self, count: int) -> list[Any]:
         """So many processes of ranks: those that wait, and new ones."""
         missing = max(0, count - len(self._ranks))
-        [places] = reserve_workers(self._config, [Kind("ranks", missing)]) if missing else [[]]
+        [places] = reserve_workers(self._config, [ProcessKind("ranks", missing)]) if missing else [[]]
         new = [ray.remote(Player).options(num_cpus=1, scheduling_strategy=place).remote() for place in places]
         waiting = [*self._ranks, *new]
         self._ranks = waiting[count:]
@@ -183,7 +183,7 @@ class EngineHost(RolloutWorker):
     """A process that has one engine after the other."""
 
     def __init__(self, label: str, engine: str) -> None:
-        self._arguments: tuple[str, str, dict[str, str], Path] = label, engine, {}, Path(os.devnull)  # of no run's
+        self._arguments: tuple[str, str, dict[str, str], Path] = (label, engine, {}, Path(os.devnull))
         super().__init__(*self._arguments)
 
     async def close(self) -> None:

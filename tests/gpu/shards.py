@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Layout, ModelSettings
-from megarl.plan.ranks import Role, Work, plan_group
+from megarl.plan.ranks import PlannedModel, Work, plan_group
 from tests.gpu.process import Run
 
 SHARD: dict[str, Any] = {
@@ -95,7 +95,7 @@ def check(there: Run, *, small: bool = False) -> dict[str, Any]:
     for recompute in ("none", "full"):
         settings = ModelSettings(path=Path("shard"), dtype="bfloat16", recompute=recompute)
         found = there(train, hf, settings, tokens)
-        role = Role("policy", hf, trained=True, value=False, micro_batch_tokens=tokens)
+        role = PlannedModel("policy", hf, trained=True, value=False, micro_batch_tokens=tokens)
         [stage] = plan_group([role], Layout(), settings, Work(tokens, 1, 0, gpu=found["fused"])).stages
         parts = {name: size for name, size in stage.parts.items() if name != "context"}
         states = sum(parts[name] for name in ("weights", "gradients", "optimizer"))

@@ -20,7 +20,7 @@ from megarl.cluster.watch import Scan
 from megarl.config import FunctionReward, RewardSettings
 from megarl.observe.phases import Phases
 from megarl.rewards.processes import ProcessScorer
-from megarl.rewards.score import Request, RewardUnavailable
+from megarl.rewards.score import RewardUnavailable, ScoreRequest
 from tests.unit.rewards.test_http import length_of, score, serving, settings
 
 HOUR_S = 3600.0
@@ -40,7 +40,7 @@ def test_a_scorer_has_its_time_and_no_more() -> None:
     given = RewardSettings(source=source, timeout_s=1.0, workers=1, require_finished=False)
     begun = time.monotonic()
     with ProcessScorer(given) as scorer:
-        right, late, again = scorer.score([Request("", name, "", {}, True) for name in ("right", "deaf_loop", "right")])
+        right, late, again = scorer.score([ScoreRequest("", name, "", {}, True) for name in ("right", "deaf_loop", "right")])
     assert right.value == again.value == 1.0 and late.error == "timeout"
     assert 1.0 <= time.monotonic() - begun < HOUR_S
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page for page in ROOT.rglob("*.md") if not {".venv", ".venv-gpu", ".pytest_cache", "runs"} & set(page.relative_to(ROOT).parts)
 )
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"^ {4}((?:megarl|bash|python) .*)$", re.MULTILINE)
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4,}((?:megarl|bash|python) .*)$", re.MULTILINE)
 QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACE = re.compile(r"[\w./-]+\.(?:py|yaml|sh|md|json|png|lock)|(?:[\w-]+/)+")
@@ -37,6 +39,10 @@ ELSEWHERE = {
     "best",
     "sapo.py",
 }  # what a run leaves, and what a reader would write
+
+FREE = ("model.megatron", "optimizer.megatron", "optimizer.ddp", "data.train.params", "data.eval.params")  # mappings whose keys are others'
+OWN = ROOT / "examples" / "own_task"
+HANDED_ON = {"tests/run.sh": [ROOT / "tests/conftest.py"], "tests/gpu.sh": [ROOT / "tests/gpu/__main__.py"]}
 
 each = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -91,7 +97,7 @@ def test_keys_that_a_page_names_are_keys(page: Path) -> None:
         match = KEY.fullmatch(quoted)
         if match is None or match[1].partition(".")[0] not in sections or PLACE.fullmatch(quoted):
             continue
-        free = match[1].startswith(("model.megatron.", "data.train.params.", "data.eval.params."))
+        free = match[1].startswith(tuple(f"{mapping}." for mapping in FREE))
         assert free or match[1] in known() or any(name.startswith(f"{match[1]}.") for name in known()), quoted
 
 
@@ -110,12 +116,44 @@ def test_commands_of_a_page_are_ones_that_megarl_takes(page: Path) -> None:
         program, rest = words[0], words[1:]
         if program in ("bash", "python"):
             assert (ROOT / rest[0]).is_file(), words
-        if program != "megarl":
+        if program != "megarl" or rest == ["--version"]:
             continue
         assert rest[0] in cli.VERBS | cli.TOOLS, words
         if rest[0] in cli.VERBS and (config := ROOT / rest[1]).is_file():
             overrides = [word for word in rest[2:] if re.match(r"[a-z_.]+=", word)]
             assert load(config, overrides, root_of(config)), words
+
+
+@each
+def test_options_of_a_page_are_ones_that_the_command_takes(page: Path) -> None:
+    """An option of a verb, a script or a tool stands in its source, or in that of the command that it is handed on to."""
+    for words in commands(page):
+        words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+        options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help", "--version"}
+        if not options or words[0] not in ("megarl", "bash", "python"):
+            continue
+        if words[0] == "megarl" and words[1] in cli.VERBS:
+            assert options == {"--check"}, words
+            continue
+        source = ROOT / words[1]
+        if words[0] == "megarl":
+            source = ROOT / (cli.TOOLS[words[1]].run.partition(":")[0].replace(".", "/") + ".py")
+        text = source.read_text() + "".join(path.read_text() for path in HANDED_ON.get(source.relative_to(ROOT).as_posix(), ()))
+        assert all(f"{option}" in text for option in options), words
+
+
+@each
+def test_verbs_that_a_page_quotes_are_verbs(page: Path) -> None:
+    for quoted in QUOTED.findall(FENCED.sub("", page.read_text())):
+        if (match := re.match(r"megarl ([a-z]+)", quoted)) is not None:
+            assert match[1] in cli.VERBS | cli.TOOLS, quoted
+
+
+def test_the_hour_of_the_own_task_is_what_its_page_says() -> None:
+    """`--long` runs the script (tests/e2e/test_own_task.py), and the page runs what takes seconds."""
+    script = [words for line in (OWN / "hour.sh").read_text().splitlines() if line.startswith("megarl ") and (words := shlex.split(line))]
+    page = [words for words in commands(OWN / "README.md") if words[0] == "megarl"]
+    assert [words for words in page if words[1] != "slurm" and "--check" not in words] == script
 
 
 def test_the_verbs_of_the_readme_are_all_there_are() -> None:
@@ -136,4 +174,13 @@ def test_yaml_of_a_page_is_yaml() -> None:
     for page in PAGES:
         for language, block in FENCED.findall(page.read_text()):
             if language == "yaml":
-                assert set(yaml.safe_load(block)) <= {name.partition(".")[0] for name in known()}, (page, block)
+                for name in names(yaml.safe_load(block)):
+                    assert name in known() or any(key.startswith(f"{name}.") for key in known()), (page, name)
+
+
+def names(tree: Any, above: str = "") -> Iterator[str]:
+    """The keys of a mapping with those inside, dotted."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        yield f"{above}{key}"
+        if not f"{above}{key}".startswith(FREE):
+            yield from names(value, f"{above}{key}.")

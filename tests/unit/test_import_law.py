@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -24,6 +25,7 @@ ALLOWED = {
     "torch.distributed": ("megarl/parallel/", "megarl/sync/"),
     "ray": ("megarl/cluster/", "megarl/workers/", "megarl/trainer.py", "megarl/stages/"),
     "vllm": ("megarl/rollout/vllm/",),
+    "megarl.rollout.vllm": ("megarl/rollout/vllm/",),  # others get an engine from the registry
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
 VLLM = "megarl.rollout.vllm.engine"  # which a check looks up by name
@@ -70,6 +72,11 @@ def test_algorithms_import_torch_and_the_batch_alone() -> None:
         if name.partition(".")[0] not in sys.stdlib_module_names and not any(inside(name, allowed) for allowed in ALGORITHMS_MAY)
     }
     assert foreign == set()
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    defined = Counter(name for file in FILES for name in re.findall(r"^ *class (\w+)", (ROOT / file).read_text(), re.MULTILINE))
+    assert [name for name, times in defined.items() if times > 1] == []
 
 
 def reached(start: str) -> set[str]:
@@ -121,7 +128,7 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
     [
         ("megarl.cli; megarl.cli.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
         ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
-        ("megarl.workers.keeper", ("torch", "pydantic")),  # the copies of every node
+        ("megarl.workers.copies", ("torch", "pydantic")),  # the copies of every node
     ],
 )
 def test_what_starts_often_imports_nothing_heavy(start: str, packages: tuple[str, ...]) -> None:

@@ -14,7 +14,13 @@ _POLL_S = 0.02
 
 
 class SaveBarrier:
-    """The barrier of one save. It uses the store: the process groups belong to the main threads, and these are background threads."""
+    """The barrier of one save. It uses the store: the process groups belong to the main threads, and these are background threads.
+
+    Args:
+        grid: of the ranks that save.
+        root: the directory of the steps.
+        number: of the save, the same on all ranks.
+    """
 
     def __init__(self, grid: Grid, root: Path, number: int) -> None:
         self._store = dist.PrefixStore(f"checkpoint/{root}/{number}", grid.store)

@@ -23,7 +23,7 @@ from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
 from megarl.imports import uncollected
-from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, Name, Record, read_plain
+from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, GlobalName, PickledObject, read_plain
 from megarl.text import one_line
 
 METADATA = ".metadata"
@@ -111,10 +111,15 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
 
 def _properties(value: Any) -> TensorProperties:
     """torch keeps these as a tuple; only the dtype is of use, the others say what is so anyhow."""
-    if type(value) is not Record or value.name != _CLASSES + "TensorProperties" or type(value.state) is not tuple or len(value.state) != 5:
+    if (
+        type(value) is not PickledObject
+        or value.name != _CLASSES + "TensorProperties"
+        or type(value.state) is not tuple
+        or len(value.state) != 5
+    ):
         raise ValueError("has malformed tensor properties")
     dtype, layout, gradient, order, pinned = value.state
-    if type(dtype) is not Name or dtype not in _DTYPES:
+    if type(dtype) is not GlobalName or dtype not in _DTYPES:
         raise ValueError("has an unknown dtype")
     if _called(layout, _LAYOUT) != ("torch.strided",) or _called(order, _CLASSES + "_MEM_FORMAT_ENCODING") != (0,):
         raise ValueError("has a tensor that is not strided and contiguous")
@@ -143,14 +148,14 @@ def _size(value: Any) -> torch.Size:
 
 def _called(value: Any, name: str) -> tuple[Any, ...]:
     """What a function is called with."""
-    if type(value) is not Record or value.name != name or value.state is not None:
+    if type(value) is not PickledObject or value.name != name or value.state is not None:
         raise ValueError(f"lacks a {name}")
     return value.arguments
 
 
 def _fields(value: Any, kind: str, known: set[str], name: str | None = None) -> dict[str, Any]:
     """The fields of a dataclass."""
-    if type(value) is not Record or value.name != (name or _CLASSES + kind) or value.arguments or type(value.state) is not dict:
+    if type(value) is not PickledObject or value.name != (name or _CLASSES + kind) or value.arguments or type(value.state) is not dict:
         raise ValueError(f"lacks a {kind} where there should be one")
     if unknown := [field for field in value.state if type(field) is not str or field not in known]:
         raise ValueError(f"sets {unknown[0]!r} of a {kind}" if type(unknown[0]) is str else f"sets no field of a {kind}")

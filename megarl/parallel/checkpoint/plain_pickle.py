@@ -30,22 +30,22 @@ _BOOLEANS = {_CODES["NEWTRUE"]: True, _CODES["NEWFALSE"]: False}
 _TUPLES = {_CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
 
 
-class Name(str):
+class GlobalName(str):
     """What a pickle would import: `module.name`."""
 
     __slots__ = ()
 
 
-class Record:
+class PickledObject:
     """What a pickle says of an object: the name that it calls, with what, and the state that it sets."""
 
     __slots__ = ("arguments", "name", "state")
 
-    def __init__(self, name: Name, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, name: GlobalName, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments, self.state = name, arguments, None
 
 
-class _Refused(ValueError):
+class _Unreadable(ValueError):
     """The line says all."""
 
 
@@ -62,15 +62,15 @@ def read_plain(data: bytes, names: Collection[str]) -> Any:
         ValueError: the file is broken, or holds anything else.
     """
     if len(data) > LIMIT_BYTES:
-        raise _Refused(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
+        raise _Unreadable(f"has {len(data)} bytes, more than {LIMIT_BYTES}")
     try:
         return _interpret(data, names)
-    except _Refused:
+    except _Unreadable:
         raise
     except IndexError:
-        raise _Refused("is damaged: takes what it has not put there") from None
+        raise _Unreadable("is damaged: takes what it has not put there") from None
     except ValueError as error:  # of pickletools, or of UTF-8
-        raise _Refused(f"is damaged: {error}") from None
+        raise _Unreadable(f"is damaged: {error}") from None
 
 
 def _interpret(data: bytes, names: Collection[str]) -> Any:
@@ -81,7 +81,7 @@ def _interpret(data: bytes, names: Collection[str]) -> Any:
     at, size = 0, len(data)
     while at < size:
         if len(stack) > STACK or len(below) > DEPTH:
-            raise _Refused("is nested deeper, or has more in one place, than any checkpoint")
+            raise _Unreadable("is nested deeper, or has more in one place, than any checkpoint")
         end = min(at + BLOCK, size)
         while at < end:
             code = data[at]
@@ -112,16 +112,16 @@ def _interpret(data: bytes, names: Collection[str]) -> Any:
                 stack.append(())
             elif code in (_REDUCE, _NEWOBJ):
                 arguments, name = stack.pop(), stack.pop()
-                stack.append(Record(_of(Name, name), _of(tuple, arguments)))
+                stack.append(PickledObject(_of(GlobalName, name), _of(tuple, arguments)))
             elif code == _EMPTY_DICT:
                 stack.append({})
             elif code == _SETITEMS:
                 items, stack = stack, below.pop()
                 _set(stack[-1], items)
             elif code == _BUILD:
-                state, record = stack.pop(), _of(Record, stack[-1])
+                state, record = stack.pop(), _of(PickledObject, stack[-1])
                 if record.state is not None:
-                    raise _Refused(f"sets the state of a {record.name} twice")
+                    raise _Unreadable(f"sets the state of a {record.name} twice")
                 record.state = state
             elif code == _NONE:
                 stack.append(None)
@@ -164,13 +164,13 @@ def _interpret(data: bytes, names: Collection[str]) -> Any:
                 at += 8
             elif code == _STOP:
                 if len(stack) != 1 or below:
-                    raise _Refused("is damaged: ends within a value")
+                    raise _Unreadable("is damaged: ends within a value")
                 if at < size:
-                    raise _Refused("is damaged: goes on after its end")
+                    raise _Unreadable("is damaged: goes on after its end")
                 return stack[0]
             else:
                 raise _damaged(data, at - 1)
-    raise _Refused("is damaged: it has no end")
+    raise _Unreadable("is damaged: it has no end")
 
 
 def _damaged(data: bytes, start: int) -> ValueError:
@@ -179,41 +179,41 @@ def _damaged(data: bytes, start: int) -> ValueError:
         opcode, _, _ = next(pickletools.genops(io.BytesIO(data[start:])))
     except ValueError as error:
         return error
-    return _Refused(f"holds {opcode.name}, which no checkpoint needs: not loaded")
+    return _Unreadable(f"holds {opcode.name}, which no checkpoint needs: not loaded")
 
 
 def _text(data: bytes) -> str:
     text = data.decode()
     if len(text) > TEXT:
-        raise _Refused(f"holds a text of {len(text)} characters")
+        raise _Unreadable(f"holds a text of {len(text)} characters")
     return text
 
 
 def _integer(data: bytes) -> int:
     value = int.from_bytes(data, "little", signed=True)
     if value.bit_length() > INTEGER_BITS:
-        raise _Refused(f"holds an integer of {value.bit_length()} bits")
+        raise _Unreadable(f"holds an integer of {value.bit_length()} bits")
     return value
 
 
 def _of(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
-        raise _Refused(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
+        raise _Unreadable(f"is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
     return value
 
 
 def _set(target: Any, pairs: list[Any]) -> None:
     entries = _of(dict, target)
     if len(pairs) % 2:
-        raise _Refused("is damaged: a key without a value")
+        raise _Unreadable("is damaged: a key without a value")
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-        if type(key) not in (str, Record):
-            raise _Refused(f"is damaged: a {type(key).__name__} as a key")
+        if type(key) not in (str, PickledObject):
+            raise _Unreadable(f"is damaged: a {type(key).__name__} as a key")
         entries[key] = value
 
 
-def _name(module: str, name: str, names: Collection[str]) -> Name:
+def _name(module: str, name: str, names: Collection[str]) -> GlobalName:
     full = f"{module}.{name}"
     if full not in names:
-        raise _Refused(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
-    return Name(full)
+        raise _Unreadable(f"asks for {full if full.isprintable() else repr(full)}, which no checkpoint of megarl holds: not loaded")
+    return GlobalName(full)

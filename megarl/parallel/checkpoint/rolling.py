@@ -83,7 +83,13 @@ class RollingCopy:
 
 @torch.no_grad()
 def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> None:
-    """Gives models, optimizers and this process's random states what `RollingCopy.write` copied on the same rank of the same layout."""
+    """Gives models, optimizers and this process's random states what `RollingCopy.write` copied on the same rank of the same layout.
+
+    Args:
+        bytes_B: uint8 [B], the copy.
+        models: that get it, by name.
+        grid: this rank's.
+    """
     room = _Room(bytes_B)
     header = json.loads(bytes(room.take(int(room.take(8).view(torch.int64)[0])).numpy()))
     random = bytes(room.take(header["random"]).numpy())

@@ -41,11 +41,17 @@ class Staged:
 
 
 class Saver:
-    """Saves into `root`, one step at a time. Every method is collective over the ranks of the grid."""
+    """Saves one step at a time. Every method is collective over the ranks of the grid.
+
+    Args:
+        root: the directory of the steps.
+        grid: this rank's.
+        settings: the section `save`.
+    """
 
     def __init__(self, root: Path, grid: Grid, settings: CheckpointSettings) -> None:
         self._root, self._grid, self._settings = root, grid, settings
-        self._plans: dict[str, torch_dist.Plan] = {}
+        self._plans: dict[str, torch_dist.SavePlan] = {}
         self._saves = 0
         self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
 

@@ -35,14 +35,14 @@ _READERS = 4  # threads of a rank that read files
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What is written of a model. It stays the same for all saves of a run."""
 
     mine: list[Shard]
     ranks: list[list[Shard]]  # of each rank, on rank 0
 
 
-def make_plan(state: Sharded, grid: Grid, known: Plan | None) -> tuple[Plan, list[Tensor]]:
+def make_plan(state: Sharded, grid: Grid, known: SavePlan | None) -> tuple[SavePlan, list[Tensor]]:
     """Decides which tensors this rank writes of a model. Collective where no plan of an earlier save is `known`.
 
     It is then checked that every element of every tensor is written by exactly one rank.
@@ -70,7 +70,7 @@ def make_plan(state: Sharded, grid: Grid, known: Plan | None) -> tuple[Plan, lis
             check_cover(shard for rank in ranks for shard in rank)
         except ValueError as error:
             raise AssertionError(f"not written exactly once: {error}") from None
-    return Plan(mine, ranks or []), tensors
+    return SavePlan(mine, ranks or []), tensors
 
 
 def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:

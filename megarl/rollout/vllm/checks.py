@@ -13,10 +13,7 @@ _BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.p
 
 
 def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """ConfigError where vLLM could not run the model of this config.json.
-
-    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention.
-    """
+    """`Engine.check`. A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention."""
     check_arguments(settings.engine.args, gpu=gpu)
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
@@ -44,13 +41,26 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         )
 
 
+def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+    """`Engine.with_cache`."""
+    all_mb, one_mb = (cache_mb(hf, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
+    return settings.model_copy(update={"kv_cache_mb": max(min(all_mb, most_mb), one_mb)})
+
+
 def head_dim(hf: Mapping[str, Any]) -> int:
     """Of an attention head; vLLM's attention layers have no other where config.json does not say it."""
     return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
 
 
 def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
-    """What a CPU engine needs for so many of the longest sequences."""
+    """The cache that a CPU engine needs.
+
+    Args:
+        hf: config.json of the model.
+        dtype: of its weights and activations.
+        settings: of the engine; has the lengths.
+        sequences: of the greatest length, that run at once.
+    """
     kv_heads = int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim(hf) * (4 if dtype == "float32" else 2)
     longest = settings.max_prompt_tokens + settings.max_response_tokens

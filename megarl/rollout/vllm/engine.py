@@ -77,6 +77,10 @@ class VllmEngine(Engine):
     def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         checks.check(hf, dtype, settings, gpu=gpu)
 
+    @staticmethod
+    def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+        return checks.with_cache(hf, dtype, settings, most_mb)
+
     # ---------------------------------------------------------------- life
 
     async def start(

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
 
-from megarl.sync.wire import Name, each
+from megarl.sync.wire import TensorName, each
 
 _KINDS = ("w1", "w3", "w2")  # vLLM's names of the gate, up and down projections
 
@@ -40,7 +40,7 @@ class ExpertLoader:
             for expert, name in enumerate(names)
         }
 
-    def load(self, name: Name, tensor: Tensor) -> bool:
+    def load(self, name: TensorName, tensor: Tensor) -> bool:
         """Takes the tensor of an expert, or a stack of one kind of tensor of experts that follow one another; during a layerwise reload.
 
         Args:

@@ -234,6 +234,12 @@ TABLE = [
         r"^serve\.token_env: required with cluster\.interface=eth0, where other machines reach the port$",
     ),
     Case(
+        "host memory alone",
+        "train",
+        given("cluster.host_memory_gb=900"),
+        r"^cluster\.host_memory_gb=900: goes with cluster\.gpu_memory_gb, and that is not given$",
+    ),
+    Case(
         "a host with a long name",
         "train",
         given(f"reward.source={{type: http, url: 'http://{LONG}/x'}}"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster.allocation import Allocation, Head
+from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.preflight import Report, faults
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
@@ -114,7 +114,7 @@ def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Pa
 
 def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path) -> None:
     allocation = Allocation(tmp_path, ("a",), 1, 0)
-    head = Head("10.0.0.1:1", "secret", None, 80, 1.0, False)
+    head = HeadNode("10.0.0.1:1", "secret", None, 80, 1.0, False)
     assert allocation.head() is None
     allocation.announce(head)
     assert allocation.head() == head and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}

@@ -14,12 +14,12 @@ PROGRAM = """
     from pathlib import Path
     import psutil, ray
     from megarl.cluster.actor_group import ActorGroup
-    from megarl.cluster.placement import Kind
+    from megarl.cluster.placement import ProcessKind
     from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
     from megarl.shared_memory import SharedMemory
-    from megarl.workers.keeper import Copies
+    from megarl.workers.copies import Copies
 
     told, sys.stdout = sys.stdout, sys.stderr  # Ray prints there that the node is gone
     SIZE = 40_000_000  # three pieces
@@ -31,15 +31,15 @@ PROGRAM = """
         def node(self):
             return ray.get_runtime_context().get_node_id()
 
-        def copy(self, keeper, group, step, last):
+        def copy(self, copy_store, group, step, last):
             memory = SharedMemory(SIZE, "test")
             memory.memory[:] = bytes([10 * self.rank + step]) * SIZE
             self.held.append(memory)
-            ray.get(keeper.forget.remote((group, self.rank), last))
-            ray.get(keeper.keep.remote((group, self.rank), step, memory.path, SIZE))
+            ray.get(copy_store.forget.remote((group, self.rank), last))
+            ray.get(copy_store.keep.remote((group, self.rank), step, memory.path, SIZE))
 
-        def restore(self, keeper, group, step):
-            path, size = ray.get(keeper.place.remote((group, self.rank), step))
+        def restore(self, copy_store, group, step):
+            path, size = ray.get(copy_store.place.remote((group, self.rank), step))
             found = Path(path).read_bytes()
             return size, found[0], found.count(found[:1])
 
@@ -51,7 +51,7 @@ PROGRAM = """
         limit = time.monotonic() + 100
         while len(free_nodes()) < int(sys.argv[3]) and time.monotonic() < limit:
             time.sleep(0.1)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=True)
+        [places] = reserve([ProcessKind("ranks", 2, 1)], 60.0, grows=True)
         group, alone, twice = started(places), Copies(peers=False), Copies(peers=True)
         nodes = group.call("node", timeout_s=60)
         for step in (1, 2, 3):
@@ -68,17 +68,17 @@ PROGRAM = """
         give_back(places)
         begun = time.monotonic()
         try:
-            reserve([Kind("ranks", 3, 1)], 60.0, grows=False)
+            reserve([ProcessKind("ranks", 3, 1)], 60.0, grows=False)
         except NoNodes as error:
             print(json.dumps([str(error), time.monotonic() - begun]), file=told)
-        [places] = reserve([Kind("ranks", 2, 1)], 60.0, grows=False)
+        [places] = reserve([ProcessKind("ranks", 2, 1)], 60.0, grows=False)
         group = started(places)
         after = group.call("node", timeout_s=60)
         print(json.dumps([nodes[0] in after, lost_nodes(places), alone.newest(), twice.newest()]), file=told)
         where = {"b": ActorGroup("rank", group.actors)}
         twice.load(3, where, 60)
-        keepers = [twice._keeper(node) for node in after]
-        print(json.dumps(ray.get([actor.restore.remote(keeper, "b", 3) for actor, keeper in zip(group.actors, keepers)])), file=told)
+        stores = [twice._store(node) for node in after]
+        print(json.dumps(ray.get([actor.restore.remote(store, "b", 3) for actor, store in zip(group.actors, stores)])), file=told)
 """
 
 

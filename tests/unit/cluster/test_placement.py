@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from megarl.cluster.demand import engine_kind, rank_kind
-from megarl.cluster.placement import Kind, Node, NoRoom, place
+from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import Layout, RolloutSettings
 
 Shape = tuple[list[dict[str, int]], tuple[int, int], list[int]]
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[list[dict[str, int]], tuple[int, int], list[int], str]]
 }
 
 
-def kinds_of(groups: Sequence[dict[str, int]], engines: tuple[int, int]) -> list[Kind]:
+def kinds_of(groups: Sequence[dict[str, int]], engines: tuple[int, int]) -> list[ProcessKind]:
     replicas, tp = engines
     layouts = [rank_kind("model", Layout(**group), gpus=True) for group in groups]
     return [*layouts, engine_kind(RolloutSettings(replicas=replicas, tp=tp), gpus=True)]
@@ -102,11 +102,11 @@ def test_what_does_not_fit_is_refused_with_both_numbers(name: str) -> None:
 
 
 def test_cpus_count_too() -> None:
-    kinds = [Kind("model", 4, 1, (4,)), Kind("engines", 2, 2)]
+    kinds = [ProcessKind("model", 4, 1, (4,)), ProcessKind("engines", 2, 2)]
     assert [set(found) for found in place(kinds, nodes_of([8, 8], cpus=4))] == [{"node 0"}, {"node 1"}]
     with pytest.raises(NoRoom, match=r"^8 GPUs .*; there are 16 \(8, 8\); and 6 CPUs, of 4$"):
         place(kinds, nodes_of([8, 8], cpus=2))
-    on_cpus = [Kind("model", 4, 0, (4, 2)), Kind("engines", 2)]
+    on_cpus = [ProcessKind("model", 4, 0, (4, 2)), ProcessKind("engines", 2)]
     assert place(on_cpus, nodes_of([0, 0], cpus=3)) == [["node 0"] * 2 + ["node 1"] * 2, ["node 0", "node 1"]]
 
 

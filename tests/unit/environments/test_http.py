@@ -17,7 +17,7 @@ from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
 from megarl.environments.hosts import open_host
 from megarl.environments.http import HttpHost, check
 from megarl.environments.protocol import EnvironmentFailed, Turn
-from megarl.environments.server import Server
+from megarl.environments.server import EnvironmentServer
 from tests.unit.environments.worlds import Counting
 
 
@@ -48,7 +48,7 @@ def test_episodes_on_the_reference_server_are_those_of_the_class() -> None:
         finally:
             host.close()
 
-    server = Server(("127.0.0.1", 0), Counting)
+    server = EnvironmentServer(("127.0.0.1", 0), Counting)
     with serving(server) as url:
         first, second, again = asyncio.run(body(url))
     assert first == again != second and not server._episodes
@@ -105,7 +105,7 @@ def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> N
         finally:
             host.close()
 
-    with serving(Server(("127.0.0.1", 0), Crowded)) as url:
+    with serving(EnvironmentServer(("127.0.0.1", 0), Crowded)) as url:
         assert asyncio.run(body(url)) == [seed % 4 > 0 for seed in range(12)]
     assert (Crowded.now, Crowded.most) == (0, 3)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.observe.samples import FOLDER, Record, files, forget_after, line, spread, write
+from megarl.observe.samples import FOLDER, SampleRecord, files, forget_after, line, spread, write
 
-PLAIN = Record("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0)
+PLAIN = SampleRecord("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0)
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b31m\nlast"
 
 

@@ -14,11 +14,11 @@ from megarl.errors import Stopped
 from megarl.observe.metrics import Mean
 from megarl.observe.output import LOGS
 from megarl.observe.run import Run
-from megarl.observe.samples import Record
+from megarl.observe.samples import SampleRecord
 from tests.unit.bad_input.cases import VERBS
 
 ROOTS: dict[str, type[RunSettings]] = {"train": TrainConfig, "sft": SftConfig, "dpo": DpoConfig}
-RECORD = Record(prompt="1 + 1?", answer="2", response="2", reward=1.0, parts={}, error=None, finish_reason="stop", length=1, sample=0)
+RECORD = SampleRecord(prompt="1 + 1?", answer="2", response="2", reward=1.0, parts={}, error=None, finish_reason="stop", length=1, sample=0)
 Told = list[str]
 
 
@@ -42,8 +42,8 @@ def test_a_part_of_the_start_is_named_when_it_begins_and_timed_once_it_is_there(
         lines(capsys)
         with run.starting("Ray"):
             assert lines(capsys) == ["start: Ray ..."]
-        [told] = lines(capsys)
-        assert re.fullmatch(r"Ray: ready after \d+\.\d s", told)
+        [ready] = lines(capsys)
+        assert re.fullmatch(r"Ray: ready after \d+\.\d s", ready)
         with pytest.raises(OSError, match="no room"), run.starting("engines"):
             raise OSError("no room")
         assert lines(capsys) == ["start: engines ..."]

@@ -24,7 +24,7 @@ from megarl.plan.parameters import count, model_elements, replicas, shards
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
-from megarl.plan.times import Times
+from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
 from tests.published_models import MODELS, config_of
 
@@ -156,7 +156,7 @@ def test_a_rank_and_an_engine_on_one_gpu_are_both_there_in_a_weight_update(publi
 
 @pytest.mark.parametrize(("generate", "sync", "ahead"), [(10.0, 19.0, 11.0), (3.0, 12.0, 9.0)], ids=["engines slower", "ranks slower"])
 def test_a_step_of_engines_that_are_ahead_takes_as_long_as_the_slower_side(generate: float, sync: float, ahead: float) -> None:
-    times = Times(generate, score=2.0, update=5.0, sync=1.0, park=1.0, ahead=False)
+    times = StepTimes(generate, score=2.0, update=5.0, sync=1.0, park=1.0, ahead=False)
     assert (times.step, replace(times, ahead=True).step) == (sync, ahead)
 
 
@@ -186,6 +186,14 @@ def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: 
         check_fits(load(GSPO, [path, "layout.ep=1"], TrainConfig))
     with pytest.raises(ConfigError, match=r"^rollout\.tp=1: weights 61\.1 GB .* one sequence of 10240 tokens takes"):
         check_fits(load(GSPO, [path, "rollout.tp=1", "rollout.gpu_memory_fraction=0.8"], TrainConfig))
+    host = planned(load(GSPO, [path, "routing.replay=r3"], TrainConfig)).host
+    assert host is not None
+    needed = [path, "routing.replay=r3", f"cluster.host_memory_gb={host.total / GB + 1}"]
+    check_fits(load(GSPO, needed, TrainConfig))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.host_memory_gb=[\d.]+: a node needs \d+ GB: .* the experts of a step's tokens \d+\.\d"
+    ):
+        check_fits(load(GSPO, [*needed, "rollout.samples_per_prompt=64"], TrainConfig))
 
 
 def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.rewards.server import Server
+from megarl.rewards.server import RewardServer
 
 TOKEN = "s3cret-of-the-test"
 HEAD = b"POST /score HTTP/1.1\r\nHost: test\r\n"
@@ -41,8 +41,8 @@ class Lengths:
 
 
 @contextmanager
-def serving(model: Lengths, token: str | None = None) -> Iterator[Server]:
-    with Server(model, "127.0.0.1", 0, "/score", token) as server:
+def serving(model: Lengths, token: str | None = None) -> Iterator[RewardServer]:
+    with RewardServer(model, "127.0.0.1", 0, "/score", token) as server:
         yield server
 
 
@@ -86,7 +86,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def until_waiting(server: Server, requests: int) -> None:
+def until_waiting(server: RewardServer, requests: int) -> None:
     """So many requests wait behind those that are being scored."""
     eventually(lambda: len(server._waiting) == requests)
 

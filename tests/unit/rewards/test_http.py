@@ -19,7 +19,7 @@ import pytest
 
 from megarl import cli
 from megarl.config import ConfigError, HttpReward, RewardSettings, TrainConfig, dump, load
-from megarl.rewards.score import Request, RewardUnavailable, Score
+from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.sources import check, open_scorer
 from tests.e2e.job import RL
 
@@ -85,8 +85,8 @@ def settings(url: str, workers: int = 1, require_finished: bool = True, **more: 
     return RewardSettings(source=source, workers=workers, require_finished=require_finished)
 
 
-def ask(response: str, answer: str = "", *, finished: bool = True) -> Request:
-    return Request("question", response, answer, {"index": 3}, finished)
+def ask(response: str, answer: str = "", *, finished: bool = True) -> ScoreRequest:
+    return ScoreRequest("question", response, answer, {"index": 3}, finished)
 
 
 def score(given: RewardSettings, *responses: str) -> list[Score]:

@@ -19,7 +19,7 @@ import pytest
 
 from megarl.config import ConfigError, FunctionReward, MathReward, ReasoningGymReward, RewardSettings
 from megarl.rewards.processes import ProcessScorer as Scorer
-from megarl.rewards.score import Request, Score, errors_by_kind
+from megarl.rewards.score import Score, ScoreRequest, errors_by_kind
 from megarl.rewards.sources import check
 from megarl.rewards.verifiers import EVALUATING, load
 
@@ -90,8 +90,8 @@ def settings(name: str = "plain", **more: Any) -> RewardSettings:
     return RewardSettings(source=FunctionReward(path=f"my_rewards:{name}"), **more)
 
 
-def ask(response: str, answer: str = "", meta: dict[str, Any] | None = None, *, finished: bool = True) -> Request:
-    return Request("question", response, answer, meta or {}, finished)
+def ask(response: str, answer: str = "", meta: dict[str, Any] | None = None, *, finished: bool = True) -> ScoreRequest:
+    return ScoreRequest("question", response, answer, meta or {}, finished)
 
 
 def alive(pid: int) -> bool:
@@ -108,7 +108,7 @@ def gym() -> Iterator[Scorer]:
         yield scorer
 
 
-def spell(response: str, answer: str, *, finished: bool = True) -> Request:
+def spell(response: str, answer: str, *, finished: bool = True) -> ScoreRequest:
     return ask(response, answer, {"source_dataset": "spell_backward", "source_params": {}}, finished=finished)
 
 
@@ -314,11 +314,11 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background hands down a deaf one
 from megarl.config import FunctionReward, RewardSettings
 from megarl.rewards.processes import ProcessScorer
-from megarl.rewards.score import Request
+from megarl.rewards.score import ScoreRequest
 scorer = ProcessScorer(RewardSettings(source=FunctionReward(path="my_rewards:unusual"), timeout_s=60, workers=2))
-scorer.score([Request("", "right", "", {}, True)])
+scorer.score([ScoreRequest("", "right", "", {}, True)])
 print(*scorer.pids, flush=True)
-scorer.score([Request("", "deaf", "", {}, True)])
+scorer.score([ScoreRequest("", "deaf", "", {}, True)])
 """
 
 

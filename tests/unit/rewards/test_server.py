@@ -19,7 +19,7 @@ import pytest
 from megarl.config import HttpReward
 from megarl.rewards import server as module
 from megarl.rewards.http import HttpScorer
-from megarl.rewards.score import Request, RewardUnavailable, Score
+from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from tests.unit.rewards.scoring_server import HEAD, TOKEN, Lengths, ask, asking, assert_alive, eventually, raw, serving, until_waiting
 
 
@@ -135,13 +135,13 @@ def test_a_client_that_waits_for_leave_to_send_gets_it_after_its_token(model: Le
 def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
     monkeypatch.setattr(module, "LINGER_S", 20.0)
-    requests = [Request("question", "x" * n, "", {}, True) for n in range(200)]
+    requests = [ScoreRequest("question", "x" * n, "", {}, True) for n in range(200)]
     model.read = lambda samples: [sample["response"] for sample in samples]  # type: ignore[method-assign]
     with serving(model, TOKEN) as server:
         source = HttpReward(url=f"http://127.0.0.1:{server.port}/score", token_env="MY_TOKEN", batch_size=7, backoff_s=0.01)
         assert HttpScorer(source, 16, True).score(requests) == [Score(float(n)) for n in range(200)]
         monkeypatch.setenv("MY_TOKEN", "other")
-        large = [Request("question", "x" * (30 << 20), "", {}, True)]
+        large = [ScoreRequest("question", "x" * (30 << 20), "", {}, True)]
         with pytest.raises(RewardUnavailable, match=r"status 401 Unauthorized: .*another token is asked for.* \(1 attempt,"):
             HttpScorer(source, 1, True).score(large)
 
@@ -149,7 +149,7 @@ def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeyp
 ALONE = """
 import os, resource, signal, sys, time
 from megarl import termination
-from megarl.rewards.server import Server
+from megarl.rewards.server import RewardServer
 class Model:
     def read(self, samples):
         if "slow" in samples: print("slow", flush=True)
@@ -166,7 +166,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 termination.install()
 signal.signal(signal.SIGUSR1, lambda *_: [os.close(taken.pop()) for _ in list(taken)])
 try:
-    with Server(Model(), "127.0.0.1", 0, "/score", None) as server:
+    with RewardServer(Model(), "127.0.0.1", 0, "/score", None) as server:
         print(server.port, flush=True)
         server.wait()
 except KeyboardInterrupt:

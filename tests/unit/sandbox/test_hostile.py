@@ -16,7 +16,7 @@ import pytest
 from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
 from megarl.reaper import members
 from megarl.rewards.processes import ProcessScorer
-from megarl.rewards.score import Request, Score
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.sources import check
 from megarl.sandbox import process
 from megarl.sandbox.level import Level, bubblewrap, level, meaning, readable
@@ -161,8 +161,8 @@ def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
     source = FunctionReward(path="tests.unit.sandbox.hostile:score")
     settings = RewardSettings(source=source, timeout_s=TIMEOUT_S, workers=2, require_finished=False, sandbox=sandbox)
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
-        scores = scorer.score([Request("", response, "", meta, True) for response in responses])
-        again = scorer.score([Request("", "right", "", meta, True)] * 8)
+        scores = scorer.score([ScoreRequest("", response, "", meta, True) for response in responses])
+        again = scorer.score([ScoreRequest("", "right", "", meta, True)] * 8)
     assert scores[1::2] == [Score(1.0)] * len(names) and again == [Score(1.0)] * 8
     for name, given in zip(names, scores[::2], strict=True):
         value, error = EXPECTED[name]
@@ -196,7 +196,7 @@ def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path:
     monkeypatch.setenv("MEGARL_KEY", "k")
     monkeypatch.setenv("MEGARL_OTHER", "o")
     given = SandboxSettings(readable=[tmp_path / "data"], env=["MEGARL_KEY"])
-    ask = [Request("", "right", "", {}, True)]
+    ask = [ScoreRequest("", "right", "", {}, True)]
     for sandbox, error in ((given, None), (SandboxSettings(env=["MEGARL_KEY"]), "FileNotFoundError|PermissionError")):
         with ProcessScorer(RewardSettings(source=FunctionReward(path="needs:f"), sandbox=sandbox)) as scorer:
             [score] = scorer.score(ask)
@@ -222,7 +222,7 @@ def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch
     (tmp_path / "code" / "linked").symlink_to(tmp_path / "elsewhere")
     monkeypatch.syspath_prepend(tmp_path / "code")
     with ProcessScorer(RewardSettings(source=FunctionReward(path="linked.scores:f"))) as scorer:
-        assert scorer.score([Request("", "x", "", {}, True)]) == [Score(0.5)]
+        assert scorer.score([ScoreRequest("", "x", "", {}, True)]) == [Score(0.5)]
 
 
 @pytest.mark.parametrize("asked", [Level.LIMITS, Level.LANDLOCK], ids=str)
@@ -235,14 +235,14 @@ def test_no_socket_is_made_where_there_are_no_namespaces(asked: Level, tmp_path:
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), workers=1)
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
         assert "no sockets" in scorer.guarantee
-        scores = scorer.score([Request("", name, "", meta, True) for name in SOCKETS])
+        scores = scorer.score([ScoreRequest("", name, "", meta, True) for name in SOCKETS])
     assert dict(zip(SOCKETS, scores, strict=True)) == dict.fromkeys(SOCKETS, Score(0.0))
 
 
 def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(network=True))
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
-        scores = scorer.score([Request("", name, "", meta, True) for name in ("tcp_to_this_machine", "a_socket_to_the_hypervisor")])
+        scores = scorer.score([ScoreRequest("", name, "", meta, True) for name in ("tcp_to_this_machine", "a_socket_to_the_hypervisor")])
         said = scorer.guarantee
     assert scores == [Score(1.0), Score(0.0)] and "no network" not in said and "no sockets" not in said
 

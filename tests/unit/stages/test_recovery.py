@@ -27,7 +27,7 @@ from megarl.restarts import RESTART, Restart, Restarts
 from megarl.stages import recovery
 from megarl.stages.recovery import newer, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint
-from megarl.workers.keeper import Copies
+from megarl.workers.copies import Copies
 from tests.signals import taken
 
 SFT = """

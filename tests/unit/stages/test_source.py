@@ -30,7 +30,7 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.parts import added, whole
 from megarl.shared_memory import MemoryFile
 from megarl.stages import in_flight
-from megarl.stages.rollout import Collected
+from megarl.stages.rollout import StepGroups
 from megarl.stages.rollout_metrics import lag_metrics
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
@@ -160,7 +160,7 @@ class Loop:
             SimpleNamespace(config=config, run=run, engines=self.engines, train_reward=self.reward, models=SimpleNamespace(experts=None)),
         )
         self.state = TrainState(config, PROMPTS, STAGES)
-        self.learned: list[Collected] = []
+        self.learned: list[StepGroups] = []
         self.lags: list[dict[str, float]] = []
         self.saved: list[tuple[dict[str, Any], dict[str, bytes]]] = []
 
@@ -168,19 +168,19 @@ class Loop:
         with RolloutSource(self.ctx, self.state) as source:
             while self.state.step < until:
                 self.saved.append((self.state.state(), files_of(self.state)))
-                collected = source.next_batch()
+                groups = source.next_groups()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
-                self.learned.append(collected)
-                self.lags.append(scalars(lag_metrics(collected.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
+                self.learned.append(groups)
+                self.lags.append(scalars(lag_metrics(groups.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
                 self.state.step += 1
-                source.settle(sync_follows=sync_follows)
+                source.after_update(sync_follows=sync_follows)
                 self.state.learned += 1
                 self.engines.version += 1
                 source.metrics()
         return self
 
     def names(self) -> list[list[tuple[str, Any]]]:
-        return [[(one.text, one.weight_versions) for one in collected.batch().responses] for collected in self.learned]
+        return [[(one.text, one.weight_versions) for one in groups.batch().responses] for groups in self.learned]
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_checkpoint_s_responses_are_read_back_one_by_one(make: Any, tmp_path: 
     large = [np.zeros((1 << 20, len(stage), 1), np.uint8) for stage in STAGES]
     groups = [replace(group, responses=[replace(one, experts=[large]) for one in group.responses]) for group in loop.state.ahead.groups]
     path = tmp_path / "file.npz"
-    size = write_file(path, in_flight.dump(Collected(groups), STAGES)).size
+    size = write_file(path, in_flight.dump(StepGroups(groups), STAGES)).size
     monkeypatch.setattr(in_flight, "ray", SimpleNamespace(put=lambda _: None))
     tracemalloc.start()
     try:

@@ -14,7 +14,7 @@ from megarl.sync import fingerprint
 from megarl.sync.fingerprint import Fingerprinter, fingerprints, keys, rearranged_fingerprints
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
-from megarl.sync.wire import Bucket, Header, Name
+from megarl.sync.wire import Bucket, Header, TensorName
 
 
 def _experts(count: int, names: str = "e", shape: tuple[int, int] = (37, 53), seed: int = 0) -> tuple[list[str], Tensor]:
@@ -22,7 +22,7 @@ def _experts(count: int, names: str = "e", shape: tuple[int, int] = (37, 53), se
     return [f"{names}.{index}" for index in range(count)], torch.randn(count, *shape, generator=generator)
 
 
-def _received(stream: list[tuple[Name, Tensor]], capacity_mb: int) -> tuple[list[Header], dict[str, Tensor], int]:
+def _received(stream: list[tuple[TensorName, Tensor]], capacity_mb: int) -> tuple[list[Header], dict[str, Tensor], int]:
     headers, found, receiver = list[Header](), dict[str, Tensor](), BucketReceiver(torch.device("cpu"))
 
     def announce(plain: dict[str, Any]) -> Callable[[], object]:

@@ -24,7 +24,7 @@ from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.rollout.generate import Sampling
-from megarl.stages.rollout import Collection, finish
+from megarl.stages.rollout import RolloutCollector, finish
 from megarl.stages.rollout_metrics import rollout_metrics
 from megarl.workers.plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
 from tests.e2e.job import RL
@@ -141,7 +141,7 @@ def sampled(
     def draw(count: int) -> list[tuple[int, Prompt]]:
         return [(number, Prompt(number, "", [1], "", {})) for number in islice(numbers, count)]
 
-    return finish(ctx, Collection(ctx, draw, 1, None, rounds)).batch(), table
+    return finish(ctx, RolloutCollector(ctx, draw, 1, None, rounds)).batch(), table
 
 
 @pytest.mark.parametrize("order", [min, max, lambda open_: open_[len(open_) // 2]], ids=["first", "last", "middle"])

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, VersionSpan
+from megarl.config import RoutingSettings
 from megarl.response import Response
 from megarl.rollout.engine import Request, RolloutError
 from megarl.rollout.episodes import Start
@@ -26,14 +28,40 @@ NOWHERE = Path(os.devnull)  # no run's directory
 
 @pytest.mark.parametrize("shape", [(4, 4, 2), (5, 3, 2), (5, 4, 3)], ids=["tokens", "layers", "experts a token"])
 def test_experts_of_another_shape_are_refused(shape: tuple[int, int, int]) -> None:
-    worker, wanted = RolloutWorker("engine 0", PLACE, {}, NOWHERE), ExpertsWanted([[0, 1], [2, 3]], layers=4, topk=2, every=1)
+    worker, wanted = RolloutWorker("engine 0", PLACE, {}, NOWHERE), ExpertsWanted([[0, 1], [2, 3]], layers=4, topk=2, share=1.0)
     sample = Sample(np.zeros(6, np.int32), 2, np.zeros(4, np.float32), "stop", routed_experts=np.zeros(shape, np.uint8))
     with pytest.raises(RolloutError, match=rf"^engine 0: reports routed experts \[{shape[0]}, {shape[1]}, {shape[2]}\], .* \[5, 4, 2\]$"):
         worker._kept(sample, wanted)
 
 
+@pytest.mark.parametrize("share", [1e-9, 0.001, 0.01, 0.07, 1 / 3, 0.4, 0.5, 0.7, 0.99, 1.0])
+def test_the_share_of_the_responses_that_is_configured_is_reported(share: float) -> None:
+    """To one response, however many there are, always the same ones, spread over the call, and never none."""
+    wanted = ExpertsWanted([[0]], layers=1, topk=1, share=share)
+    chosen = [number for number in range(5000) if wanted.of(number)]
+    assert chosen[0] == 0 and chosen == [number for number in range(5000) if wanted.of(number)]
+    for count in (1, 2, 8, 99, 100, 101, 1024, 5000):
+        assert 0 <= sum(number < count for number in chosen) - share * count < 1
+    assert {later - one for one, later in pairwise(chosen)} <= {int(1 / share), int(1 / share) + 1}
+    settings = RoutingSettings(sample=share)
+    assert settings.reported == share and RoutingSettings(sample=share, replay="r3").reported == 1.0
+
+
+def test_of_a_call_the_engine_keeps_the_experts_of_that_share() -> None:
+    """With the default, one response in a hundred: of three groups of eight one, of fourteen two, always in the same place."""
+    loose: Any = RolloutWorker("engine 0", PLACE, {}, NOWHERE)
+    loose._responder, loose._tokenizer, loose._timeout_s = Counting(), Words(), 1.0
+    wanted = ExpertsWanted([[0, 2], [1]], layers=3, topk=2, share=RoutingSettings().sample)
+    for prompts, expected in ((3, [0]), (14, [0, 100])):
+        starts = [Start(n, PROMPT, 0) for n in range(prompts)]
+        responses, *values = asyncio.run(loose.respond(starts, Sampling(8, 1.0, 64, 0), wanted))
+        kept = [response for response in answered(responses, values, wanted) if response.experts is not None]
+        assert [8 * response.prompt + response.index for response in kept] == expected
+        assert sum(value is not None for value in values) == 8 * prompts + 2 * len(expected), "nothing is kept of the others"
+
+
 LENGTH, PROMPT = 23, [7, 8, 9]
-WANTED = ExpertsWanted([[0, 2], [1]], layers=3, topk=2, every=2)
+WANTED = ExpertsWanted([[0, 2], [1]], layers=3, topk=2, share=0.5)
 
 
 class Counting:

@@ -1,4 +1,4 @@
-"""What a keeper holds of the steps that it is given, without Ray."""
+"""What a store holds of the steps that it is given, without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from megarl.shared_memory import MemoryFile, SharedMemory
-from megarl.workers.keeper import KEPT, Keeper
+from megarl.workers.copies import KEPT, CopyStore
 
 OWNER = ("model", 0)
 
@@ -31,25 +31,25 @@ def nothing_left_open() -> Iterator[None]:
     assert nameless() == before
 
 
-def kept(keeper: Keeper, step: int) -> None:
+def kept(store: CopyStore, step: int) -> None:
     memory = SharedMemory(64, "test")
-    keeper.keep(OWNER, step, memory.path, 64)
+    store.keep(OWNER, step, memory.path, 64)
     memory.close()
 
 
 def test_a_run_that_has_gone_back_replaces_the_steps_that_it_does_again() -> None:
-    """The next machine's keeper is told nothing of a run that goes back: what comes then is newer, whatever its number."""
+    """The next machine's store is told nothing of a run that goes back: what comes then is newer, whatever its number."""
     with nothing_left_open():
-        keeper = Keeper()
+        store = CopyStore()
         for step in (9, 10, 11):
-            kept(keeper, step)
-        assert keeper.steps() == {OWNER: [10, 11]} and KEPT == 2
-        kept(keeper, 6)
-        assert keeper.steps() == {OWNER: [6]}
-        kept(keeper, 7)
-        assert keeper.steps() == {OWNER: [6, 7]}
-        keeper.forget(OWNER, but=7)
-        keeper.forget(OWNER, but=-1)
+            kept(store, step)
+        assert store.steps() == {OWNER: [10, 11]} and KEPT == 2
+        kept(store, 6)
+        assert store.steps() == {OWNER: [6]}
+        kept(store, 7)
+        assert store.steps() == {OWNER: [6, 7]}
+        store.forget(OWNER, but=7)
+        store.forget(OWNER, but=-1)
 
 
 def test_a_copy_that_breaks_off_on_its_way_leaves_no_memory() -> None:
@@ -63,14 +63,14 @@ def test_a_copy_that_breaks_off_on_its_way_leaves_no_memory() -> None:
         piece=SimpleNamespace(remote=lambda owner, step, begin: answer(ConnectionError("gone"))),
     )
     with nothing_left_open():
-        keeper = Keeper()
+        store = CopyStore()
         said = ""
         try:
-            asyncio.run(keeper.fetch(source, OWNER, 3))
+            asyncio.run(store.fetch(source, OWNER, 3))
         except ConnectionError as error:
             said = str(error)
         assert said == "gone"
-        assert keeper.steps() == {}
+        assert store.steps() == {}
 
 
 def test_a_file_in_memory_is_there_as_long_as_its_object_and_gone_where_it_does_not_fit() -> None:

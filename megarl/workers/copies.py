@@ -25,14 +25,21 @@ Owner = tuple[str, int]
 """A rank: its group, its number."""
 
 
-class Keeper:
-    """Holds the memory of the ranks on its machine, as an actor there."""
+class CopyStore:
+    """Holds the copies of the ranks on its machine, as an actor there."""
 
     def __init__(self) -> None:
         self._held: dict[Owner, dict[int, tuple[int, int]]] = {}  # the descriptor and the size of each step's memory
 
     def keep(self, owner: Owner, step: int, path: str, size: int) -> None:
-        """Takes a complete copy; older ones than the one before are let go of, and later ones, from before the run went back."""
+        """Takes a complete copy. The one before it stays; older ones are let go of, and later ones, from before the run went back.
+
+        Args:
+            owner: whose part it is.
+            step: of which it is.
+            path: where processes of this machine open it.
+            size: in bytes.
+        """
         steps = self._held.setdefault(owner, {})
         self._drop(steps, [other for other in steps if other >= step])
         steps[step] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), size
@@ -53,12 +60,27 @@ class Keeper:
         return f"/proc/{os.getpid()}/fd/{descriptor}", size
 
     def piece(self, owner: Owner, step: int, begin: int) -> bytes:
-        """Some bytes of a copy, PIECE at most."""
+        """Some bytes of a copy.
+
+        Args:
+            owner: whose part it is.
+            step: of which it is.
+            begin: the first byte; `PIECE` follow, or what is left.
+        """
         descriptor, size = self._held[owner][step]
         return os.pread(descriptor, min(PIECE, size - begin), begin)
 
     async def fetch(self, source: Any, owner: Owner, step: int) -> None:
-        """Takes over a copy from another machine, which may be taking one over from here. Raises OSError where there is no room."""
+        """Takes over a copy from another machine, which may be taking one over from here.
+
+        Args:
+            source: that machine's store.
+            owner: whose part it is.
+            step: of which it is.
+
+        Raises:
+            OSError: there is no room.
+        """
         _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         try:
@@ -77,7 +99,7 @@ class Keeper:
 
 
 class Copies:
-    """The driver's hold on all keepers, and what it must know itself of each step.
+    """The driver's view of all copies, and what it must know itself of each step.
 
     Args:
         peers: every copy is also held on another machine.
@@ -85,7 +107,7 @@ class Copies:
 
     def __init__(self, peers: bool) -> None:
         self._peers = peers
-        self._keepers: dict[str, Any] = {}  # by node
+        self._stores: dict[str, Any] = {}  # by node
         self._records: dict[int, Any] = {}  # by step
         self._owners: list[Owner] = []  # all ranks of which there must be a copy
         self._travelling: list[Any] = []  # of the last step, to the next machine
@@ -109,8 +131,8 @@ class Copies:
         self._owners = [(name, rank) for name, group in groups.items() for rank in range(len(group.actors))]
         for name, group in groups.items():
             nodes = group.call("node", timeout_s=timeout_s)
-            keepers = [self._keeper(node) for node in nodes]
-            calls = [actor.copy.remote(keeper, name, step, last) for actor, keeper in zip(group.actors, keepers, strict=True)]
+            stores = [self._store(node) for node in nodes]
+            calls = [actor.copy.remote(store, name, step, last) for actor, store in zip(group.actors, stores, strict=True)]
             group.wait(calls, "copy", timeout_s)
             self._travelling += self._mirror(name, step, nodes)
         self._records = {old: kept for old, kept in self._records.items() if old == last} | {step: record}
@@ -130,49 +152,58 @@ class Copies:
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
     def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
-        """Gives every rank its part of a step; on another machine than before it travels there first. WorkerDied where it is lost."""
+        """Gives every rank its part of a step; to another machine than before it travels first.
+
+        Args:
+            step: its number.
+            groups: of the ranks that train, by name.
+            timeout_s: of each group.
+
+        Raises:
+            WorkerDied: a part is lost.
+        """
         held = self._held()
         for name, group in groups.items():
-            places = [(self._keeper(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
-            keepers, fetched = [], []
-            for rank, (keeper, here) in enumerate(places):
+            places = [(self._store(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
+            stores, fetched = [], []
+            for rank, (store, here) in enumerate(places):
                 owner = name, rank
                 if step not in here.get(owner, []):
-                    source = next((self._keepers[node] for node, there in held.items() if step in there.get(owner, [])), None)
+                    source = next((self._stores[node] for node, there in held.items() if step in there.get(owner, [])), None)
                     if source is None:
                         raise WorkerDied(f"save.rolling: no machine has the copy of {name} rank {rank} at step {step} any more")
-                    keepers.append(keeper)
-                    fetched.append(keeper.fetch.remote(source, owner, step))
-            ActorGroup("keeper", keepers).wait(fetched, "fetch a copy", timeout_s)
-            calls = [actor.restore.remote(keeper, name, step) for actor, (keeper, _) in zip(group.actors, places, strict=True)]
+                    stores.append(store)
+                    fetched.append(store.fetch.remote(source, owner, step))
+            ActorGroup("copy store", stores).wait(fetched, "fetch a copy", timeout_s)
+            calls = [actor.restore.remote(store, name, step) for actor, (store, _) in zip(group.actors, places, strict=True)]
             group.wait(calls, "restore", timeout_s)
         self._records = {step: self._records[step]}
 
-    def _keeper(self, node: str) -> Any:
-        if node not in self._keepers:
+    def _store(self, node: str) -> Any:
+        if node not in self._stores:
             place = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._keepers[node] = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=place).remote()
-        return self._keepers[node]
+            self._stores[node] = ray.remote(CopyStore).options(num_cpus=0, scheduling_strategy=place).remote()
+        return self._stores[node]
 
     def _mirror(self, name: str, step: int, nodes: Sequence[str]) -> list[Any]:
         """Copies go to the next machine, behind the run's back."""
-        others = sorted(self._keepers)
+        others = sorted(self._stores)
         if not self._peers or len(others) < 2:
             return []
-        after = {node: self._keepers[others[(index + 1) % len(others)]] for index, node in enumerate(others)}
-        return [after[node].fetch.remote(self._keepers[node], (name, rank), step) for rank, node in enumerate(nodes)]
+        after = {node: self._stores[others[(index + 1) % len(others)]] for index, node in enumerate(others)}
+        return [after[node].fetch.remote(self._stores[node], (name, rank), step) for rank, node in enumerate(nodes)]
 
     def _held(self) -> dict[str, dict[Owner, list[int]]]:
-        """What each keeper has, by node. Those that do not answer, and those of lost nodes, are forgotten."""
+        """What each store has, by node. Those that do not answer, and those of lost nodes, are forgotten."""
         there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        self._keepers = {node: keeper for node, keeper in self._keepers.items() if node in there}
-        asked = {node: keeper.steps.remote() for node, keeper in self._keepers.items()}
+        self._stores = {node: store for node, store in self._stores.items() if node in there}
+        asked = {node: store.steps.remote() for node, store in self._stores.items()}
         held = dict[str, dict[Owner, list[int]]]()
         for node, call in asked.items():
             try:
                 held[node] = ray.get(call, timeout=ANSWER_S)
             except RayError:
-                del self._keepers[node]
+                del self._stores[node]
         return held
 
 

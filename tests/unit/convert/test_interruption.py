@@ -1,0 +1,136 @@
+"""A conversion that dies, or has no room, goes on where it was; several processes share one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+from megarl.convert import engine, plan
+from tests.unit.convert.converting import WEIGHTS, convert, refused, stored
+
+
+def begun(before: Callable[[], None], direction: str, source: Path, out: Path) -> BaseProcess:
+    """A conversion in many small units, in a process of its own; `before` runs there first."""
+
+    def work() -> None:
+        plan._LEAST = plan._MOST = 1 << 19
+        before()
+        os._exit(main(["convert", direction, str(source), str(out), "--workers", "1"]))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
+
+
+def dying() -> None:
+    """Dies by SIGKILL at its thirtieth parameter, with some units done."""
+    take, taken = engine.Control.parameter, list[Any]()
+
+    def parameter(self: Any, item: plan.PlannedParameter) -> Any:
+        taken.append(item)
+        if len(taken) == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self, item)
+
+    engine.Control.parameter = parameter  # type: ignore[method-assign]
+
+
+def slow(meeting: Path) -> None:
+    """Begins when two of its kind are there, takes its time, and says which parameters it took."""
+    take, deadline = engine.Control.parameter, time.monotonic() + 90
+    (meeting / f"{os.getpid()}.ready").touch()
+    while len(list(meeting.glob("*.ready"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    def parameter(self: Any, item: plan.PlannedParameter) -> Any:
+        time.sleep(0.03)
+        with (meeting / f"{os.getpid()}.took").open("a") as file:
+            print(item.weight.name, file=file)
+        return take(self, item)
+
+    engine.Control.parameter = parameter  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_killed_conversion_goes_on_where_it_was(
+    models: dict[str, Path], direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = models["qwen3_moe"], tmp_path / "out"
+    if direction == "megatron-to-hf":
+        convert("hf-to-megatron", source, tmp_path / "steps")
+        source = tmp_path / "steps"
+    killed = begun(dying, direction, source, out)
+    killed.join(600)
+    assert killed.exitcode == -signal.SIGKILL
+    journal = next(path for path in [tmp_path / ".out.journal", out / ".step_000000.journal"] if path.exists())
+    done = sorted(path.stem for path in journal.glob("0*.json"))
+    assert done and not (out / "step_000000").exists()
+    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
+    monkeypatch.setattr(plan, "_MOST", 1 << 19)
+    assert "begun otherwise (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
+    damaged = (
+        tmp_path / ".out.partial" / WEIGHTS if direction == "megatron-to-hf" else out / "step_000000.partial" / "policy" / "__0_0.distcp"
+    )
+    with damaged.open("r+b") as file:  # a unit that was done
+        file.seek(damaged.stat().st_size // 3)
+        file.write(b"?")
+    from megarl.convert.to_hf import ToHF
+    from megarl.convert.to_megatron import ToMegatron
+
+    redone: list[int] = []
+    kind: Any = ToHF if direction == "megatron-to-hf" else ToMegatron
+    work = kind.convert
+
+    def watched(self: Any, unit: plan.Unit, control: Any) -> Any:
+        redone.append(unit.index)
+        return work(self, unit, control)
+
+    monkeypatch.setattr(kind, "convert", watched)
+    convert(direction, source, out)
+    assert len({int(name) for name in done} & set(redone)) == 1, "of what was done, the damaged unit alone"
+    if direction == "hf-to-megatron":
+        monkeypatch.undo()
+        convert("megatron-to-hf", out, tmp_path / "back")
+    assert stored(tmp_path / "back" if direction == "hf-to-megatron" else out) == stored(models["qwen3_moe"])
+
+
+def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path) -> None:
+    children = [begun(partial(slow, tmp_path), "hf-to-megatron", models["qwen3_moe"], tmp_path / "out") for _ in range(2)]
+    for child in children:
+        child.join(600)
+    assert sorted([child.exitcode for child in children], key=str) in ([0, 0], [0, 1])
+    shares = [file.read_text().splitlines() for file in tmp_path.glob("*.took")]
+    items, _ = plan.planned(models["qwen3_moe"], None, None, 1, 1)
+    assert len(shares) == 2 and sorted(shares[0] + shares[1]) == sorted(item.weight.name for item in items)
+    convert("megatron-to-hf", tmp_path / "out", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(models["qwen3_moe"])
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    models: dict[str, Path], direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
+    source = models["qwen3_moe"]
+    if direction == "megatron-to-hf":
+        convert("hf-to-megatron", source, tmp_path / "steps")
+        source = tmp_path / "steps"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # writes beyond it fail, as on a full disk
+    try:
+        line = refused(capsys, direction, source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large; the same command goes on from here" in line
+    convert(direction, source, tmp_path / "out")
