@@ -31,6 +31,7 @@ KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?")
 ELSEWHERE = {
     "runs",
     "samples",
+    "logs",
     "checkpoints",
     "model",
     "critic",
