@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -272,6 +272,7 @@ def test_decode_drops_the_ending_token_alone(tokenizer: PreTrainedTokenizerBase)
     assert decode(tokenizer, [tokenizer.eos_token_id], finished=True) == ""
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.lists(st.integers(0, 30), max_size=12))
 def test_every_epoch_is_a_permutation_and_the_sampler_resumes_anywhere(count: int, seed: int, shuffle: bool, takes: list[int]) -> None:
     sampler, drawn = Sampler(count, seed, shuffle), []

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
@@ -63,6 +63,7 @@ def report(values: list[float]) -> dict[str, Metric]:
     }
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-100, 100)), min_size=1, max_size=6))
 def test_metrics_do_not_depend_on_the_layout(shards: list[list[float]]) -> None:
     merged, whole = scalars(merge(report(shard) for shard in shards)), scalars(report([value for shard in shards for value in shard]))

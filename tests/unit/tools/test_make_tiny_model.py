@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.tokenizer import load_tokenizer
@@ -78,6 +78,7 @@ def test_transformers_loads_model_and_tokenizer_without_remote_code(tiny: Path) 
 def test_tokenizer_round_trips_text_and_cuts_as_sentencepiece_does(tiny: Path) -> None:
     tokenizer, pieces = load_tokenizer(tiny), sentencepiece.SentencePieceProcessor(model_file=str(tiny / "tokenizer.model"))
 
+    @settings(deadline=None)
     @given(PIECES)
     def check(text: str) -> None:
         tokens = tokenizer.encode(text)
