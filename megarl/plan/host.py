@@ -1,4 +1,4 @@
-"""NodeMemory memory of a node, and what a step puts into Ray's object store."""
+"""Host memory of a node, and what a step puts into Ray's object store."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from megarl.network import interface_towards
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.grid import Grid
+from megarl.parallel.grid import Grid, destroy_grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
@@ -229,10 +229,12 @@ def end_of_the_template(grid: Grid) -> None:
 
 
 def missing(grid: Grid) -> None:
-    """A collective to which the last rank does not come."""
-    if grid.rank < grid.world - 1:
-        with grid.together("meet"):
-            torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.control)
+    """A collective to which the last rank does not come: it leaves the grid."""
+    if grid.rank == grid.world - 1:
+        destroy_grid()
+        return
+    with grid.together("meet"):
+        torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.control)
 
 
 def process_groups(grid: Grid) -> tuple[list[tuple[int, ...]], int]:
