@@ -16,17 +16,7 @@ ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 
 
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """Asks the chosen engine whether it could run a model.
-
-    Args:
-        hf: config.json of the model.
-        dtype: of its weights and activations, "float32" or "bfloat16".
-        settings: of the engine.
-        gpu: whether it has GPUs.
-
-    Raises:
-        ConfigError: it could not; before any process starts.
-    """
+    """`Engine.check` of the chosen engine, before any process starts."""
     engine_type(settings).check(hf, dtype, settings, gpu=gpu)
 
 
