@@ -47,11 +47,8 @@ if TYPE_CHECKING:
     from megarl.workers.weight_publisher import WeightPublisher
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
-RECORD: dict[str, ExpertsRecorded] = {
-    "off": "known",
-    "r2": "all",
-    "r3": "none",
-}  # experts that the pass of the old log-probs keeps for the updates
+# Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
+RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
 
 
