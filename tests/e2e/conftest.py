@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.job import EVERYTHING, STEPS, Job
 from tests.e2e.lab import Lab, open_lab
 from tests.slurm.conftest import slurm as slurm
 
@@ -26,6 +26,12 @@ def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 
 
 @pytest.fixture(scope="package")
-def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+def steps(long: bool) -> int:
+    """Of the straight run, one of which pretrains the critic; with --long there are more at which it could be killed."""
+    return STEPS if long else STEPS - 2
+
+
+@pytest.fixture(scope="package")
+def straight(lab: Lab, steps: int, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     """A run that nothing happens to."""
-    return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, EVERYTHING))
+    return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, (*EVERYTHING, f"train.steps={steps - 1}")))

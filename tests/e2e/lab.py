@@ -74,14 +74,14 @@ class Lab:
             open_scorers(config.reward, run.note) as scorers,
             self.workers(config, own_engine, resume is not None) as (models, engines),
         ):
-            patch.setattr(report, "draw", lambda *_: None)  # half a second for a picture that nobody looks at
+            without_picture(patch)
             engines.note_sandbox(run.note)
             ctx = RunContext(config, run, models, engines, *scorers.rewards(models), Restarts(0, run.restarted, run.note))
             recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 
-    def learn(self, job: Job) -> Job:
+    def learn(self, job: Job, picture: bool = False) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""
-        with self.stage():
+        with self.stage(picture):
             assert command(job) == 0
         return job
 
@@ -91,8 +91,11 @@ class Lab:
             return called("eval", *arguments)
 
     @contextmanager
-    def stage(self) -> Iterator[None]:
-        """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model."""
+    def stage(self, picture: bool = False) -> Iterator[None]:
+        """The stage inside runs in this session, on these ranks or on this engine, which is given the weights of the stage's model.
+
+        picture: the run leaves one, as from the command line.
+        """
         played: list[Any] = []
 
         def play(
@@ -112,6 +115,8 @@ class Lab:
             return Engines(engines.group, config.rollout, playing=playing(config), restarts=restarts)
 
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
+            if not picture:
+                without_picture(patch)
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
             patch.setattr(learner, "lost_nodes", lambda places: False)
@@ -242,6 +247,11 @@ def in_this_session() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "ray_session", session)
         yield
+
+
+def without_picture(patch: pytest.MonkeyPatch) -> None:
+    """Runs leave no report.png, which takes half a second and which nobody looks at."""
+    patch.setattr(report, "draw", lambda *_: None)
 
 
 def shape(model: Path) -> dict[str, Any]:

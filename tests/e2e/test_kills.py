@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.comparing import assert_same
-from tests.e2e.job import EVERYTHING, RESTARTED, STEPS, Job, listeners, read
+from tests.e2e.job import EVERYTHING, RESTARTED, Job, listeners, read
 from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Processes, Victim
 
 SEED = 20
@@ -65,22 +65,22 @@ def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ends(long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
+def ends(long: bool, steps: int, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
     """Runs that were killed at random moments, spread over their steps, and then came to their end; and these moments.
 
     With --long each phase is hit through each victim, over two runs. The last start, the suite's only one, is hit and goes on by itself.
     """
     pairs, runs = (chosen(), 2) if long else ([], 1)
-    steps = np.linspace(1, STEPS - 5, len(pairs) // runs).astype(int)
+    first, all_of_it = np.linspace(1, steps - 5, len(pairs) // runs).astype(int), (*EVERYTHING, f"train.steps={steps - 1}")
     places = [tmp_path_factory.mktemp("killed") for _ in range(runs)]
 
     def chain(number: int) -> tuple[Job, list[str]]:
         random, met = np.random.default_rng([SEED, number]), list[str]()
-        for (phase, victim), step in zip(pairs[number::runs], steps, strict=True):
-            job, aim = Job(places[number], tiny_model, (*EVERYTHING, "cluster.restarts=0")), Aim(phase, victim, int(step))
+        for (phase, victim), step in zip(pairs[number::runs], first, strict=True):
+            job, aim = Job(places[number], tiny_model, (*all_of_it, "cluster.restarts=0")), Aim(phase, victim, int(step))
             met.append(killed(job, aim, random))
-        job = Job(places[number], tiny_model, (*EVERYTHING, "log.tensorboard=true"))
-        return job, [*met, *mended(job, STEPS - 3, random)]
+        job = Job(places[number], tiny_model, (*all_of_it, "log.tensorboard=true"))
+        return job, [*met, *mended(job, steps - 3, random)]
 
     with ThreadPoolExecutor(runs) as pool:
         found = list(pool.map(chain, range(runs)))
@@ -99,7 +99,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(ends: Sequence[t
             raise AssertionError("\n".join([f"seed {SEED}, killed:", *met])) from error
 
 
-def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tuple[Job, list[str]]]) -> None:
+def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tuple[Job, list[str]]], steps: int) -> None:
     for job, _ in ends:
         directory = job.runs / "job"
         summary = json.loads((directory / "summary.json").read_text())
@@ -107,7 +107,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         told = [row for row in job.rows() if RESTARTED in row]
         assert [(row.get(f"{RESTARTED}/rank"), row.get(f"{RESTARTED}/engine")) for row in told] == [(1.0, None), (None, 1.0)]
         assert all(row[f"{RESTARTED}/recovery_s"] > 0 and row[f"{RESTARTED}/lost_steps"] <= 1 for row in told)
-        assert summary["rl_steps"] == STEPS - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
+        assert summary["rl_steps"] == steps - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
         assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
         assert {"driver", "model_worker", "rollout", "engine_core", "reward", "ray"} <= set(summary["peak_rss_mb"])
         assert {"rollout", "update", "sync", "old_logp"} <= set(summary["wall_s"])

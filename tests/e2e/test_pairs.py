@@ -43,7 +43,7 @@ def run(lab: Lab, runs: Path, model: Path, verb: str, *overrides: str) -> Job:
     runs.mkdir(parents=True, exist_ok=True)
     write_pairs(runs / "train.jsonl", 1, 192)
     write_pairs(runs / "eval.jsonl", 2, 33)
-    return lab.learn(Job(runs, model, overrides, verb=verb, template=f"{STAGE}{verb}: {STEPS}"))
+    return lab.learn(Job(runs, model, overrides, verb=verb, template=f"{STAGE}{verb}: {STEPS}"), picture=True)
 
 
 def summary(job: Job) -> dict[str, Any]:

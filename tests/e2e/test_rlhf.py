@@ -89,7 +89,7 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
 
 def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:
     sources = {
-        "shared": (f"reward.source={{type: reward_model, path: {reward_model}}}",),
+        "shared": (f"reward.source={{type: reward_model, path: {reward_model}}}", "reward.eval={type: reasoning_gym}"),
         "apart": (
             f"reward.source={{type: reward_model, path: {reward_model}}}",
             "placement.reward={ranks: 2, ep: 2}",
@@ -97,8 +97,7 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
         ),
         "served": (f"reward.source={{type: http, url: '{url}'}}", "train.steps=1"),
     }
-    judged = ("reward.eval={type: reasoning_gym}",)
-    runs = {name: lab.run(Job(tmp_path / name, tiny_model, (*PPO, *judged, *source))).updates() for name, source in sources.items()}
+    runs = {name: lab.run(Job(tmp_path / name, tiny_model, (*PPO, *source))).updates() for name, source in sources.items()}
     one = runs["shared"]
     assert (
         len(one) == 2 and one[0]["reward/min"] < one[0]["reward/max"] and one[0]["actor/reference_kl"] == 0 < one[1]["actor/reference_kl"]
