@@ -1,9 +1,13 @@
-"""torch for modules that a configuration and its checks need too: imported when something of it is first used, which takes seconds."""
+"""torch for modules that the driver and its checks need too: imported when something of it is first used, which takes seconds."""
 
 from __future__ import annotations
 
 import importlib
+from threading import Thread
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from megarl.imports import uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +23,21 @@ else:
 
         def __getattr__(self, name: str) -> Any:
             if self._module is None:
-                self._module = importlib.import_module(self._name)
+                self._module = _import(self._name)
             return getattr(self._module, name)
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
     Tensor = Any  # in annotations alone
 
-__all__ = ["F", "Tensor", "torch"]
+
+def _import(name: str) -> ModuleType:
+    with uncollected():
+        return importlib.import_module(name)
+
+
+def import_meanwhile() -> None:
+    """Begins to import torch: for a process that will use it once others have started."""
+    Thread(target=_import, args=("torch",)).start()
+
+
+__all__ = ["F", "Tensor", "import_meanwhile", "torch"]

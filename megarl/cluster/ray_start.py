@@ -13,17 +13,21 @@ from typing import Any
 
 import ray._private.services as services
 from ray._private.node import Node
-from ray._raylet import persist_port
+from ray._raylet import GcsClient, NodeID, persist_port
+from ray.exceptions import RpcError
 
 from megarl.patching import expect
 from megarl.text import one_line
 
 AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+LOOK_S = 0.02  # how often Ray's server is asked whether the raylet is there
+ANSWER_S = 1.0  # for its answer
 NO_PORT = -1  # what Ray's own agent says where it has no server (dashboard/agent.py:104)
 LOWEST_PORT = 10_000
 BAND = 1_000  # ports for the processes of one node, where other nodes reach them
 
+ASKED = "ray._private.utils.get_dashboard_dependency_error"
 _get_node, _start_ray_processes, _start_ray_process = services.get_node, Node.start_ray_processes, services.start_ray_process
 
 
@@ -57,7 +61,10 @@ def _start_without_agents() -> None:
 
     One serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
     """
-    expect(services.start_raylet, *(f'"{agent}={{}}".format(' for agent in AGENTS), "start_ray_process(")
+    asked, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
+    expect(services.start_raylet, asked, *agents, "start_ray_process(")
+    # It imports aiohttp to find out whether an agent could serve the dashboard: half a second.
+    services.ray._private.utils.get_dashboard_dependency_error = _start_nothing
     # The standard input of these processes is open as long as the raylet lives.
     os.environ.update(RAY_enable_pipe_based_agent_to_parent_health_check="1")
 
@@ -69,7 +76,7 @@ def _start_without_agents() -> None:
 
 
 def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
-    """node.py:428 gives the raylet 30 s to register, fixed, even where it has ended; the call that it repeats until then waits itself."""
+    """node.py:428 gives the raylet 30 s to register, fixed, even where it has ended, and looks for it once a second."""
     expect(Node.__init__, "self.start_ray_processes()", "raylet_start_wait_time_s = 30", "services.get_node(", "except RuntimeError as e:")
     started: list[Any] = []
 
@@ -82,19 +89,23 @@ def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
         _start_ray_processes(self)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return _get_node(gcs_address, node_id)
-            except RuntimeError as error:
-                for node in started:
-                    for kind, process in node.dead_processes():
-                        raise RayNotStarted(f"Ray's {kind} ended at the start ({_last_words(node, kind, process)})") from error
-                if time.monotonic() > deadline:
-                    raise RayNotStarted(f"cluster.start_timeout_s: Ray's raylet did not register within {timeout_s:g} s") from error
-            time.sleep(0.02)
+        deadline, gcs = time.monotonic() + timeout_s, GcsClient(address=gcs_address)
+        while not _registered(gcs, node_id):
+            for node in started:
+                for kind, process in node.dead_processes():
+                    raise RayNotStarted(f"Ray's {kind} ended at the start ({_last_words(node, kind, process)})")
+            if time.monotonic() > deadline:
+                raise RayNotStarted(f"cluster.start_timeout_s: Ray's raylet did not register within {timeout_s:g} s")
+            time.sleep(LOOK_S)
+        return _get_node(gcs_address, node_id)
 
     Node.start_ray_processes, services.get_node = start_ray_processes, get_node
+
+
+def _registered(gcs: GcsClient, node_id: str) -> bool:
+    with suppress(RpcError):  # it has ended, or is late
+        return NodeID.from_hex(node_id) in gcs.get_all_node_info(timeout=ANSWER_S)
+    return False
 
 
 def _choose_ports(parameters: Any) -> None:

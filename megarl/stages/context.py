@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import ray_session
 from megarl.config import RunSettings, TrainConfig
+from megarl.lazy_torch import import_meanwhile
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
@@ -63,6 +64,7 @@ class RunContext:
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
     """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
     with Run(config, None if resume is None else resume.run) as run, session(config, run), ExitStack() as stack:
+        import_meanwhile()
         with run.starting("scoring processes"):
             scorers = stack.enter_context(open_scorers(config.reward, run.note))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)

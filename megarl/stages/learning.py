@@ -18,6 +18,7 @@ from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
+from megarl.lazy_torch import import_meanwhile
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.restarts import Restarts
@@ -88,6 +89,7 @@ def learn(
     stage = Stage(config, objective, draw, held_out, finish)
     resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, session(config, run):
+        import_meanwhile()
         with run.starting("model ranks"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))

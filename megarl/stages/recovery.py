@@ -16,13 +16,16 @@ from megarl.cluster.hashing import damaged_anywhere
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, TrainingSettings
 from megarl.observe.run import Run
-from megarl.parallel.grid import FAULTS
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
 from megarl.workers.copies import Copies
 
-# Faults that restarting the ranks may cure. Any other would come back.
-CURABLE = (WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS)
+
+def curable() -> tuple[type[Exception], ...]:
+    """Faults that restarting the ranks may cure. Any other would come back."""
+    from megarl.parallel.grid import FAULTS
+
+    return WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS
 
 
 class Context(Protocol):
@@ -76,7 +79,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
                     resume = _verified(resume, ctx, find)
             work(resume)
             return
-        except CURABLE as error:
+        except curable() as error:
             if _ray_is_gone(error):
                 raise
             number = termination.asked()

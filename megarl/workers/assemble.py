@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
-from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.correction import BOUND, Correction
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
+from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, SampleShare, Std
 from megarl.workers.plan import Split, StepPlan, loss_weights
 from megarl.workers.plan import members as chosen_in

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms import Loss
 from megarl.algorithms.value import explained_variance_sums, value_loss
 from megarl.batch import Batch, concat
+from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Explained, GroupBias, Max, Mean, Metric, Sum, merge
 
 if TYPE_CHECKING:

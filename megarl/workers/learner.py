@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-import torch
-from torch import Tensor
 
 from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
@@ -25,6 +23,7 @@ from megarl.cluster.demand import demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
+from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.copies import Copies
 from megarl.workers.critic import values

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-import torch
-from torch import Tensor
 
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
 from megarl.imports import uncollected
+from megarl.lazy_torch import Tensor, torch
 from megarl.observe.output import keep_output
 from megarl.shared_memory import mapped
 

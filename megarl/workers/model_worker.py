@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.demand import Role
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
+from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, merge
 from megarl.workers.assemble import (
     Columns,

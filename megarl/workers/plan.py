@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
 from megarl.config import EnvironmentReward, TrainConfig
+from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     from megarl.observe.metrics import Metric

@@ -129,6 +129,7 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
         ("megarl.cli; megarl.cli.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
         ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
         ("megarl.workers.copies", ("torch", "pydantic")),  # the copies of every node
+        (", ".join(sorted({verb.run.partition(":")[0] for verb in VERBS.values()})), ("torch", "megatron", "vllm")),  # the driver
     ],
 )
 def test_what_starts_often_imports_nothing_heavy(start: str, packages: tuple[str, ...]) -> None:

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # Ray's clock runs a hundred times faster than the machine's, and the raylet takes 2 s to register, as if it were minutes.
@@ -15,25 +17,23 @@ START = """
     import os, signal, sys, time, types
     import psutil
     import ray._private.node as node
-    import ray._private.services as services
-
-    def registered(address, identity, known=services.get_node, begun=[]):
-        begun.append(time.monotonic())
-        if sys.argv[2] == "dies":
-            [raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
-            raylet.kill()
-        if time.monotonic() - begun[0] < 2:
-            raise RuntimeError("not there")
-        return known(address, identity)
-
-    services.get_node = registered
-    node.time = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: 100 * time.monotonic())
 
     from megarl.config import ClusterSettings
+    from megarl.cluster import ray_start
     from megarl.cluster.session import ray_session
 
+    def registered(gcs, identity, known=ray_start._registered, begun=[]):
+        begun.append(time.monotonic())
+        if sys.argv[2] != "is slow":
+            [process] = [child for child in psutil.Process().children() if child.name() == sys.argv[2]]
+            process.kill()
+        return known(gcs, identity) and time.monotonic() - begun[0] > 2
+
+    ray_start._registered = registered
+    node.time = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: 100 * time.monotonic())
+
     with ray_session(ClusterSettings(gpus=False, start_timeout_s=float(sys.argv[1])), actors=1):
-        print("started")
+        print("started", "with aiohttp" if "aiohttp" in sys.modules else "light")
 """
 
 
@@ -50,7 +50,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_a_slow_raylet_has_the_whole_start_limit() -> None:
     done = start(200, "is slow")
-    assert done.returncode == 0 and "started" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout == "started light\n", done.stderr
 
 
 def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
@@ -58,6 +58,7 @@ def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
     assert line == "megarl.cluster.session.ClusterError: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"
 
 
-def test_a_raylet_that_dies_is_told_at_once() -> None:
-    line = refusal(start(1e6, "dies"))
-    assert line.startswith("megarl.cluster.session.ClusterError: Ray's raylet ended at the start (exit code -9; ")
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_a_process_that_dies_is_told_at_once(process: str) -> None:
+    line = refusal(start(1e6, process))
+    assert line.startswith(f"megarl.cluster.session.ClusterError: Ray's {process} ended at the start (exit code -9; ")
