@@ -116,7 +116,18 @@ def _mathematical(answer: str) -> bool:
 
 
 def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
-    """The tree, and notes by key."""
+    """What is proposed for a model and a file.
+
+    Args:
+        model: a Hugging Face directory.
+        data: the file.
+        columns: what its columns hold.
+        cpu: whether there are no GPUs.
+        gpus: how many there are otherwise.
+
+    Returns:
+        The configuration as a tree, and notes by key.
+    """
     hf = check_checkpoint(model.absolute(), drop_mtp=True)
     tokenizer = load_tokenizer(model.absolute())
     room, chat = int(hf["max_position_embeddings"]), bool(tokenizer.chat_template)
@@ -187,7 +198,13 @@ def _rounded(length: int) -> int:
 
 
 def put(tree: Tree, key: str, value: str) -> None:
-    """Sets a dotted key to a JSON value."""
+    """Sets a value of a tree.
+
+    Args:
+        tree: is changed.
+        key: dotted.
+        value: as JSON.
+    """
     *above, last = key.split(".")
     for name in above:
         tree = tree.setdefault(name, {})
@@ -195,7 +212,14 @@ def put(tree: Tree, key: str, value: str) -> None:
 
 
 def text(tree: Mapping[str, Any], notes: Mapping[str, str], verb: str, given: argparse.Namespace) -> str:
-    """The file: a section a paragraph, values as JSON, which is YAML."""
+    """The file: a section a paragraph, values as JSON, which is YAML.
+
+    Args:
+        tree: the configuration.
+        notes: comments by key.
+        verb: which reads it.
+        given: the arguments of the command line.
+    """
 
     def lines() -> Iterator[str]:
         yield f"# Written by `megarl init {given.model} {given.data}`. Every key, its default and its meaning: megarl config {verb}"

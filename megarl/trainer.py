@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from megarl import termination
 from megarl.config import StepSettings, TrainConfig
 from megarl.observe.metrics import Metric
-from megarl.stages.checks import Data, check_train
+from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext, open_context
+from megarl.stages.data_checks import Data
 from megarl.stages.eval import evaluate
 from megarl.stages.gap import check_gap
 from megarl.stages.recovery import newest, recovering
@@ -85,7 +86,13 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
 
 def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) -> None:
-    """Keeps the policy where this evaluation is the best so far in `train.best`."""
+    """Keeps the policy where this evaluation is the best so far in `train.best`.
+
+    Args:
+        ctx: of the run.
+        state: where it stands.
+        numbers: of the evaluation, by name.
+    """
     metric = ctx.config.train.best
     if metric is not None and state.best.improves(state.step, numbers[metric]):
         with ctx.run.phase("save"):

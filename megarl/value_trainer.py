@@ -7,8 +7,9 @@ from itertools import islice
 from megarl import termination
 from megarl.config import TrainConfig
 from megarl.observe.metrics import Metric
-from megarl.stages.checks import Data, check_value
+from megarl.stages.checks import check_value
 from megarl.stages.context import RunContext, open_context
+from megarl.stages.data_checks import Data
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutCollector, finish, reference_scale
 from megarl.stages.rollout_metrics import scale_metrics

@@ -101,7 +101,13 @@ class _Correction(Settings):
         return weight_T
 
     def of_gap(self, gap_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-        """The weights before rejection, from g (0 at masked entries); undefined at masked entries."""
+        """The weights before rejection; undefined at masked entries.
+
+        Args:
+            gap_T: g, 0 at masked entries.
+            batch: of the tokens.
+            sum_over: adds up over all ranks and micro-batches of the step.
+        """
         raise NotImplementedError
 
 

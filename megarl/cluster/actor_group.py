@@ -173,7 +173,13 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
 
 
 def task_fault(error: RayError, node: str, doing: str) -> Exception:
-    """What went wrong in a task that must run on one node, in its own type, or WorkerDied. For the arguments see `cause_of`."""
+    """What went wrong in a task that must run on one node, in its own type, or WorkerDied.
+
+    Args:
+        error: what Ray raised.
+        node: for the message.
+        doing: the work, for the message.
+    """
     if isinstance(error, RayTaskError):
         return cause_of(error, node, doing)
     return WorkerDied(f"{doing}: {node} was lost: {str(error).splitlines()[0]}")

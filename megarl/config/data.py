@@ -43,10 +43,8 @@ class FileSource(Section):
     skip: NonNegativeInt = 0
     """So many rows at the beginning are left out, say those that another source holds out."""
     rows: PositiveInt | None = None
-    """At most so many rows are taken; null: all."""
+    """At most so many rows are taken, before `where` takes some of them; null: all."""
     where: Where = {}
-    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
-    must hold; a dot looks inside dictionaries. Of the rows that `skip` and `rows` leave."""
 
 
 MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
@@ -124,8 +122,6 @@ class ConversationSource(Section):
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
     where: Where = {}
-    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
-    must hold; a dot looks inside dictionaries."""
 
 
 class SftPart(Section):
@@ -179,8 +175,6 @@ class PreferenceSource(Section):
     margin_key: str = "margin"
     """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
     where: Where = {}
-    """Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all
-    must hold; a dot looks inside dictionaries."""
 
 
 class PreferencePart(Section):

@@ -24,7 +24,11 @@ def _checked(where: dict[str, Any]) -> dict[str, Any]:
     return where
 
 
-Where = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_checked)]
+MEANING = (
+    "Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all "
+    "must hold; a dot looks inside dictionaries."
+)
+Where = Annotated[dict[str, Any], Field(max_length=64, description=MEANING), AfterValidator(_checked)]
 
 
 def takes(condition: Any, value: object) -> bool:

@@ -96,7 +96,20 @@ def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: 
 
 
 def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> np.ndarray:
-    """Which rows of a table `chosen_rows` yields: their places from 0, int64 in order. Looks at each distinct value of a column once."""
+    """Which rows of a table `chosen_rows` yields. Looks at each distinct value of a column once.
+
+    Args:
+        table: all rows of a file.
+        where: conditions by column.
+        path: of the file, for a message.
+        key: of the source, say "data.train".
+
+    Returns:
+        Their places from 0, int64, in order.
+
+    Raises:
+        ConfigError: there are rows and none is chosen.
+    """
     import pyarrow
     from pyarrow import compute, types
 

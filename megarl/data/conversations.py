@@ -41,7 +41,8 @@ def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, ca
 
     Args:
         prompt: with its tokens.
-        response: tokens, without the end token `end`.
+        response: tokens, without the end token.
+        end: the end token.
         max_tokens: most of both together; ConfigError where they are more.
         called: what the message calls them.
         limit_key: what it calls the limit.

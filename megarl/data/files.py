@@ -178,7 +178,16 @@ def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[Parq
 
 
 def parquet_batches(file: ParquetFile, rows: int, size: int) -> Iterator[RecordBatch]:
-    """The file in batches of so many rows. MemoryError where one swells far beyond the `size` of the file."""
+    """Reads a file batch by batch.
+
+    Args:
+        file: that is open.
+        rows: of a batch, at most.
+        size: of the file in bytes.
+
+    Raises:
+        MemoryError: a batch swells far beyond the file's size.
+    """
     # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
     return _bounded_each(file.iter_batches(batch_size=rows, use_threads=False), size)
 

@@ -35,6 +35,11 @@ def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
     """ConfigError for a key of config.json that is there and neither null nor what the family's weight map and Megatron hold.
 
     For every family: another activation than silu, quantized weights, sliding windows.
+
+    Args:
+        family: for the message.
+        hf: config.json.
+        **expected: of further keys, the value that is held.
     """
     always = {"hidden_act": "silu", "quantization_config": None, "use_sliding_window": False}
     for key, value in {**always, **expected}.items():

@@ -74,7 +74,13 @@ class Console:
             self._print(f"{name} ...")
 
     def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
-        """A step is done. In plain text the first, the last and one a second of the others is shown."""
+        """A step is done. In plain text the first, the last and one a second of the others is shown.
+
+        Args:
+            step: its number.
+            values: its metrics by name.
+            phases: seconds of its phases.
+        """
         first, self._step = self._step == 0, step
         self._numbers = " ".join(f"{label} {form.format(values[name])}" for name, label, form in SHOWN if name in values)
         if self._due(anyway=first or step == self._steps):
@@ -82,7 +88,13 @@ class Console:
             self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
     def progress(self, name: str, done: int, of: int) -> None:
-        """So much of a work without steps is done. In plain text the last line and one a second of the others is shown."""
+        """Some of a work without steps is done. In plain text the last line and one a second of the others is shown.
+
+        Args:
+            name: of the work.
+            done: so many of its parts.
+            of: all.
+        """
         self._numbers = f"{name} {done}/{of}"
         if self._due(anyway=done == of):
             self._print(self._numbers)

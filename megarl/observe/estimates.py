@@ -50,6 +50,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """The unbiased estimate of the chance that one of `k` responses is right, from `n` of which `correct` are.
 
     1 - C(n - correct, k) / C(n, k): the share of all choices of k of the n that hold a right one (arXiv:2107.03374, eq. 1).
+
+    Args:
+        n: responses to a prompt.
+        correct: how many of them are right.
+        k: from 1 to n.
     """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 

@@ -165,7 +165,13 @@ class Run:
         self._console.step(step, values, phases)
 
     def progress(self, name: str, done: int, of: int) -> None:
-        """Shows how far a long work without steps has come."""
+        """Shows how far a long work without steps has come.
+
+        Args:
+            name: of the work.
+            done: so many of its parts.
+            of: all.
+        """
         self._console.progress(name, done, of)
 
     def note(self, message: str) -> None:
@@ -211,7 +217,13 @@ class Run:
         return values
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
-        """Numbers of a held-out set, in the summary as `name` ("held-out after"); the last of a name counts."""
+        """Takes the numbers of a held-out set.
+
+        Args:
+            name: in the summary ("held-out after"); the last of a name counts.
+            metrics: of the set.
+            step: after which they were taken.
+        """
         values = self._results[name] = scalars(metrics)
         self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
         self._console.result(f"held-out, step {step}", values)
@@ -222,7 +234,13 @@ class Run:
         return self._results
 
     def keep(self, step: int, records: Sequence[samples.SampleRecord], evaluation: str | None = None) -> None:
-        """Keeps responses to read, of a step or of the evaluation of a set; of an evaluation the best and the worst one are shown."""
+        """Keeps responses to read.
+
+        Args:
+            step: that they are of.
+            records: the responses.
+            evaluation: the set whose evaluation they are of, if any: the best and the worst are shown, too.
+        """
         if not self._config.log.samples:
             return
         samples.write(self.directory, step, records, evaluation)

@@ -69,7 +69,14 @@ class File:
 
 
 def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> SampleRecord:
-    """What is kept of a scored response."""
+    """What is kept of a scored response.
+
+    Args:
+        prompt: that it answers.
+        response: as the engine gave it.
+        score: its reward.
+        greedy: whether it is the likeliest one.
+    """
     played = response.episode
     return SampleRecord(
         prompt=prompt.given or prompt.text if played is None else played.opening,
@@ -102,6 +109,12 @@ def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str
     """Writes the samples of a step, or of the evaluation of a set, whole or not at all, in the place of earlier ones.
 
     The file is ASCII: JSON escapes whatever could move a terminal's cursor.
+
+    Args:
+        run: its directory.
+        step: that they are of.
+        records: the samples.
+        evaluation: the set that was evaluated; None: they are of the step itself.
     """
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)

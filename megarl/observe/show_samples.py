@@ -79,7 +79,13 @@ def _of(found: Sequence[File]) -> str:
 
 
 def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
-    """The lines of one sample."""
+    """The lines of one sample.
+
+    Args:
+        file: that it is in.
+        record: the sample.
+        whole: nothing is cut.
+    """
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"
     ended += f" after {record.turns} turns" if record.turns > 1 else ""

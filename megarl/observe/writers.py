@@ -116,7 +116,18 @@ def check(settings: LogSettings) -> None:
 
 
 def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings, purge: int | None = None) -> Writers:
-    """The writers that `settings` asks for, below the run's directory. `purge`: the first step that is to be written anew."""
+    """Opens the writers that are asked for.
+
+    Args:
+        directory: of the run, below which they write.
+        name: of the run.
+        config: which some of them keep.
+        settings: says which.
+        purge: the first step that is to be written anew, if any.
+
+    Raises:
+        ConfigError: a writer is not installed.
+    """
     check(settings)
     writers: list[Writer] = [JsonLines(directory / "metrics.jsonl")]
     if settings.tensorboard:

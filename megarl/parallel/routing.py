@@ -85,7 +85,13 @@ class RoutingPass:
     def micro_batch(self, index: int, chunk: Any, batch: Batch, packed: Packed, *, backward: bool, keep: bool = True) -> Iterator[None]:
         """Around the forward of one chunk on one micro-batch. What a backward computes again comes after it.
 
-        Without `keep` it is not among those that were given, and nothing of it is recorded.
+        Args:
+            index: of the micro-batch in this pass.
+            chunk: the part of the model that runs.
+            batch: the micro-batch's tokens, with the experts that they are to have or are compared with.
+            packed: where they lie in the model's rows.
+            backward: follows.
+            keep: false: it is not among those that were given (another one fills its place), and nothing of it is recorded.
         """
         layers = self._layers[chunk]
         entry_T, row_T, rows = self._shard(packed)

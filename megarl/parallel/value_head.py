@@ -56,7 +56,13 @@ class ValueHead(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> dict[str, Any]:
         """Of a distributed checkpoint. Stored under a name of its own: upstream marks `output_layer.weight` as free to differ in shape
-        (language_module.py:302), which would let a language model's pass for a head."""
+        (language_module.py:302), which would let a language model's pass for a head.
+
+        Args:
+            prefix: of the names.
+            sharded_offsets: of axes before the weight's own.
+            metadata: Megatron's: which ranks are replicas.
+        """
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, sharded_offsets=sharded_offsets, tp_group=self.tp, dp_cp_group=metadata["dp_cp_group"]
         )

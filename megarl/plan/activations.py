@@ -42,7 +42,16 @@ class MicroBatchShape:
 
 
 def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> dict[str, int]:
-    """What one layer keeps, by part. `experts`: its MLP is a mixture."""
+    """What one layer keeps for its backward.
+
+    Args:
+        facts: of the model.
+        shape: of a micro-batch on a rank.
+        experts: whether the layer's MLP is a mixture.
+
+    Returns:
+        Bytes by part.
+    """
     attention = _latent_attention if facts.latents else _attention
     parts = {"norms": _norms(facts.n.hidden, 2, shape), "attention": attention(facts, shape)}
     if not experts:
@@ -61,7 +70,17 @@ def routed(facts: Facts, shape: MicroBatchShape) -> int:
 
 
 def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool) -> dict[str, int]:
-    """What the last norm and the head keep. The gradient is written over the logits."""
+    """What the last norm and the head keep. The gradient is written over the logits.
+
+    Args:
+        facts: of the model.
+        shape: of a micro-batch on a rank.
+        value: a head of one number in the place of logits.
+        fp32: the head computes in float32.
+
+    Returns:
+        Bytes by part.
+    """
     n, tp = facts.n, shape.layout.tp
     columns = -(-n.vocab // tp)
     kept = {"norms": _norms(n.hidden, 1, shape)}

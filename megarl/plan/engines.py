@@ -70,7 +70,13 @@ def _elements(op: Op, tp: int) -> int:
 
 
 def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
-    """Of one token on one rank: latents are whole on each."""
+    """Of one token on one rank: latents are whole on each.
+
+    Args:
+        its: facts of the model.
+        tp: ranks of the engine.
+        dtype: of keys and values.
+    """
     if its.latents is not None:
         return its.n.layers * (its.latents.key_value + its.latents.rotary) * ITEM[dtype]
     return 2 * its.n.layers * max(1, its.n.groups // tp) * its.n.head_dim * ITEM[dtype]

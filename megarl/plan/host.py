@@ -82,6 +82,12 @@ def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -
 
     A rank has those of its own stage's layers, of all tokens of its responses on each tensor-parallel and context-parallel rank. Where a
     sample is reported, each response of it brings a micro-batch, and all may be on one rank.
+
+    Args:
+        config: of the run.
+        its: facts of the policy.
+        critic: facts of the critic.
+        group: of ranks.
     """
     roles, settings, train = group.name.split("+"), config.routing, config.train
     asked = train.prompts_per_step * config.rollout.samples_per_prompt

@@ -13,7 +13,13 @@ HASHED = (1 << 26) * 20  # bytes of the temporaries of megarl.sync.fingerprint: 
 
 
 def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
-    """On rank 0: two buckets, the largest tensor or a part of a layer's experts, gathered and joined; fingerprints, a bucket again."""
+    """On rank 0: two buckets, the largest tensor or a part of a layer's experts, gathered and joined; fingerprints, a bucket again.
+
+    Args:
+        hf: config.json of the policy.
+        sync: the section `sync`.
+        dtype: of the weights that travel.
+    """
     table = largest_tensor(hf, dtype)
     return (2 + sync.verify) * max(sync.bucket_mb << 20, table) + 2 * max(GATHERED, table) + HASHED * sync.verify
 

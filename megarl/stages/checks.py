@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process starts: model directory, layout, prompts, reward function, transports."""
+"""Everything that can be refused before a process starts: model directory, layout, routing, reward function, transports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import resource
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,17 @@ from megarl.config import (
     ClusterSettings,
     ConfigError,
     CriticSettings,
-    EvalConfig,
     Layout,
-    MixtureSource,
     ModelReward,
     ModelSettings,
-    PairsConfig,
-    PromptFormat,
-    PromptSource,
-    ReasoningGymReward,
-    ReasoningGymSource,
-    RewardSettings,
     RolloutSettings,
     RoutingSettings,
     RunSettings,
     TrainConfig,
-    alone,
     optimizers,
 )
 from megarl.data.gym import all_drawn
-from megarl.data.prompts import Prompt
-from megarl.data.sources import load_prompts
-from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
-from megarl.environments.checks import check_environment, check_episodes, tool_schemas
+from megarl.data.tokenizer import check_same_tokenizer
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
@@ -55,39 +42,13 @@ from megarl.observe import writers
 from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
-from megarl.rewards.verifiers import EVALUATING
 from megarl.rollout.registry import check_engine
+from megarl.stages.data_checks import Data, check_turns_and_data
 from megarl.stages.saving import check_resume
 
-HELD_OUT = "heldout"  # the set of data.eval
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """A set of prompts that evaluations ask."""
-
-    name: str
-    prompts: Sequence[Prompt]
-    n: int  # sampled responses to each
-    temperature: float  # of those
-    greedy: bool  # the greedy response too
-    number: int = 0  # among the sets; with the run's seed it decides the random draws
-
-
-@dataclass(frozen=True)
-class Data:
-    """Prompts that passed every check."""
-
-    train: Sequence[Prompt]
-    sets: list[HeldOut]
-
-    @property
-    def eval(self) -> Sequence[Prompt]:
-        """Those of data.eval."""
-        return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
@@ -164,7 +125,16 @@ def check_cluster(config: RunSettings) -> None:
 
 
 def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
-    """ConfigError where the job has not the GPUs of `kinds`, or its nodes would not reach each other. `directory`: of the allocation."""
+    """Refuses a job whose nodes are not what the run needs.
+
+    Args:
+        directory: of the allocation.
+        settings: the section `cluster`.
+        kinds: of processes that the run starts.
+
+    Raises:
+        ConfigError: it has not the GPUs for them, or its nodes would not reach each other.
+    """
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
         raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
@@ -185,68 +155,18 @@ def check_gpus(config: RunSettings, here: int) -> None:
         raise ConfigError(f"cluster.gpus=true: {error}; cluster.address joins a cluster that has more") from None
 
 
-def check_prompts(
-    config: TrainConfig | EvalConfig | PairsConfig, data: PromptFormat, rollout: RolloutSettings, source: PromptSource, key: str
-) -> Sequence[Prompt]:
-    """Every prompt of a source, tokenised; those of a large file when they are asked for.
+def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
+    """Refuses routing replay and its comparison where they could not be what they are called.
 
     Args:
-        config: says which model's tokenizer, and how responses are scored.
-        data: says with `chat` and `template` how a prompt becomes tokens.
-        rollout: has the limit of its length.
-        source: where the prompts come from.
-        key: the source's dotted key, say "data.train".
+        hf: config.json of the policy.
+        model: the section `model`.
+        routing: the section `routing`.
+        critic: the section `critic`, where there is one.
 
     Raises:
-        ConfigError: for the first that is malformed or too long, and where scoring it would run code.
+        ConfigError: a model whose experts are to be replayed has none, or routers cannot be followed.
     """
-    parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
-    for where, one in {key: source, **parts}.items():
-        if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(config.reward):
-            raise ConfigError(
-                f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
-                "never runs; give another reward (reward.source.type=function)"
-            )
-    tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
-    tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system, tools=tools)
-    check_episodes(config, prompts, key)
-    return prompts
-
-
-def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
-    """`check_prompts` of everything that is evaluated."""
-    temperature = config.rollout.temperature
-    sets = []
-    if config.data.eval is not None:
-        prompts = check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
-        sets.append(HeldOut(HELD_OUT, prompts, 1, temperature, True))
-    for index, one in enumerate(config.eval):
-        prompts = check_prompts(config, config.data, config.rollout, one.source, f"eval.{index}.source")
-        own = temperature if one.temperature is None else one.temperature
-        sets.append(HeldOut(one.name, prompts, one.n, own, one.greedy, index + 1))
-    return sets
-
-
-def check_data(config: TrainConfig) -> Data:
-    """`check_prompts` of what is trained on and what is evaluated."""
-    train = check_prompts(config, config.data, config.rollout, config.data.train, "data.train")
-    return Data(train, check_sets(config))
-
-
-def check_turns_and_data(config: TrainConfig) -> Data:
-    """`check_data`, once the environment is one that the prompts can begin with."""
-    check_environment(config)
-    return check_data(config)
-
-
-def _scored_by_gym(reward: RewardSettings) -> bool:
-    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
-    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
-
-
-def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
-    """ConfigError where experts are to be replayed in a model that has none, or compared or replayed where routers cannot be followed."""
     critic, megatron = critic if routing.critic else None, model.megatron
     sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
     if routing.replay == "off" and not routing.critic:
@@ -355,7 +275,16 @@ def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
-    """ConfigError where weights cannot go that way: `sync.transport`, to engines that stand as `placement.engines` says."""
+    """Refuses a way of the weights that the hardware or the places do not have.
+
+    Args:
+        transport: `sync.transport`.
+        engines: `placement.engines`.
+        gpus: `cluster.gpus`.
+
+    Raises:
+        ConfigError: says which do.
+    """
     if NEEDS_GPUS[transport] != gpus:
         fitting = ", ".join(name for name, needed in NEEDS_GPUS.items() if needed == gpus)
         raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")

@@ -11,7 +11,8 @@ from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.environments.checks import check_environment
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.registry import check_engine
-from megarl.stages.checks import HeldOut, check_length, check_model, check_prompts, check_sets, check_stops
+from megarl.stages.checks import check_length, check_model, check_stops
+from megarl.stages.data_checks import HeldOut, check_prompts, check_sets
 
 
 @dataclass(frozen=True)

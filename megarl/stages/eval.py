@@ -16,8 +16,8 @@ from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rewards.score import Score
 from megarl.rollout.generate import Sampling
-from megarl.stages.checks import HeldOut
 from megarl.stages.context import session
+from megarl.stages.data_checks import HeldOut
 from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures

@@ -96,7 +96,13 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor:
 
 
 def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:
-    """The batch with each of the plan's per-response values at the entries of its responses."""
+    """The batch with the plan's values of responses at every entry of theirs.
+
+    Args:
+        batch: of one micro-batch.
+        members: its responses, as indices into the N axis.
+        **values_N: by the name that the column gets.
+    """
     return batch.with_extra(**{name: batch.spread(torch.tensor(value[list(members)])) for name, value in values_N.items()})
 
 

@@ -111,8 +111,8 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         ConfigError: without GPUs, vLLM does not know the architecture.
         RolloutError: vLLM is another version, or does not start.
     """
-    from megarl.rollout.vllm.light_import import light_import  # it imports torch
-
+    with uncollected():
+        from megarl.rollout.vllm.light_import import light_import  # it imports torch
     if not gpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # which warns that a CPU has no Triton
     with uncollected(), nullcontext() if gpu else light_import():

@@ -1,14 +1,15 @@
-"""vLLM's import on a CPU, without what an engine there never calls: a quarter of the CPU seconds of `megarl generate` with a tiny model.
+"""vLLM's import on a CPU, without what an engine there never calls: a third of the CPU seconds of `megarl generate` with a tiny model.
 
-With TORCH_COMPILE_DISABLE torch compiles nothing, and an engine that is given tokens reads no chats and no calls of tools. vLLM imports
-torch's compilers, and the parsers and packages of a chat server, all the same.
+With TORCH_COMPILE_DISABLE torch compiles nothing, and an engine that is given tokens reads no chats, no calls of tools and no pictures, and
+loads models with vLLM's own code. vLLM imports torch's compilers, the parsers and packages of a chat server, what fetches pictures and what
+transformers loads models with all the same.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -30,6 +31,8 @@ class _Unused:
     """A class that is inherited from, caught, or asked for where something is switched on that never is."""
 
 
+LATER = object()  # a function, which imports the real module when it is called
+
 # By module, the names that vLLM 0.30.0 and transformers 5.19.0 take from it when they are imported, and where.
 STAND_INS: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
@@ -38,7 +41,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "disable": _as_it_is,  # transformers/generation/continuous_batching/cache.py:392, through torch.compiler
     },
     "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": _Unused},  # vllm/compilation/decorators.py:15
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _Unused},  # transformers/masking_utils.py:43
     "torch._inductor.custom_graph_pass": {"CustomGraphPass": _Unused},  # vllm/compilation/passes/inductor_pass.py:22
     "torch._inductor.runtime.triton_helpers": {"libdevice": None},  # vllm/v1/worker/gpu/metrics/logits.py:4, for GPUs
     "vllm.env_override": {},  # vllm/__init__.py:14: mends of the compilers
@@ -47,10 +49,34 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.entrypoints.chat_utils": {  # vllm/renderers/hf.py:23
         "PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "",
         "ChatTemplateResolutionError": _Unused,
-        "load_chat_template": None,
-        "parse_chat_messages": None,
-        "parse_chat_messages_async": None,
+        "load_chat_template": LATER,
+        "parse_chat_messages": LATER,
+        "parse_chat_messages_async": LATER,
     },
+    "vllm.entrypoints.serve.elastic_ep.middleware": {"set_scaling_elastic_ep": LATER},  # vllm/v1/engine/async_llm.py:21
+    # What transformers loads models with, and in it torch's DTensor and sympy.
+    "transformers.conversion_mapping": {  # transformers/integrations/hub_kernels.py:26
+        "get_checkpoint_conversion_mapping": LATER,
+        "register_checkpoint_conversion_mapping": LATER,
+    },
+    "transformers.generation.utils": {"GenerationMixin": _Unused},  # transformers/models/auto/auto_factory.py:41
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils": {  # vllm/model_executor/layers/quantization/online/base.py:33
+        "should_ignore_layer": LATER,
+    },
+    # Of models that see.
+    "transformers.models.auto.image_processing_auto": {"get_image_processor_config": LATER},  # vllm/transformers_utils/config.py:21
+    "vllm.transformers_utils.processor": {
+        "cached_get_processor": LATER,  # vllm/renderers/hf.py:49
+        "cached_processor_from_config": LATER,  # vllm/multimodal/processing/context.py:23
+        "get_processor": LATER,  # vllm/model_executor/models/vision.py:22, like the next
+        "get_processor_config": LATER,
+    },
+    "vllm.multimodal.media.connector": {
+        "MEDIA_CONNECTOR_REGISTRY": None,  # vllm/multimodal/media/__init__.py:5, like the next
+        "MediaConnector": _Unused,
+        "merge_media_io_kwargs": LATER,  # vllm/renderers/params.py:9
+    },
+    "vllm.connections": {"global_http_connection": None},  # vllm/assets/base.py:8: fetches pictures
     "cpuinfo": {},  # vllm/usage/usage_lib.py:16: for reports to vLLM's makers, which VLLM_NO_USAGE_STATS switches off
 }
 
@@ -71,8 +97,10 @@ def light_import() -> Iterator[None]:
     finally:
         for name in stand_ins:
             del sys.modules[name]
+        vars(sys.modules.get("transformers.generation", sys)).pop("GenerationMixin", None)  # which transformers has kept there
     if "torch._dynamo" in stand_ins:
         torch._dynamo = _Dynamo()  # whoever imports the real one puts that in its place
+    torch._check_with = _check_with
 
 
 @contextmanager
@@ -83,6 +111,12 @@ def _folders_read_once() -> Iterator[None]:
     read = import_utils.create_import_structure_from_path
     with patch.object(import_utils, "create_import_structure_from_path", cache(read)):
         yield
+
+
+def _check_with(error_type: Any, cond: bool | torch.SymBool, message: Callable[[], str], in_full: Any = torch._check_with) -> None:
+    """torch/__init__.py:1726 imports sympy to find out whether True is true: at an engine's first token (sampler.py:349)."""
+    if cond is not True:
+        in_full(error_type, cond, message)
 
 
 class _Dynamo:
@@ -106,5 +140,12 @@ class _Decorators:
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update(names)
+    vars(module).update({one: _later(name, one) if what is LATER else what for one, what in names.items()})
     return module
+
+
+def _later(module: str, name: str) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+    return call
