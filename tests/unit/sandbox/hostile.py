@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.sandbox import breaking, meddling, misreporting, reaching  # noqa: F401  # each adds its attacks
+from tests.unit.sandbox import breaking, meddling, misreporting, neighbours, reaching  # noqa: F401  # each adds its attacks
 from tests.unit.sandbox.attacks import HOSTILE as HOSTILE
 
 

@@ -19,8 +19,9 @@ from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.sources import check
 from megarl.sandbox import process
+from megarl.sandbox.calls import filtered
 from megarl.sandbox.level import Level, bubblewrap, level, meaning, readable
-from megarl.sandbox.sockets import filtered
+from megarl.sandbox.signals import kept_inside
 from tests.unit.sandbox.hostile import HOSTILE
 
 SECRET = "a-secret-of-the-run"
@@ -39,9 +40,14 @@ SECRETS = [
     *("tcp_listen", "udp_to_this_machine", "a_socket_in_the_file_tree", "an_abstract_socket", "a_datagram_into_the_file_tree"),
     *("a_socket_to_the_hypervisor", "a_socket_by_another_call", "shared_memory_of_the_run", "kill_the_run"),
 ]
+NEIGHBOURS = [
+    *("trace_a_process", "read_anothers_memory", "write_anothers_memory", "hold_a_process", "take_anothers_descriptor", "limit_a_process"),
+    *("have_the_kernel_signal_a_process", "memory_shared_by_a_number", "keys_of_the_user", "signal_the_run", "end_the_keeper"),
+]
 SOCKETS = [name for name in SECRETS if any(part in name for part in ("tcp", "udp", "socket", "datagram"))]
 EXPECTED: dict[str, tuple[float, Beginnings]] = {
-    **dict.fromkeys(SECRETS, NOTHING),
+    **dict.fromkeys([*SECRETS, *NEIGHBOURS], NOTHING),
+    "a_child_that_is_killed": (0.25, None),
     "end_at_once": (0, DIED + "exit status 3"),
     "leave": (0, "SystemExit: "),
     "interrupt": (0, "KeyboardInterrupt: "),
@@ -146,7 +152,8 @@ def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return asked
 
 
-OPEN = {Level.LANDLOCK: {"a_fork_bomb"}, Level.NAMESPACES: set[str]()}  # processes are counted by namespace or user
+# Processes are counted by namespace or user; the keeper that a namespace has is the first of its own processes, and ends them with it.
+OPEN = {Level.LANDLOCK: {"a_fork_bomb"}, Level.NAMESPACES: {"end_the_keeper"}}
 
 
 def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
@@ -226,17 +233,23 @@ def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("asked", [Level.LIMITS, Level.LANDLOCK], ids=str)
-def test_no_socket_is_made_where_there_are_no_namespaces(asked: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the kernel grants else: a process has no network of its own there."""
-    if asked > level() or not filtered():
+def test_without_namespaces_no_socket_is_made_and_no_other_process_reached(
+    asked: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the kernel grants else: a process has no network and no processes of its own there. Its own children it may end."""
+    if asked > level() or not filtered() or not kept_inside():
         pytest.skip("this kernel grants no such level, or no filter")
     monkeypatch.setattr(process, "level", lambda: asked)
-    assert len(SOCKETS) >= 8
+    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
+    names = [*SOCKETS, *NEIGHBOURS, "trace_the_run", "kill_the_run", "become_root_again", "mount_something"]
+    if os.geteuid() == 0:  # whose privileges it has given up; of another user's processes Linux shows the files in /proc
+        names += ["environment_of_the_run", "environment_of_everybody", "memory_of_the_run"]
+    assert len(SOCKETS) >= 8 and len(NEIGHBOURS) >= 11
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), workers=1)
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
-        assert "no sockets" in scorer.guarantee
-        scores = scorer.score([ScoreRequest("", name, "", meta, True) for name in SOCKETS])
-    assert dict(zip(SOCKETS, scores, strict=True)) == dict.fromkeys(SOCKETS, Score(0.0))
+        assert "no sockets" in scorer.guarantee and "signals" not in scorer.guarantee
+        scores = scorer.score([ScoreRequest("", name, "", meta, True) for name in [*names, "a_child_that_is_killed"]])
+    assert dict(zip(names, scores[:-1], strict=True)) == dict.fromkeys(names, Score(0.0)) and scores[-1] == Score(0.25)
 
 
 def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Signals stay inside a sandbox that has no namespace of processes: its keeper, their parent, is asked about each one (Linux 5.5).
+
+A filter of the kernel cannot tell a process's own children from those of others: it makes the call wait, and tells the keeper. Imports
+nothing of megarl but its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+
+from megarl.sandbox.calls import ALLOW, LOAD, NUMBER, RETURN, SIGNALLING, filtered, in_c, number, of
+from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, at_least, prctl
+
+SECCOMP_SET_MODE_FILTER, NEW_LISTENER, USER_NOTIF = 1, 8, 0x7FC00000  # of linux/seccomp.h, as what follows
+RECEIVE, SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
+ASKED = struct.Struct("=QIIiIQ6Q")  # struct seccomp_notif: id, pid, flags; then number, architecture, place, arguments
+ANSWER = struct.Struct("=QqiI")  # struct seccomp_notif_resp: id, value, error, flags
+EVERYBODY = -1
+
+
+@cache
+def kept_inside() -> bool:
+    """Whether this kernel lets a keeper decide. Tried on a thread, which is all that its filter holds for."""
+    tried: list[bool] = []
+
+    def attempt() -> None:
+        with suppress(OSError):
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
+            os.close(listener())
+            tried.append(True)
+
+    if filtered() and at_least(5, 5):
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    return bool(tried)
+
+
+def listener() -> int:
+    """A descriptor that tells of each signal which this thread and its children send from now on. OSError where the kernel has none."""
+    asked = [one for call in SIGNALLING for one in of(call, [(RETURN, 0, 0, USER_NOTIF)])]
+    with_length, _kept = in_c([(LOAD, 0, 0, NUMBER), *asked, (RETURN, 0, 0, ALLOW)])
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.syscall(number("seccomp"), SECCOMP_SET_MODE_FILTER, NEW_LISTENER, with_length)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER)")
+    return descriptor
+
+
+def judge(listener: int) -> None:
+    """Lets signals through to what this process has started, directly or not, and to nobody else."""
+    while True:
+        asked = bytearray(ASKED.size)
+        try:
+            fcntl.ioctl(listener, RECEIVE, asked)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINTR):  # who asked has gone, or was interrupted
+                continue
+            raise
+        name, _, _, _, _, _, first, *_ = ASKED.unpack(asked)
+        [target] = struct.unpack("=i", struct.pack("=I", first & 0xFFFFFFFF))
+        refusal = _refusal(target)
+        with suppress(OSError):  # who asked has gone
+            fcntl.ioctl(listener, SEND, ANSWER.pack(name, 0, -refusal, 0 if refusal else CONTINUE))
+
+
+def _refusal(target: int) -> int:
+    """The error that a signal to this process, or to this group of processes (below 0), gets; 0: none."""
+    if target == EVERYBODY:
+        return errno.EPERM
+    if target == 0:  # the sender's own group, of a session that this process is not in
+        return 0
+    reached = [target] if target > 0 else list(_group(-target))
+    try:
+        return errno.ESRCH if not reached else 0 if all(map(_inside, reached)) else errno.EPERM
+    except OSError:  # it has ended
+        return errno.ESRCH
+
+
+def _inside(pid: int) -> bool:
+    while pid > 1:
+        pid = parent_and_group(pid)[0]
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def _group(number: int) -> Iterator[int]:
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it has ended
+            if parent_and_group(pid)[1] == number:
+                yield pid
+
+
+def parent_and_group(pid: int) -> tuple[int, int]:
+    """Of a process. OSError where it has ended."""
+    with open(f"/proc/{pid}/stat") as file:
+        _, parent, group, *_ = file.read().rpartition(")")[2].split()
+    return int(parent), int(group)
