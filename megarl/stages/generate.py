@@ -146,7 +146,8 @@ def check(given: argparse.Namespace) -> GenerateJob:
     if given.chat and not tokenizer.chat_template:
         raise ConfigError("--chat: the tokenizer has no chat template")
     room = int(hf["max_position_embeddings"])
-    prompts = [] if given.chat else tokens_of(tokenizer, _rows(given), given.system, given.template, room - 1)
+    rows = iter(()) if given.chat else _rows(given)
+    prompts = tokens_of(tokenizer, rows, given.system, given.template, room - 1)
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
     response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
     if given.chat:
@@ -201,7 +202,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
         most: tokens that a prompt may have.
 
     Raises:
-        ConfigError: one of them is longer, or cannot be rendered.
+        ConfigError: one of them is longer, or cannot be rendered; the template is such that none should be.
     """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,24 @@ def test_bad_input_is_refused_in_one_line(
     assert main(["generate", *(one.format(**names) for one in arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message.format(**names) in line
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("hello", "leaves the prompt out"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not done within"),
+        ("{{ 'x' * 100000000000 }}", "MemoryError"),
+    ],
+)
+def test_a_chats_template_is_tried_before_an_engine_starts(
+    template: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_model, model := tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    assert main(["generate", str(model), "--chat", "--cpu"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "MODEL: the model's chat template" in line and why in line
 
 
 def test_a_file_is_there_whole_or_not_at_all_and_nobody_elses_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
