@@ -119,7 +119,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
     assert slurm.job(jobs["stepless"][0], "ExcNodeList") == "(null)"
     [lost] = re.findall(r": (n\d) died: queued again", text("left"))
-    assert slurm.job(jobs["left"][0], "ExcNodeList") == lost
+    assert slurm.job(jobs["left"][0], "ExcNodeList") == lost, text("left")
     assert "the next job of the chain goes on" in text("chained") and text("chained").count("nothing to do: the run is finished") == 1
     slurm.wait_until_clean()
 
