@@ -156,14 +156,20 @@ two: {{title: t, after: [one], commands: [python -c pass], figures: {{}}}}
 
 
 def told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, commits: Sequence[str], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    commits: Sequence[str],
+    capsys: pytest.CaptureFixture[str],
+    starts: Sequence[str] = ("1",),
 ) -> tuple[int, str]:
     """Exit status and words of the tool over two examples; `commits` are what the tree is at each question, the last one from then on."""
     (tmp_path / "promises.yaml").write_text(PROMISES.format(command=command))
     asked = iter([*commits[:-1], *([commits[-1]] * 9)])
     monkeypatch.setattr(tool, "PROMISES", tmp_path / "promises.yaml")
     monkeypatch.setattr(tool, "commit_now", lambda: next(asked))
-    monkeypatch.setattr(sys, "argv", ["run_examples.py", "--starts", "1", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["run_examples.py", "--write", "--starts", *starts, "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(tool, "publish", lambda *_: None)
     status = tool.main()
     words = capsys.readouterr()
     return status, words.out + words.err
@@ -187,3 +193,15 @@ def test_files_that_change_meanwhile_spoil_the_start(
 ) -> None:
     status, words = told(monkeypatch, tmp_path, "python -c pass", ["abc", "abc+"], capsys)
     assert status == 2 and "1: one: the files changed while it ran" in words and not (tmp_path / "out" / "abc" / "1").exists()
+
+
+def test_the_picture_is_that_of_all_seeds_or_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[Sequence[str]] = []
+    monkeypatch.setattr(tool, "PICTURED", "one")
+    monkeypatch.setattr(tool, "draw", lambda out, starts, picture: drawn.append(starts))
+    told(monkeypatch, tmp_path, "python -c pass", ["abc"], capsys, ("1", "3"))
+    assert drawn == []
+    told(monkeypatch, tmp_path, "python -c pass", ["abc"], capsys, ("1", "3", "2"))
+    assert drawn == [("1", "2", "3")]
