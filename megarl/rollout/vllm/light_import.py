@@ -1,4 +1,4 @@
-"""vLLM's import on a CPU, without what an engine there never calls: a third of the CPU seconds of `megarl generate` with a tiny model.
+"""vLLM's import on a CPU, without what an engine there never calls: two fifths of the CPU seconds of `megarl generate` with a tiny model.
 
 With TORCH_COMPILE_DISABLE torch compiles nothing, and an engine that is given tokens reads no chats, no calls of tools and no pictures, and
 loads models with vLLM's own code. vLLM imports torch's compilers, the parsers and packages of a chat server, what fetches pictures and what
