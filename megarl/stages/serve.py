@@ -6,6 +6,7 @@ them: the prompt through the chat template (or `data.template`), the response, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +48,16 @@ class Service:
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
         """The tokens of what a client has sent. ConfigError for a malformed or too long one; whatever the tokenizer raises."""
+        tokenizer, limit, key = self._renderer.tokenizer, self._renderer.most, self._renderer.limit_key
         rows = []
         for number, sample in enumerate(samples):
             place = f"sample {number}"
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
-            rows.append(
-                Row(place, checked(sample.get("prompt"), place), sample["response"], {"finished": bool(sample.get("finished", True))})
-            )
-        tokenizer, limit, key = self._renderer.tokenizer, self._renderer.most, self._renderer.limit_key
+            given = checked(sample.get("prompt"), place)
+            # Before the chat template, whose time nothing bounds in this thread; all of its keys, any of which a template may read.
+            check_size(tokenizer, json.dumps(given, ensure_ascii=False), limit, f"{place}: the prompt, as JSON", key)
+            rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}))
         prompts = self._renderer.all(iter(rows))
         for row in rows:
             check_size(tokenizer, row.answer, limit, f"{row.place}: the response", key)

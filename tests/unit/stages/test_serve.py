@@ -1,0 +1,57 @@
+"""What `megarl serve` takes from a client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.data.prompts import Renderer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.stages.serve import Service
+from megarl.workers.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+MOST = 64
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model)
+
+
+def service(tokenizer: PreTrainedTokenizerBase) -> Service:
+    return Service(MOST, Renderer(tokenizer, True, "{prompt}", MOST, "serve.max_tokens"), Mock(spec=WorkerGroup))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "a" * 100_000,
+        [{"role": "user", "content": "a"}] * 10_000,
+        [{"role": "system", "content": "a" * 100_000}, {"role": "user", "content": "a"}],
+        [{"role": "user", "content": "a", "reasoning": ["a"] * 100_000}],
+    ],
+)
+def test_a_long_prompt_is_refused_before_the_chat_template_sees_it(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    served = service(tokenizer)
+    rendered = Mock(side_effect=AssertionError("rendered"))
+    monkeypatch.setattr("megarl.data.prompts.render_chats", rendered)
+    with pytest.raises(ConfigError, match=r"^sample 1: the prompt, as JSON: .* characters are more than serve.max_tokens=64 tokens"):
+        served.read([{"prompt": "a", "response": "b"}, {"prompt": prompt, "response": "b"}])
+    rendered.assert_not_called()
+
+
+def test_a_prompt_is_read_as_a_text_and_as_messages(tokenizer: PreTrainedTokenizerBase) -> None:
+    samples = [{"prompt": prompt, "response": "b"} for prompt in ("héllo", [{"role": "user", "content": "héllo"}])]
+    text, chat = service(tokenizer).read(samples)
+    assert text.tokens.tolist() == chat.tokens.tolist()
+    assert text.tokens[-1] == tokenizer.eos_token_id
