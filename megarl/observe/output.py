@@ -46,6 +46,16 @@ def keep_output(run: Path, who: str) -> None:
     threading.Thread(target=_bound, args=(path,), name="output", daemon=True).start()
 
 
+def new_log(run: Path, who: str) -> Path | None:
+    """A file for what others print, in the logs of a run; None where there can be none."""
+    try:
+        path, file = _create(run / LOGS, who)
+    except OSError:
+        return None
+    os.close(file)
+    return path
+
+
 def _create(logs: Path, name: str) -> tuple[Path, int]:
     """A file that was not there yet. With O_APPEND what is written goes to its end, wherever that is after `_bound`."""
     for number in count(1):

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -43,9 +44,10 @@ class ProcessScorer:
     Use it as a context manager, or call `close`. The processes die with this one, whatever way it ends.
     """
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self.settings = settings
-        self._processes = [_ScoringProcess(settings) for _ in range(settings.workers)]
+    def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
+        """`log`: the file to which what they print is added; None: stderr."""
+        self.settings, self.log = settings, log
+        self._processes = [_ScoringProcess(settings, log) for _ in range(settings.workers)]
 
     @property
     def guarantee(self) -> str:
@@ -72,7 +74,7 @@ class ProcessScorer:
         for place, process in enumerate(self._processes):
             if process.lost_idle:
                 process.kill()
-                self._processes[place] = _ScoringProcess(self.settings)
+                self._processes[place] = _ScoringProcess(self.settings, self.log)
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
             while len(scores) < len(requests):
@@ -95,11 +97,12 @@ class ProcessScorer:
                 continue
             process.kill()
             if not process.ready:
-                raise RuntimeError(f"reward: a scoring process did not start: {error}")
+                printed = "" if self.log is None else f"; what it printed is in {self.log}"
+                raise RuntimeError(f"reward: a scoring process did not start: {error}{printed}")
             if process.pending:
                 scores[process.pending.popleft()] = Score(0.0, {}, error)
                 waiting.extendleft(reversed(process.pending))
-            self._processes[place] = _ScoringProcess(self.settings)
+            self._processes[place] = _ScoringProcess(self.settings, self.log)
 
     def close(self) -> None:
         """End the scoring processes. Can be called twice."""
@@ -116,14 +119,14 @@ class ProcessScorer:
 class _ScoringProcess:
     """One scoring process and what it is busy with."""
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
         self.timeout_s = settings.timeout_s
         self.ready = False
         self.pending: deque[int] = deque()  # in the order in which they will be answered
         self.deadline = time.monotonic() + START_S
         source = settings.source
         code = [one.path.partition(":")[0] for one in alone(source) if isinstance(one, FunctionReward)]
-        self.sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code)
+        self.sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code, log)
         self.channel = self.sandboxed.channel
         self._send((source.model_dump(), settings.timeout_s))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from megarl.config import ConfigError, EnvironmentReward, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings, alone
 from megarl.rewards import http, processes
@@ -11,13 +12,13 @@ from megarl.rewards.score import Scorer
 from megarl.sandbox import process
 
 
-def open_scorer(settings: RewardSettings) -> Scorer:
-    """The scorer of a source, to be used in a `with`."""
+def open_scorer(settings: RewardSettings, log: Path | None = None) -> Scorer:
+    """The scorer of a source, to be used in a `with`; what its processes print is added to `log`, or written to stderr."""
     if isinstance(settings.source, HttpReward):
         return http.HttpScorer(settings.source, settings.workers, settings.require_finished)
     if isinstance(settings.source, EnvironmentReward):
         return EarnedScorer()
-    return processes.ProcessScorer(settings)
+    return processes.ProcessScorer(settings, log)
 
 
 def check(settings: RewardSettings) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -28,6 +28,7 @@ from megarl.scratch import Scratch
 from megarl.text import printable
 
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
+LOG_BYTES = 16 << 20  # most that all processes of one log do, however often one takes another's place
 FIRST_USER = 1 << 30  # of the numbers that no account has
 END_S, PRINTS_S = 10.0, 1.0
 
@@ -84,12 +85,13 @@ class SandboxedProcess:
     What comes through the channel is to be read as the work of an enemy. Messages to the process are not: they may be pickles.
     """
 
-    def __init__(self, module: str, settings: SandboxSettings, code: Sequence[str] = ()) -> None:
+    def __init__(self, module: str, settings: SandboxSettings, code: Sequence[str] = (), log: Path | None = None) -> None:
         """
         Args:
             module: what is started; a module of megarl.
             settings: what it may do.
             code: modules, by dotted name, that it will import beside megarl.
+            log: the file to which what it prints is added; None: stderr.
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, ANSWER_BYTES)
@@ -108,6 +110,7 @@ class SandboxedProcess:
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
             **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
             **{"PYTHONPATH": os.pathsep.join(_importable()), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+            "PYTHONUNBUFFERED": "1",  # what it prints is not lost where it is killed
         }
         try:
             self._child = subprocess.Popen(
@@ -125,7 +128,7 @@ class SandboxedProcess:
             raise
         finally:
             theirs.close()
-        self._prints = threading.Thread(target=_show, args=(self._child.stdout,), name="sandbox-prints", daemon=True)
+        self._prints = threading.Thread(target=_show, args=(self._child.stdout, log), name="sandbox-prints", daemon=True)
         self._prints.start()
         confinement = Confinement(
             parent=os.getpid() if self._scratch is not None else None,
@@ -197,16 +200,23 @@ def _with_children(pid: int) -> Iterator[int]:
             yield from _with_children(int(child))
 
 
-def _show(prints: IO[bytes]) -> None:
-    """Copies what a process prints to stderr: line by line, without control characters, `PRINTED_BYTES` at most."""
+def _show(prints: IO[bytes], log: Path | None) -> None:
+    """Copies what a process prints: line by line, without control characters, `PRINTED_BYTES` at most."""
     left = PRINTED_BYTES
     with prints:
-        while line := prints.readline(1 << 12):
-            if left > 0:
-                print(printable(line.decode(errors="replace").rstrip("\n")), file=sys.stderr)
-                left -= len(line)
-                if left <= 0:
-                    print(f"megarl: warning: a process has printed {PRINTED_BYTES} bytes; the rest is not shown", file=sys.stderr)
+        while line := prints.readline(1 << 12):  # read it is in any case, or the process would wait for that
+            if left <= 0:
+                continue
+            said = printable(line.decode(errors="replace").rstrip("\n")) + "\n"
+            left -= len(line)
+            if left <= 0:
+                said += f"megarl: warning: a process has printed {PRINTED_BYTES} bytes; the rest is not shown\n"
+            with (
+                suppress(OSError),
+                nullcontext(sys.stderr) if log is None else open(log, "a") as out,
+            ):  # a full disk, a console that has gone
+                if log is None or os.fstat(out.fileno()).st_size < LOG_BYTES:
+                    out.write(said)
 
 
 def _importable() -> Iterator[str]:

@@ -10,6 +10,7 @@ from megarl.cluster.demand import demand, processes
 from megarl.cluster.session import ray_session
 from megarl.config import RunSettings, TrainConfig
 from megarl.lazy_torch import import_meanwhile
+from megarl.observe.output import new_log
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
@@ -66,7 +67,7 @@ def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[Ru
     with Run(config, None if resume is None else resume.run) as run, session(config, run), ExitStack() as stack:
         import_meanwhile()
         with run.starting("scoring processes"):
-            scorers = stack.enter_context(open_scorers(config.reward, run.note))
+            scorers = stack.enter_context(open_scorers(config.reward, run.note, new_log(run.directory, "rewards")))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
         models, engines = start(config, run.starting, restarts, blank=resume is not None)
         engines.note_sandbox(run.note)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megarl.config import EvalConfig
 from megarl.observe.estimates import SetResult, estimated
 from megarl.observe.metrics import Last, Mean, Metric, merge
+from megarl.observe.output import new_log
 from megarl.observe.run import Run
 from megarl.observe.samples import SampleRecord, record
 from megarl.observe.summary import rates, write_json
@@ -102,7 +103,7 @@ def _beside(sampled: Judged) -> dict[str, Metric]:
 def run_eval(config: EvalConfig) -> None:
     """`megarl eval`: leaves the numbers of `config.model.path` in runs/<name>/eval.json."""
     sets = check_eval(config)
-    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note) as scorers:
+    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
         with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         engines.note_sandbox(run.note)

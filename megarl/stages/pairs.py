@@ -13,6 +13,7 @@ from typing import Any
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
+from megarl.observe.output import new_log
 from megarl.observe.run import Run
 from megarl.response import Response
 from megarl.restarts import Restarts
@@ -30,7 +31,7 @@ Said = tuple[str, float]
 def pairs(config: PairsConfig) -> None:
     """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
-    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note) as scorers:
+    with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
         with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         reward, _ = scorers.rewards()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megarl.config import ModelReward, RewardSettings
 from megarl.data.prompts import Prompt
@@ -68,12 +69,18 @@ class Scorers:
 
 
 @contextmanager
-def open_scorers(settings: RewardSettings, note: Callable[[str], object]) -> Iterator[Scorers]:
-    """The processes that `reward` asks for, for training and for evaluations; notes how far they are shut in."""
+def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: Path | None = None) -> Iterator[Scorers]:
+    """The processes that `reward` asks for, for training and for evaluations; notes how far they are shut in.
+
+    Args:
+        settings: the section `reward`.
+        note: prints a line.
+        log: the file to which what they print is added; None: stderr.
+    """
     with ExitStack() as stack:
-        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings))
+        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings, log))
         apart = settings.eval is not None and settings.eval != settings.source
-        held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}))) if apart else train
+        held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}), log)) if apart else train
         for guarantee in dict.fromkeys(scorer.guarantee for scorer in (train, held_out) if isinstance(scorer, ProcessScorer)):
             note(f"responses are scored in a sandbox: {guarantee}")
         yield Scorers(settings, train, held_out)

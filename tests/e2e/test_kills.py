@@ -119,6 +119,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         logs = {path.stem: path.read_text().split(": process ")[0] for path in (directory / "logs").glob("*.log")}
         first = {"rank-0": "rank 0", "engine-0": "engine 0"}
         assert logs.items() >= {**first, **{f"{name}.2": called for name, called in first.items()}}.items()
+        assert logs["rewards"] == "", "nothing was printed there"
         assert "Worker pid=" not in job.text(), "nor does the console have what they print"
         started = re.findall(r"^job: (.+): ready after \d+\.\d s$", job.text(), re.MULTILINE)
         assert started == ["Ray", "scoring processes", "model ranks", "engines"]

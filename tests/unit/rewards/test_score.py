@@ -22,6 +22,7 @@ from megarl.rewards.processes import ProcessScorer as Scorer
 from megarl.rewards.score import Score, ScoreRequest, errors_by_kind
 from megarl.rewards.sources import check
 from megarl.rewards.verifiers import EVALUATING, load
+from megarl.sandbox import process
 
 FUNCTIONS = '''
 import ctypes, os, signal, sys, time
@@ -67,6 +68,10 @@ def unusual(response, **_):
     nan = float("nan")
     odd = {"nan": nan, "none": None, "text": "1", "inf": float("inf"), "list": [1], "no score": {"a": 1}, "huge": -1e308}
     return (odd | {"right": 1, "wrong": 0, "true": True, "half": 0.5, "part": {"score": 1, "a": nan}})[response]
+
+def floods(response):
+    print("x" * 99_999)
+    return 1.0
 
 async def later(response):
     return 1
@@ -307,6 +312,32 @@ def test_prints_of_a_reward_function_do_not_reach_stdout(capfd: pytest.CaptureFi
         assert scorer.score([ask("print")]) == [Score(1.0)]
     out, err = capfd.readouterr()
     assert out == "" and "more of it" in err
+
+
+def test_prints_go_to_the_log_of_a_run_within_its_bound(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "rewards.log"
+    for bound, times in ((1 << 20, 1), (10, 1), (1 << 20, 2)):  # the log is kept on; beyond its bound nothing is added
+        monkeypatch.setattr(process, "LOG_BYTES", bound)
+        with Scorer(settings("unusual"), log) as scorer:
+            assert scorer.score([ask("print")]) == [Score(1.0)]
+        assert log.read_text().count("from a reward function") == log.read_text().count("more of it") == times
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_function_that_prints_goes_on_where_its_log_cannot_be_written_to(tmp_path: Path) -> None:
+    with Scorer(settings("floods"), tmp_path / "nowhere" / "rewards.log") as scorer:  # more than a pipe holds
+        assert scorer.score([ask("right")] * 3) == [Score(1.0)] * 3
+
+
+def test_where_it_is_said_why_a_scoring_process_does_not_start(tmp_path: Path) -> None:
+    log = tmp_path / "rewards.log"
+    with (
+        Scorer(RewardSettings(source=FunctionReward(path="ends:f")), log) as scorer,
+        pytest.raises(RuntimeError, match=re.escape(f"is in {log}")),
+    ):
+        scorer.score([ask("right")])
 
 
 DRIVER = """
