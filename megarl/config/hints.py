@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 # Names of other systems, and what they are here, of what the verb has.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -126,18 +128,26 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str]) -> str:
+MOST_LEAVES = 1000  # of an unknown section that are looked at
+
+
+def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str], value: Any = None) -> str:
     """What follows "unknown key": the key that was meant, or nothing.
 
     Args:
         key: the parts of the dotted key.
         section: the names in its section.
         everywhere: all dotted keys of the verb.
+        value: what is given there; of a mapping, as verl's `actor_rollout_ref`, the keys inside are looked at too.
     """
     name = key[-1]
-    there = [found for found in ALIASES.get(name, ()) if found in everywhere]
+    there = _aliases(name, everywhere)
     if there:
-        return f" (here it is {' or '.join(there[:2])})"
+        return f" (here it is {' or '.join(there)})"
+    inside = ((path, _aliases(path[-1], everywhere)) for path in islice(_leaves(value), MOST_LEAVES))
+    known = [f"{'.'.join(path)} is {' or '.join(there)} here" for path, there in inside if there][:2]
+    if known:
+        return f" ({', '.join(known)})"
     near = difflib.get_close_matches(name, sorted(section), n=1)
     if near:
         return f" (did you mean {near[0]!r}?)"
@@ -147,3 +157,14 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
     leaves = {found.rpartition(".")[2]: found for found in reversed(everywhere)}
     near = difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=0.75)
     return f" (did you mean {leaves[near[0]]!r}?)" if near else ""
+
+
+def _aliases(name: str, everywhere: Sequence[str]) -> list[str]:
+    """What another system's name is here, two at most."""
+    return [found for found in ALIASES.get(name.replace("-", "_"), ()) if found in everywhere][:2]
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
+    """The keys of a mapping that lead to a value."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from ((name, *path) for path in _leaves(inner)) if isinstance(inner, dict) else [(str(name),)]

@@ -141,7 +141,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         inside = {name for section in _place([str(part) for part in fault["loc"][:-1]], root)[1] for name in section.model_fields}
-        return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root))}"
+        return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root), fault['input'])}"
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
     if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):

@@ -41,6 +41,7 @@ def test_every_alias_leads_to_a_key() -> None:
         ("train.temperature", " (there is rollout.temperature)"),
         ("data.max_respons_tokens", " (did you mean 'rollout.max_response_tokens'?)"),
         ("train.xyzzy", ""),
+        ("n-samples-per-prompt", " (here it is rollout.samples_per_prompt)"),
     ],
 )
 def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str) -> None:
@@ -48,6 +49,28 @@ def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str)
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "a.yaml", [f"{key}=1"], TrainConfig)
     assert str(refused.value) == f"{key}: unknown key{hint}"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "actor_rollout_ref.actor.optim.lr=1",
+            "actor_rollout_ref: unknown key (actor.optim.lr is optimizer.lr or critic.optimizer.lr here)",
+        ),
+        ("trainer.total_epochs=3", "trainer: unknown key (total_epochs is train.steps here)"),
+        ("trian.xyzzy=3", "trian: unknown key (did you mean 'train'?)"),
+        (
+            "actor={a: {n: 1}, b: {c: {}}, d: [], ppo_epochs: 2, save_freq: 3}",
+            "actor: unknown key (a.n is rollout.samples_per_prompt here, ppo_epochs is train.epochs here)",
+        ),
+    ],
+)
+def test_keys_of_another_systems_section_are_known(tmp_path: Path, override: str, told: str) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "a.yaml", [override], TrainConfig)
+    assert str(refused.value) == told
 
 
 def test_a_name_leads_to_a_key_of_the_verb(tmp_path: Path) -> None:
