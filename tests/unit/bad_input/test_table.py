@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ from megarl.errors import ConfigError
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
-from tests.unit.bad_input import configurations, data, directories, environments, models
+from tests.unit.bad_input import configurations, data, directories, environments, models, runs
 from tests.unit.bad_input.cases import VERBS, Case, Room
 
-TABLE = [case for table in (configurations, models, data, directories, environments) for case in table.TABLE]
+TABLE = [case for table in (configurations, models, data, directories, environments, runs) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
 ITEM_S = gym.ITEM_S
 
@@ -93,11 +94,36 @@ def test_a_closed_stdout_is_no_failure(
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with open("/dev/full", "w") as full, monkeypatch.context() as here:
-        here.setattr(sys, "stdout", full)
-        assert cli.main(["config", "train"]) == 1
-    assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+def test_a_full_disk_behind_stdout_is_one_line(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["config", "train"], ["plan", str(Room(tmp_path, tiny_model, "train").config())]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as here:
+            here.setattr(sys, "stdout", full)
+            assert cli.main(arguments) == 1
+        assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+
+
+@pytest.mark.parametrize("verb", ["init", "generate", "samples", "compare", "plan"])
+def test_what_may_not_be_read_is_one_line(
+    verb: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is for a user who is not root, who reads all."""
+    name = {"init": "rows.jsonl", "generate": "rows.jsonl", "samples": "step_1.jsonl", "compare": "metrics.jsonl", "plan": "config.json"}[
+        verb
+    ]
+    made = {"init": runs.own("--cpu"), "generate": runs.asked}.get(verb, runs.of(runs.run("none")))
+    arguments = [str(Room(tmp_path, tiny_model, "train").config())] if verb == "plan" else made(Room(tmp_path, tiny_model, verb))
+    opened = Path.open
+
+    def refused(path: Path, *how: Any, **more: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert cli.main([verb, *arguments]) == 2
+    assert re.fullmatch(rf"megarl: error: .*{name}: Permission denied\n", capsys.readouterr().err)
 
 
 def test_few_files_are_refused(
