@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
 from tests.unit.bad_input import configurations, data, directories, environments, models, runs
-from tests.unit.bad_input.cases import VERBS, Case, Room
+from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given
 
 TABLE = [case for table in (configurations, models, data, directories, environments, runs) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
@@ -104,24 +103,39 @@ def test_a_full_disk_behind_stdout_is_one_line(
         assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
 
 
-@pytest.mark.parametrize("verb", ["init", "generate", "samples", "compare", "plan"])
+@pytest.mark.parametrize(
+    ("verb", "name", "make"),
+    [
+        ("init", "rows.jsonl", runs.own("--cpu")),
+        ("generate", "rows.jsonl", runs.asked),
+        ("samples", "step_1.jsonl", runs.of(runs.run("none"))),
+        ("compare", "metrics.jsonl", runs.of(runs.run("none"))),
+        ("plan", "config.json", given()),
+        ("train", "config.json", given()),
+        ("train", "config.json", given("--check")),
+    ],
+)
 def test_what_may_not_be_read_is_one_line(
-    verb: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str,
+    name: str,
+    make: Make,
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As it is for a user who is not root, who reads all."""
-    name = {"init": "rows.jsonl", "generate": "rows.jsonl", "samples": "step_1.jsonl", "compare": "metrics.jsonl", "plan": "config.json"}[
-        verb
-    ]
-    made = {"init": runs.own("--cpu"), "generate": runs.asked}.get(verb, runs.of(runs.run("none")))
-    arguments = [str(Room(tmp_path, tiny_model, "train").config())] if verb == "plan" else made(Room(tmp_path, tiny_model, verb))
-    opened = Path.open
+    arguments = make(Room(tmp_path, tiny_model, "train"))
+    opened, looked = Path.open, Path.stat
 
-    def refused(path: Path, *how: Any, **more: Any) -> Any:
+    def allowed(path: Path) -> Path:
         if path.name == name:
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *how, **more)
+        return path
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "open", lambda path, *how, **more: opened(allowed(path), *how, **more))
+    if name == "config.json":  # in a directory that may not be looked into
+        monkeypatch.setattr(Path, "stat", lambda path, **more: looked(allowed(path), **more))
     assert cli.main([verb, *arguments]) == 2
     assert re.fullmatch(rf"megarl: error: .*{name}: Permission denied\n", capsys.readouterr().err)
 
