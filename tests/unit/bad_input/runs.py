@@ -206,7 +206,7 @@ TABLE = [
     Case("a place that cannot be written", "init", own("--cpu", "--out=/proc/own.yaml"), "^init: /proc/own.yaml: No such file"),
     Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is no file of the directory$"),
     Case("a long file of prompts", "generate", tool("MODEL", "--file", LONG), "^--file: x+: File name too long$"),
-    Case("a long model", "generate", tool(f"HERE/{LONG}", "x"), "^generate: .*x+: File name too long$"),
+    Case("a long model", "generate", tool(f"HERE/{LONG}", "x"), "^MODEL: .*x+: File name too long$"),
     Case(
         "a choice of 10^30 tokens",
         "generate",
