@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -15,11 +16,13 @@ from typing import Any
 from megarl import termination
 from megarl.imports import find, uncollected
 from megarl.stdout import say
-from megarl.text import one_line
+from megarl.text import escaped, one_line
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 LOOKED_AT = 2000  # items of a generated source that --check draws
 MOST_SHOWN = 1500  # characters of a line, which may quote what was given
+# Errors of the system that are faults of a name that was given, or of what lies there.
+NAMES = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True)
@@ -157,14 +160,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     termination.install()
     if (here := os.getcwd()) not in sys.path:  # the console script's own folder stands there instead, and functions are named by module
         sys.path.insert(0, here)
+    if lost := [one for one in arguments if one.startswith("--") and one.endswith("=--")]:  # of which argparse makes an empty list
+        return _refused(f"{lost[0]}: -- is no value of an option")
     try:
         with termination.raised():
             if arguments and arguments[0] in TOOLS:
-                return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]))
+                return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]), arguments[0])
             if not arguments or arguments[0] not in VERBS:
                 parser().parse_args(arguments[:1])  # help, the version, or what is wrong with it
             given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
-            return _guarded(lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check))
+            return _guarded(
+                lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check), arguments[0] if given.check else None
+            )
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -193,21 +200,33 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     return 0
 
 
-def _guarded(call: Callable[[], int]) -> int:
-    """The exit status of call(), or of what it raised."""
+def _guarded(call: Callable[[], int], reader: str | None) -> int:
+    """The exit status of call(), or of what it raised.
+
+    Args:
+        call: the work.
+        reader: the verb, if it does no more than read and write the files that its arguments name; None where processes run.
+    """
     from megarl.errors import ConfigError, Stopped
 
     try:
         return call()
     except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"megarl: error: {line:.{MOST_SHOWN}}", file=sys.stderr)
-        return FAULT
+        return _refused(str(error))
     except Exception as error:
+        if reader is not None and isinstance(error, OSError) and error.errno in NAMES and error.filename is not None:
+            return _refused(f"{reader}: {os.fsdecode(error.filename)}: {error.strerror}")
         if not isinstance(error, Stopped):
             traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
         return FAILURE
+
+
+def _refused(faults: str) -> int:
+    """Prints a line per fault. Nothing in it moves a terminal's cursor: it may name what others have made."""
+    for line in faults.splitlines():
+        print(f"megarl: error: {escaped(line):.{MOST_SHOWN}}", file=sys.stderr)
+    return FAULT
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
 from megarl.plan.devices import device_of
+from megarl.plan.main import MOST
 from megarl.plan.search import search
 from megarl.plan.whole import models_of
 from megarl.stdout import say
+from megarl.text import one_line
 
 LOOKED_AT = 100  # rows, for the columns
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
@@ -66,10 +68,15 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"init: --out {given.out}: its directory does not exist")
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
+    if not 0 < given.gpu_gb <= MOST:
+        raise ConfigError(f"init: --gpu-gb {given.gpu_gb} is not between 1 and {MOST:,}")
+    for name, path in (("MODEL", given.model), ("DATA", given.data), ("--out", given.out)):
+        if not str(path).isprintable():
+            raise ConfigError(f"init: {name} {str(path)!r:.300} is no printable text of one line")
     columns = columns_of(given.data)
     tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
-    given.out.write_text(text(tree, notes, columns.verb, given))
     try:
+        given.out.write_text(text(tree, notes, columns.verb, given))
         if not given.cpu and columns.verb == "train":
             config = load(given.out, [], TrainConfig)
             fitting = search(config, models_of(config), device_of(given.gpu_gb), given.gpu_gb, given.gpus, shared=given.gpus == 1)
@@ -82,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         root: Any = imported(VERBS[columns.verb].config)
         load(given.out, [], root)
     except BaseException:
-        given.out.unlink()
+        given.out.unlink(missing_ok=True)
         raise
     say(f"megarl: wrote {given.out}", f"next:   megarl {columns.verb} {given.out} --check")
     return 0
@@ -105,8 +112,9 @@ def columns_of(data: Path) -> DataColumns:
     if conversation is not None:
         return DataColumns("sft", conversation)
     raise ConfigError(
-        f"init: {data}: no known columns in {', '.join(rows[0])}: a prompt ({', '.join(PROMPTS)}) with an answer ({', '.join(ANSWERS)}), "
-        f"a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from examples/recipes/"
+        f"init: {data}: no known columns in {one_line(', '.join(rows[0]), 200)}: a prompt ({', '.join(PROMPTS)}) with an answer "
+        f"({', '.join(ANSWERS)}), a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from "
+        "examples/recipes/"
     )
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import ConfigError
+
+MOST_LINE = 64 << 20  # bytes
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -28,11 +33,44 @@ def parse_json(data: bytes) -> Any:
 
 def read_json(path: Path, most: int) -> Any:
     """`parse_json` of a plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
-    if not path.is_file():  # a pipe would be waited for
-        raise FileNotFoundError(2, "not a plain file" if path.exists() else "missing", str(path))
-    if (size := path.stat().st_size) > most:
+    return parse_json(read_plain(path, most))
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """A plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
+    if (size := _plain(path).stat().st_size) > most:
         raise ValueError(f"{size:,} bytes, more than {most:,}")
-    return parse_json(path.read_bytes())
+    return path.read_bytes()
+
+
+def lines_of(path: Path, place: str, start: int = 0) -> Iterator[tuple[str, bytes]]:
+    """The lines of a plain file, streamed.
+
+    Args:
+        path: of the file.
+        place: what names it in messages.
+        start: byte of the file.
+
+    Yields:
+        (place:1, the first line with its end), and so on.
+
+    Raises:
+        ConfigError: a line of more than MOST_LINE bytes.
+        OSError: the file cannot be read.
+    """
+    with _plain(path).open("rb") as file:
+        file.seek(start)
+        for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), 1):
+            if len(line) > MOST_LINE:
+                raise ConfigError(f"{place}:{number}: a line of more than {MOST_LINE:,} bytes")
+            yield f"{place}:{number}", line
+
+
+def _plain(path: Path) -> Path:
+    """The path, if nobody would wait at it for ever, as at a pipe or a device. Raises FileNotFoundError."""
+    if not path.is_file():
+        raise FileNotFoundError(2, "not a plain file" if path.exists() else "missing", str(path))
+    return path
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

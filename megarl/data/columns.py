@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.config.where import Where, takes
+from megarl.text import one_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,7 +35,7 @@ def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
     """
     value = find(row, dotted)
     if value is None:
-        raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {', '.join(row) or 'no columns'}")
+        raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {one_line(', '.join(row)) or 'no columns'}")
     return value
 
 
@@ -153,4 +154,8 @@ def _none(held: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], p
 
 
 def _names(row: dict[str, Any]) -> list[str]:
-    return [name for outer, value in row.items() for name in ([f"{outer}.{one}" for one in value] if isinstance(value, dict) else [outer])]
+    return [
+        one_line(name)
+        for outer, value in row.items()
+        for name in ([f"{outer}.{one}" for one in value] if isinstance(value, dict) else [outer])
+    ]

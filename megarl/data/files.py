@@ -19,14 +19,13 @@ from megarl.config import ConfigError, FileSource
 from megarl.data.bounds import in_memory
 from megarl.data.columns import at, chosen_rows
 from megarl.data.tokenizer import first_line
-from megarl.strict_json import parse_json, read_json
+from megarl.strict_json import MOST_LINE, lines_of, parse_json, read_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 BATCH = 4096  # Parquet rows in memory at a time
-MOST_BYTES = 64 << 20  # of a line
 MOST_ROWS = 1_000_000  # Parquet rows of less than a byte each
 ROOM_MB, SWELLING = 384, 32  # for a batch of Parquet's or Arrow's: memory, beside so many times the file's size
 
@@ -75,33 +74,35 @@ def _answer(value: Any, place: str, name: str) -> str:
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for messages, columns) of every row of a file, streamed. `key`: that of the source. Raises ConfigError as `read_file` does."""
+    try:
+        for number, row in _reader(path, key)(path, f"{key}.path"):
+            yield f"{key}.path: {path}:{number}", row
+    except OSError as error:
+        raise ConfigError(f"{key}.path: {error.filename or path}: {error.strerror}") from None
+
+
+def _reader(path: Path, key: str) -> Callable[[Path, str], Iterator[tuple[int, dict[str, Any]]]]:
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.is_dir():
-        read = _saved
-    elif not path.is_file():
+        return _saved
+    if not path.is_file():
         raise ConfigError(f"{key}.path: no such file: {path}")
-    elif path.suffix not in readers:
+    if path.suffix not in readers:
         raise ConfigError(f"{key}.path: {path} must end in .jsonl or .parquet")
-    else:
-        read = readers[path.suffix]
-    for number, row in read(path, f"{key}.path"):
-        yield f"{key}.path: {path}:{number}", row
+    return readers[path.suffix]
 
 
 def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 1), b""), 1):
-            if len(line) > MOST_BYTES:
-                raise ConfigError(f"{key}: {path}:{number}: a line of more than {MOST_BYTES:,} bytes")
-            if not line.strip():
-                raise ConfigError(f"{key}: {path}:{number}: empty line")
-            try:
-                row = parse_json(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ConfigError(f"{key}: {path}:{number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{key}: {path}:{number}: must hold an object, not {type(row).__name__}")
-            yield number, row
+    for number, (place, line) in enumerate(lines_of(path, f"{key}: {path}"), 1):
+        if not line.strip():
+            raise ConfigError(f"{place}: empty line")
+        try:
+            row = parse_json(line)
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise ConfigError(f"{place}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: must hold an object, not {type(row).__name__}")
+        yield number, row
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -142,12 +143,14 @@ def arrow_files(path: Path, key: str) -> list[Path]:
         splits = ", ".join(sorted(split.name for split in path.iterdir() if (split / "state.json").is_file()))
         raise ConfigError(f"{key}: {path} holds several splits ({splits}): name one, such as {path}/train")
     try:
-        state = read_json(path / "state.json", MOST_BYTES)
+        state = read_json(path / "state.json", MOST_LINE)
         names = [str(file["filename"]) for file in state["_data_files"]]
         if state.get("_indices_data_files"):
             raise ConfigError(f"{key}: {path} was saved with an order of its own; flatten_indices() before save_to_disk writes it out")
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file elsewhere")
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise ValueError(f"it names {missing[0]}, which is no file of the directory")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -50,6 +50,8 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         return _check_checkpoint(path, head, drop_mtp)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", key, 1)) from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
 def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, Any]:

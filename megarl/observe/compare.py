@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megarl.config import yaml_text
 from megarl.errors import ConfigError
 from megarl.observe.report import LAG_SHARES
 from megarl.observe.writers import read_json_lines
 from megarl.stdout import say
+from megarl.strict_json import read_json, read_plain
 from megarl.text import escaped, one_line
 
 SHOWN = (
@@ -23,7 +27,19 @@ SHOWN = (
     *("critic/explained_variance", "training/logprob_gap_mean", *LAG_SHARES, "perf/tokens_per_second", "perf/time_per_step"),
 )
 MIDDLE = ("perf/",)  # whose median says more than the last value
-MOST_RUNS, LONGEST = 16, 60  # characters of a value of a configuration
+MOST_BYTES = 64 << 20  # of summary.json
+MOST_RUNS, MOST_PANELS, LONGEST = 16, 60, 60  # characters of a value of a configuration
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What summary.json says of a run that has come to its end."""
+
+    wall_s: Mapping[str, float]  # by phase
+    alarms: Mapping[str, str]
+
+
+_KINDS = TypeAdapter(Ended)
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Told:
     name: str
     rows: list[dict[str, float]]
     config: Mapping[str, Any]  # dotted keys
-    summary: Mapping[str, Any]  # empty where the run has not come to its end
+    end: Ended | None
 
     def series(self, metric: str) -> tuple[list[float], list[float]]:
         """Steps and values."""
@@ -49,12 +65,15 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory; it may be one that still goes on")
     top.add_argument("--picture", type=Path, default=Path("compare.png"), metavar="FILE", help="where the picture goes (compare.png)")
     given = top.parse_args(list(arguments))
+    if not given.picture.suffix:
+        raise ConfigError(f"compare: --picture {given.picture}: its name does not end in a kind of picture, such as .png")
     if len(given.runs) > MOST_RUNS:
         raise ConfigError(f"compare: {len(given.runs)} runs, more than {MOST_RUNS}")
     runs = [read(path) for path in given.runs]
     say(*table(runs))
     try:
-        draw(runs, given.picture)
+        with warnings.catch_warnings(action="ignore"):  # of a letter that no font has, and numbers that no axis can show
+            draw(runs, given.picture)
     except (OSError, ValueError) as error:
         raise ConfigError(f"compare: --picture: cannot write {given.picture}: {error}") from None
     say("", f"picture: {given.picture}")
@@ -67,10 +86,16 @@ def read(path: Path) -> Told:
         if not (path / name).is_file():
             raise ConfigError(f"compare: {path} is no run: it has no {name}")
     try:
-        summary = json.loads((path / "summary.json").read_text()) if (path / "summary.json").is_file() else {}
-        config = dict(_flat(yaml_text.read((path / "config.yaml").read_text(encoding="utf-8")), ""))
-        return Told(one_line(str(path), LONGEST), read_json_lines(path / "metrics.jsonl"), config, summary)
-    except (OSError, ValueError) as error:
+        config = dict(_flat(yaml_text.read(read_plain(path / "config.yaml", yaml_text.MOST_BYTES).decode()), ""))
+        rows = read_json_lines(path / "metrics.jsonl")
+        ended = (path / "summary.json").exists()
+        end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MOST_BYTES)), strict=True) if ended else None
+        return Told(one_line(str(path), LONGEST), rows, config, end)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = one_line(".".join(map(str, fault["loc"])), LONGEST)
+        raise ConfigError(f"compare: {path}: summary.json: {place}: {fault['msg']}") from None
+    except ValueError as error:
         raise ConfigError(f"compare: {path}: {error}") from None
 
 
@@ -98,8 +123,8 @@ def table(runs: Sequence[Told]) -> list[str]:
     for name in metrics(runs):
         how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
         rows.append([f"{name} ({how})", *(_cell(run.series(name)[1], how) for run in runs)])
-    rows.append(["seconds", *(f"{sum(run.summary['wall_s'].values()):,.0f}" if run.summary else "not at its end" for run in runs)])
-    rows.append(["alarms", *(", ".join(run.summary.get("alarms", {})) or "none" for run in runs)])
+    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not at its end" for run in runs)])
+    rows.append(["alarms", *(", ".join(run.end.alarms if run.end else ()) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
     sections = [{key.partition(".")[0] for key in run.config} for run in runs]
     foreign = [key for key in keys if any(key not in run.config for run in runs)] if any(one != sections[0] for one in sections) else []
@@ -123,11 +148,11 @@ def _cell(values: Sequence[float], how: str) -> str:
 
 
 def draw(runs: Sequence[Told], picture: Path) -> None:
-    """A panel for each metric, a line for each run."""
+    """A panel for each metric, of the first MOST_PANELS, a line for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names, columns = metrics(runs), 3
+    names, columns = metrics(runs)[:MOST_PANELS], 3
     lines = max(1, math.ceil(len(names) / columns))
     figure = Figure(figsize=(5 * columns, 3 * lines + 0.5 * len(runs)))
     FigureCanvasAgg(figure)
@@ -136,7 +161,7 @@ def draw(runs: Sequence[Told], picture: Path) -> None:
         for color, run in enumerate(runs):
             steps, values = run.series(name)
             axis.plot(steps, values, color=f"C{color}", marker="." if len(steps) < 60 else None, label=run.name.replace("$", r"\$"))
-        axis.set_title(name)
+        axis.set_title(escaped(name), parse_math=False)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     handles = axes[0].get_legend_handles_labels()

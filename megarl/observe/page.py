@@ -40,7 +40,7 @@ def lines(run: Path) -> Iterator[str]:
     name = text(run.name)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{name}</h1>'
-    yield f'<p class="note">{text(run)}: {summary["rl_steps"]} RL steps, {sum(summary["wall_s"].values()):,.0f} s</p>'
+    yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {sum(summary["wall_s"].values()):,.0f} s</p>'
     yield from _alarms(summary["alarms"])
     yield from _evaluations(summary["evaluations"], summary["results"])
     if (picture := run / "report.png").is_file():

@@ -6,12 +6,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from megarl.errors import ConfigError
-from megarl.strict_json import parse_json
+from megarl.strict_json import lines_of, parse_json
 from megarl.text import one_line
 
 if TYPE_CHECKING:
@@ -20,15 +22,20 @@ if TYPE_CHECKING:
     from megarl.rewards.score import Score
 
 FOLDER = "samples"
-LATER = ("turns",)  # fields that rows of earlier versions lack
 _FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
+
+
+def _messages(prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if not isinstance(prompt, str) and not all(isinstance(message.get(name), str) for message in prompt for name in ("role", "content")):
+        raise ValueError("a message needs a text 'role' and a text 'content'")
+    return prompt
 
 
 @dataclass(frozen=True)
 class SampleRecord:
     """One response with what it was asked and what it scored. Nothing in it is safe to print: see `megarl.text.escaped`."""
 
-    prompt: str | list[dict[str, str]]  # as the source has it
+    prompt: Annotated[str | list[dict[str, Any]], AfterValidator(_messages)]  # as the source has it
     answer: str
     response: str
     reward: float
@@ -38,7 +45,7 @@ class SampleRecord:
     length: int  # tokens of the response
     sample: int  # which of the responses to the prompt
     greedy: bool = False
-    turns: int = 1  # of the policy, in an episode
+    turns: int = 1  # of the policy, in an episode; rows of earlier versions lack it
 
     @property
     def question(self) -> str:
@@ -46,6 +53,9 @@ class SampleRecord:
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+_KINDS = TypeAdapter(SampleRecord)
 
 
 @dataclass(frozen=True)
@@ -58,14 +68,17 @@ class File:
 
     def records(self) -> Iterator[SampleRecord]:
         """Raises ConfigError for a line that megarl has not written."""
-        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+        for place, line in lines_of(self.path, str(self.path)):
             try:
-                row = parse_json(line)
-                yield SampleRecord(
-                    **{field.name: row[field.name] for field in fields(SampleRecord) if field.name in row or field.name not in LATER}
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{self.path}:{number}: no sample: {error}") from None
+                parse_json(line)  # which refuses what pydantic takes: a key twice
+                record = _KINDS.validate_json(line, strict=True)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                named = one_line(".".join(map(str, fault["loc"])), 200)
+                raise ConfigError(f"{place}: no sample: {named}: {fault['msg']}") from None
+            except ValueError as error:
+                raise ConfigError(f"{place}: no sample: {error}") from None
+            yield record
 
 
 def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> SampleRecord:

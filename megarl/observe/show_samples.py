@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("--most", type=int, default=4, metavar="N", help="so many (4)")
     top.add_argument("--whole", action="store_true", help=f"texts of more than {LONGEST:,} characters too")
     given = top.parse_args(list(arguments))
+    if given.most < 1:
+        raise ConfigError(f"samples: --most {given.most}: must be 1 or more")
     found = chosen(run_of(given.run), given)
     if not found:
         raise ConfigError(f"samples: {given.run} has none like that ({_of(files(run_of(given.run)))})")
@@ -59,7 +62,7 @@ def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
     if given.best or given.worst:
         pick = heapq.nlargest if given.best else heapq.nsmallest
         return pick(given.most, found, key=lambda pair: pair[1].reward)
-    return list(islice(found, max(0, given.most)))
+    return list(islice(found, min(given.most, sys.maxsize)))
 
 
 def _matching(run: Path, given: argparse.Namespace) -> Iterator[FileSample]:
@@ -89,7 +92,7 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"
     ended += f" after {record.turns} turns" if record.turns > 1 else ""
-    kind = f"evaluation of {file.set}" if file.set else "training"
+    kind = f"evaluation of {escaped(file.set)}" if file.set else "training"
     yield (
         f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {ended}"
         f"{', greedy' if record.greedy else ''}{f', not judged: {one_line(record.error, 200)}' if record.error else ''}"

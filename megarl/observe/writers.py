@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import ConfigError, LogSettings
-from megarl.strict_json import parse_json
+from megarl.strict_json import lines_of, parse_json
 
 
 class Writer(Protocol):
@@ -51,11 +51,15 @@ def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
     Raises ConfigError for a line that it has not written.
     """
     rows = []
-    for number, line in enumerate(path.read_bytes()[skipped:].split(b"\n")[:-1], 1):
+    for place, line in lines_of(path, f"save.resume: {path}", skipped):
+        if not line.endswith(b"\n"):
+            break
         try:
             rows.append({name: float(value) for name, value in parse_json(line).items()})
-        except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"save.resume: {path}:{number}: no row of metrics: {line!r:.80}; restore it, or start anew") from None
+            if not math.isfinite(rows[-1]["step"]):
+                raise ValueError
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
+            raise ConfigError(f"{place}: no row of metrics: {line.rstrip()!r:.80}; restore it, or start anew") from None
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ def _show(plan: Plan, found: Sequence[FittingLayout]) -> None:
 
     from megarl.plan.show import tables
 
-    console = Console(width=None if os.isatty(1) else 160, highlight=False)
-    with console.capture() as text:
-        for part in tables(plan, found):
-            console.print(part, soft_wrap=isinstance(part, str), markup=False)
-    say(text.get().rstrip("\n"))
+    shown, text = os.isatty(1), io.StringIO()
+    console = Console(file=text, force_terminal=shown, width=None if shown else 160, highlight=False)
+    for part in tables(plan, found):
+        console.print(part, soft_wrap=isinstance(part, str), markup=False)
+    say(text.getvalue().rstrip("\n"))

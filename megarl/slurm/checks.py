@@ -47,6 +47,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> None:
     Raises:
         ConfigError: with the numbers.
     """
+    check_texts(job)
     check_numbers(job)
     check_container(job)
     if config.cluster.address is not None or config.cluster.allocation is not None:
@@ -84,8 +85,23 @@ def check_numbers(job: Job) -> None:
             "leave nothing to train in"
         )
     for option in job.sbatch:
-        if not option.startswith("-") or "\n" in option:
+        if not option.startswith("-"):
             raise ConfigError(f"slurm: --sbatch {option!r} is no option of sbatch, such as --sbatch=--reservation=x")
+
+
+def check_texts(job: Job) -> None:
+    """ConfigError for a text that is none of a script's: a second line of it would be an option of its own."""
+    texts: dict[str, object] = {
+        "--partition": job.partition,
+        "--account": job.account,
+        "--qos": job.qos,
+        "--time": job.time,
+        "--exclude": job.exclude,
+    }
+    texts |= {"--container": job.container, "--python": job.python, "the directory": job.here, "run_dir": job.directory}
+    for name, text in (*texts.items(), *(("--mount", mount) for mount in job.mount), *(("--sbatch", option) for option in job.sbatch)):
+        if text is not None and not str(text).isprintable():
+            raise ConfigError(f"slurm: {name} {str(text)!r:.300} is no printable text of one line")
 
 
 def check_container(job: Job) -> None:

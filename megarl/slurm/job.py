@@ -8,7 +8,9 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-CLOCK = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?)")
+CLOCK = re.compile(
+    r"(?:(?P<d>N)-(?P<dh>N)(?::(?P<dm>N)(?::(?P<ds>N))?)?|(?:(?P<h>N):(?=N:))?(?P<m>N)(?::(?P<s>N))?)".replace("N", "[0-9]{1,9}")
+)
 
 
 @dataclass(frozen=True)

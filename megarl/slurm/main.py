@@ -94,5 +94,8 @@ def _status(arguments: Sequence[str]) -> int:
     given = top.parse_args(arguments)
     if not given.run.is_dir():
         raise ConfigError(f"slurm: no such directory: {given.run}")
-    say(*show(given.run))
+    try:
+        say(*show(given.run))
+    except ValueError as error:
+        raise ConfigError(f"slurm: {given.run}: {error}") from None
     return 0

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS, listing
-from megarl.config import ConfigError, yaml_text
+from megarl.config import yaml_text
 from megarl.observe.run import METRICS
 from megarl.observe.writers import read_json_lines
 from megarl.slurm.commands import NoAnswer, call
+from megarl.strict_json import read_plain
 
-START = re.compile(r"(\d+)-(\d+)")
+START, LOG, SUBMITTED = re.compile(r"(\d+)-(\d+)"), re.compile(r"(\d+)\.out"), re.compile(r"submitted-(\d+)")
+MOST_BYTES = 1 << 20  # of a script
 
 
 def show(run: Path) -> list[str]:
@@ -37,7 +39,7 @@ def _saves(run: Path) -> list[str]:
     entries = listing(run / CHECKPOINTS, contents=False) if (run / CHECKPOINTS).is_dir() else []
     last = next((entry for entry in entries if entry.saved is not None), None)
     lines = [f"last checkpoint: {'none' if last is None else last.path}"]
-    every = int(_config(run).get("save", {}).get("every", 0))
+    every = _count(_config(run).get("save"), "every") or 0
     rows = _rows(run)
     if every and rows and not (run / "summary.json").is_file():
         done = int(rows[-1]["step"])
@@ -56,7 +58,7 @@ def _jobs(run: Path) -> list[str]:
     for path in logs.glob("*-*"):
         if match := START.fullmatch(path.name):
             starts[match[1]] = max(starts.get(match[1], 0), int(match[2]))
-    numbers = sorted({*starts, *(path.stem for path in logs.glob("*.out") if path.stem.isdigit())}, key=int)
+    numbers = sorted({*starts, *(match[1] for path in logs.glob("*.out") if (match := LOG.fullmatch(path.name)))}, key=int)
     lines = [f"restarts: {sum(starts.values())}{f', logs in {logs}' if starts else ''}"]
     name = _job_name(run)
     try:
@@ -71,8 +73,9 @@ def _jobs(run: Path) -> list[str]:
 
 def _job_name(run: Path) -> str | None:
     """Of the last submission."""
-    scripts = sorted((run / "slurm").glob("submitted-*/job.sbatch"), key=lambda path: int(path.parent.name.partition("-")[2]))
-    match = re.search(r"^#SBATCH --job-name=(.*)$", scripts[-1].read_text(), re.MULTILINE) if scripts else None
+    found = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
+    script = read_plain(max(found)[1], MOST_BYTES).decode() if found else ""
+    match = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
     return match[1] if match else None
 
 
@@ -83,12 +86,18 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        found = yaml_text.read((run / "config.yaml").read_text())
-    except (OSError, ConfigError):
+        found = yaml_text.read(read_plain(run / "config.yaml", yaml_text.MOST_BYTES).decode())
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _steps(config: dict[str, Any]) -> int | None:
     sections = [section for section in config.values() if isinstance(section, dict) and "steps" in section]
-    return int(sections[0]["steps"]) if sections else None
+    return _count(sections[0], "steps") if sections else None
+
+
+def _count(section: Any, key: str) -> int | None:
+    """A positive integer of a section; None where there is none."""
+    value = section.get(key) if isinstance(section, dict) else None
+    return value if type(value) is int and value > 0 else None

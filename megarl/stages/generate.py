@@ -126,6 +126,8 @@ def check(given: argparse.Namespace) -> GenerateJob:
         raise ConfigError("--template: a chat goes through the model's chat template")
     if not 0 <= given.temperature < math.inf:
         raise ConfigError(f"--temperature {given.temperature:g}: must be 0 or more")
+    if given.top_k is not None and abs(given.top_k) >= 1 << 31:
+        raise ConfigError(f"--top-k {given.top_k}: an integer of {given.top_k.bit_length()} bits, more than 31")
     if not 0 <= given.seed < 1 << 32:
         raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^32")
     for option, texts in (

@@ -21,10 +21,10 @@ from megarl.errors import ConfigError
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
-from tests.unit.bad_input import configurations, data, directories, environments, models
-from tests.unit.bad_input.cases import VERBS, Case, Room
+from tests.unit.bad_input import configurations, data, directories, environments, models, runs
+from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given
 
-TABLE = [case for table in (configurations, models, data, directories, environments) for case in table.TABLE]
+TABLE = [case for table in (configurations, models, data, directories, environments, runs) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
 ITEM_S = gym.ITEM_S
 
@@ -93,11 +93,51 @@ def test_a_closed_stdout_is_no_failure(
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with open("/dev/full", "w") as full, monkeypatch.context() as here:
-        here.setattr(sys, "stdout", full)
-        assert cli.main(["config", "train"]) == 1
-    assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+def test_a_full_disk_behind_stdout_is_one_line(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["config", "train"], ["plan", str(Room(tmp_path, tiny_model, "train").config())]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as here:
+            here.setattr(sys, "stdout", full)
+            assert cli.main(arguments) == 1
+        assert capsys.readouterr().err == "megarl: failed: Stopped: stdout: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "make"),
+    [
+        ("init", "rows.jsonl", runs.own("--cpu")),
+        ("generate", "rows.jsonl", runs.asked),
+        ("samples", "step_1.jsonl", runs.of(runs.run("none"))),
+        ("compare", "metrics.jsonl", runs.of(runs.run("none"))),
+        ("plan", "config.json", given()),
+        ("train", "config.json", given()),
+        ("train", "config.json", given("--check")),
+    ],
+)
+def test_what_may_not_be_read_is_one_line(
+    verb: str,
+    name: str,
+    make: Make,
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As it is for a user who is not root, who reads all."""
+    arguments = make(Room(tmp_path, tiny_model, "train"))
+    opened, looked = Path.open, Path.stat
+
+    def allowed(path: Path) -> Path:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return path
+
+    monkeypatch.setattr(Path, "open", lambda path, *how, **more: opened(allowed(path), *how, **more))
+    if name == "config.json":  # in a directory that may not be looked into
+        monkeypatch.setattr(Path, "stat", lambda path, **more: looked(allowed(path), **more))
+    assert cli.main([verb, *arguments]) == 2
+    assert re.fullmatch(rf"megarl: error: .*{name}: Permission denied\n", capsys.readouterr().err)
 
 
 def test_few_files_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import TrainConfig
-from megarl.observe import samples
+from megarl.observe import page, samples
 from megarl.observe.metrics import Mean
 from megarl.observe.run import Run
 from megarl.observe.samples import SampleRecord
@@ -44,20 +45,34 @@ def test_a_page_loads_nothing_runs_nothing_and_shows_hostile_words_as_text(confi
         run.keep(1, [RECORD] * 20)
         run.keep(1, [RECORD], "heldout")
         run.event("own", HOSTILE)
-    page = Marks()
+    marks = Marks()
     written = (run.directory / "report.html").read_text()
-    page.feed(written)
-    assert {tag for tag, _ in page.tags} <= ALLOWED
-    used = {(tag, name) for tag, attributes in page.tags for name in attributes}
+    marks.feed(written)
+    assert {tag for tag, _ in marks.tags} <= ALLOWED
+    used = {(tag, name) for tag, attributes in marks.tags for name in attributes}
     assert {name for _, name in used} <= {"lang", "charset", "http-equiv", "content", "class", "alt", "src"}
-    [(_, picture)] = [found for found in page.tags if found[0] == "img"]
+    [(_, picture)] = [found for found in marks.tags if found[0] == "img"]
     assert str(picture["src"]).startswith("data:image/png;base64,")
-    assert [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes] == [
+    assert [attributes["content"] for _, attributes in marks.tags if "http-equiv" in attributes] == [
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     ]
-    assert page.text.count(HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")) >= 3 * 17 + 1
+    assert marks.text.count(HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")) >= 3 * 17 + 1
     assert all(letter.isprintable() or letter in "\n\t" for letter in written)
-    assert "20 responses, mean reward 0.500" in page.text and written.count("<details><summary>reward 0.5") == 17
+    assert "20 responses, mean reward 0.500" in marks.text and written.count("<details><summary>reward 0.5") == 17
+
+
+def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
+    word = {HOSTILE: 1.0}
+    estimates = {HOSTILE: {"value": 0.5, "low": 0.1, "high": 0.9}}
+    evaluation = {"step": 1, "results": [{"set": HOSTILE, "prompts": HOSTILE, "rate": True, "estimates": estimates}]}
+    summary = {"rl_steps": HOSTILE, "wall_s": word, "peak_rss_mb": word, "alarms": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "evaluations": {HOSTILE: evaluation}, "results": {HOSTILE: word}}))
+    (tmp_path / "config.yaml").write_text(HOSTILE)
+    page.write(tmp_path)
+    written = (tmp_path / "report.html").read_text()
+    (marks := Marks()).feed(written)
+    assert {tag for tag, _ in marks.tags} <= ALLOWED - {"img"}
+    assert all(letter.isprintable() or letter in "\n\t" for letter in written)
 
 
 def test_runs_are_compared_by_numbers_and_by_what_differs(

@@ -1,0 +1,78 @@
+"""How a run stands, whatever lies in its directory: one line says what cannot be read, or it is left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+
+METRICS = b'{"step": 3, "reward/mean": 0.5}\n'
+GOOD = "name: job\ntrain: {steps: 9}\nsave: {every: 5}\n"
+
+
+def status(run: Path) -> int:
+    return main(["slurm", "status", str(run)])
+
+
+def run(here: Path, config: str | bytes | Callable[[Path], None]) -> Path:
+    """A run's directory after three steps."""
+    (here / "metrics.jsonl").write_bytes(METRICS)
+    place = here / "config.yaml"
+    if callable(config):
+        config(place)
+    else:
+        place.write_bytes(config.encode() if isinstance(config, str) else config)
+    return here
+
+
+def test_step_and_next_checkpoint_are_those_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(run(tmp_path, GOOD)) == 0
+    shown = capsys.readouterr().out
+    assert "step: 3 of 9, reward 0.5\n" in shown and "next expected: step 5\n" in shown
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"name: \xff",
+        "train: {steps: x}\nsave: {every: x}",
+        "train: {steps: [1]}\nsave: [1]",
+        "train: {steps: }\nsave:",
+        os.mkfifo,
+        Path.mkdir,
+    ]
+    + ["train: {steps: .inf}\nsave: {every: .nan}", "- 1"],
+)
+def test_what_is_no_configuration_says_nothing(
+    config: str | bytes | Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(run(tmp_path, config)) == 0
+    shown = capsys.readouterr().out
+    assert "step: 3 of ?, reward 0.5\n" in shown and "next expected: where the run is stopped" in shown
+
+
+def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("submitted-x", "submitted-2"):
+        (tmp_path / "slurm" / name).mkdir(parents=True)
+        (tmp_path / "slurm" / name / "job.sbatch").write_text("#SBATCH --job-name=x\n")
+    (tmp_path / "slurm" / "\N{SUPERSCRIPT TWO}.out").touch()
+    assert status(run(tmp_path, GOOD)) == 0
+    assert "restarts: 0\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [(os.mkfifo, "not a plain file"), (Path.mkdir, "not a plain file"), (lambda path: path.write_bytes(b"\xff"), "utf-8")],
+)
+def test_a_script_that_cannot_be_read_is_named(
+    script: Callable[[Path], object], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "slurm" / "submitted-1").mkdir(parents=True)
+    script(folder / "job.sbatch")
+    assert status(run(tmp_path, GOOD)) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"megarl: error: slurm: {tmp_path}") and line in told
