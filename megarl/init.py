@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import VERBS
-from megarl.config import ConfigError, ConversationSource, FileSource, TrainConfig, load
+from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, TrainConfig, load
 from megarl.data.columns import find
 from megarl.data.conversations import load_conversations
 from megarl.data.files import read_rows
+from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
@@ -196,6 +197,15 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     else:
         tree["data"]["eval"] = source
         notes["data"] = "eval should be pairs that are not trained on"
+        pairs = load_preferences(
+            PreferenceSource(path=data.absolute()),
+            tokenizer,
+            PreferenceData.model_validate(tree["data"]),
+            room,
+            "init: DATA",
+            "the model's room",
+        )
+        tokens = _rounded(max(len(side.tokens) for pair in pairs for side in (pair.chosen, pair.rejected)))
     tree[columns.verb] = {"steps": 100, "batch_size": 16 if cpu else 64, "micro_batch_tokens": max(tokens, 2048), "max_tokens": tokens}
     tree["save"] = {"every": 50}
     return tree, notes

@@ -272,7 +272,7 @@ class Run:
         self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
         self.evaluations, self._results, self._whole = {}, {}, {}
         kept = 0 if state is None else int(state["metrics_bytes"])
-        for row in read_json_lines(self.directory / METRICS, kept):
+        for row in self._rows(kept):
             self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
         if state is None:
             os.truncate(self.directory / METRICS, 0)
@@ -308,12 +308,19 @@ class Run:
         os.truncate(path, size)
         self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
-        for row in read_json_lines(path):
+        for row in self._rows():
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         self._step, self._learned, self._warnings = state["step"], state["learned"], dict(state["warnings"])
         self.evaluations = {when: summary.Evaluation.read(plain) for when, plain in state["evaluations"].items()}
         self._results = dict(state["results"])
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
+
+    def _rows(self, skipped: int = 0) -> list[dict[str, float]]:
+        """The metrics after so many bytes. ConfigError where they are not what a run writes."""
+        try:
+            return read_json_lines(self.directory / METRICS, skipped)
+        except ConfigError as error:
+            raise ConfigError(f"save.resume: {error}; restore it, or start anew") from None
 
     def _saved(self) -> str:
         """What another start of the run would go on from."""

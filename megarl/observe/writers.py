@@ -48,10 +48,10 @@ class JsonLines:
 def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
     """The rows that `JsonLines` wrote after the first `skipped` bytes, non-finite numbers included. A last line cut by a crash is left out.
 
-    Raises ConfigError for a line that it has not written.
+    Raises ConfigError, which begins with the file and the line, for a line that it has not written.
     """
     rows = []
-    for place, line in lines_of(path, f"save.resume: {path}", skipped):
+    for place, line in lines_of(path, str(path), skipped):
         if not line.endswith(b"\n"):
             break
         try:
@@ -59,7 +59,7 @@ def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
             if not math.isfinite(rows[-1]["step"]):
                 raise ValueError
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-            raise ConfigError(f"{place}: no row of metrics: {line.rstrip()!r:.80}; restore it, or start anew") from None
+            raise ConfigError(f"{place}: no row of metrics: {line.rstrip()!r:.80}") from None
     return rows
 
 

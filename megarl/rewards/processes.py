@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -180,7 +180,7 @@ class _ScoringProcess:
                 raise ConfigError(f"reward.source.{text}")
             case [int(number), int() | float() as value, dict(parts), str() | None as error] if self.pending and number == self.pending[0]:
                 numbers = [value, *parts.values()]
-                if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+                if not all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers):  # math.isfinite raises
                     raise BadMessage("a score that is no finite number")
                 scores[self.pending.popleft()] = Score(float(value), _parts(parts), None if error is None else printable(error))
             case _:

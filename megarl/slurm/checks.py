@@ -19,6 +19,7 @@ from megarl.config import ConfigError, RunSettings
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
+from megarl.text import one_line
 
 MOST = 100_000  # of anything that is counted
 EARLY_S = 60  # Slurm may warn so much earlier
@@ -118,18 +119,24 @@ def check_container(job: Job) -> None:
 
 
 def partition_of(job: Job) -> Partition:
-    """The job's partition, or the default one. ConfigError where there is none of that name."""
+    """The job's partition, or the default one. ConfigError where there is none; NoAnswer where Slurm says what is not understood."""
     rows = [
         dict(part.partition("=")[::2] for part in line.split()) for line in call("scontrol", "--oneliner", "show", "partition").splitlines()
     ]
     known = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
-    wanted = job.partition or next((name for name, row in known.items() if row["Default"] == "YES"), None)
+    wanted = job.partition or next((name for name, row in known.items() if row.get("Default") == "YES"), None)
     if wanted not in known:
         given = f"--partition {job.partition}" if job.partition else "no --partition, and no default one"
         raise ConfigError(f"slurm: {given}: this cluster has {', '.join(known) or 'none'}")
     nodes = call("sinfo", "--noheader", "--Node", f"--partition={wanted}", "--format=%c|%G").splitlines()
-    cpus, resources = zip(*(line.split("|", 1) for line in nodes), strict=True) if nodes else ((), ())
-    return Partition(wanted, int(known[wanted]["TotalNodes"]), tuple(map(int, cpus)), tuple(map(_gpus, resources)))
+    try:
+        pairs = [line.split("|", 1) for line in nodes]
+        return Partition(
+            wanted, int(known[wanted]["TotalNodes"]), tuple(int(cpus) for cpus, _ in pairs), tuple(_gpus(of) for _, of in pairs)
+        )
+    except (KeyError, ValueError):
+        said = one_line(f"{known[wanted]}, {nodes}", 200)
+        raise NoAnswer(f"slurm: of partition {wanted}, scontrol and sinfo say what is not understood: {said}") from None
 
 
 def _gpus(resources: str) -> int:
@@ -140,7 +147,7 @@ def _gpus(resources: str) -> int:
 def check_partition(job: Job, partition: Partition) -> None:
     """ConfigError where the partition has not so many nodes, or not so many GPUs in each."""
     fitting = partition.nodes - sum(gpus < job.gpus_per_node for gpus in partition.gpus)
-    if not fitting:
+    if not fitting and partition.gpus:
         raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: a node of partition {partition.name} has {max(partition.gpus)}")
     if job.nodes + job.spare > fitting:
         of = f" with {job.gpus_per_node} GPUs" if job.gpus_per_node else ""

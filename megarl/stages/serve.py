@@ -55,7 +55,7 @@ class Service:
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
             given = checked(sample.get("prompt"), place)
-            # Before the chat template, whose time nothing bounds in this thread; all of its keys, any of which a template may read.
+            # Before the chat template, whose memory nothing bounds in this thread; all of its keys, any of which a template may read.
             check_size(tokenizer, json.dumps(given, ensure_ascii=False), limit, f"{place}: the prompt, as JSON", key)
             rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}))
         prompts = self._renderer.all(iter(rows))

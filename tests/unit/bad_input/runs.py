@@ -202,6 +202,14 @@ TABLE = [
         own("--cpu", rows=b'{"\\u001b[2J\\n": 1}'),
         "^init: .*: no known columns in \N{REPLACEMENT CHARACTER}",
     ),
+    *(
+        Case(f"pairs {name}", "init", own("--cpu", rows=json.dumps(row).encode()), rf"^init: DATA\.path: .*rows\.jsonl:1: {line}")
+        for name, row, line in (
+            ("of no prompt", {"chosen": "a", "rejected": "b"}, ".*prompt"),
+            ("that are numbers", {"prompt": "1", "chosen": 1, "rejected": 2}, "chosen must be a text or a list of chat messages, not int$"),
+            ("of one response", {"prompt": "1", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same response$"),
+        )
+    ),
     Case("long data", "init", tool("MODEL", f"HERE/{LONG}", "--out=HERE/own.yaml"), "^init: .*x+: File name too long$"),
     Case("a place that cannot be written", "init", own("--cpu", "--out=/proc/own.yaml"), "^init: /proc/own.yaml: No such file"),
     Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is no file of the directory$"),

@@ -162,5 +162,5 @@ def test_a_full_dev_shm_is_refused(
 @pytest.mark.parametrize("line", [b"[" * 100_000, b"3", b'{"step": [1]}', b'{"step": 1, "step": 2}', b"\xff"])
 def test_a_row_of_metrics_that_nobody_wrote(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=r"^save\.resume: .*metrics\.jsonl:2: no row of metrics: "):
+    with pytest.raises(ConfigError, match=r"^/.*metrics\.jsonl:2: no row of metrics: "):
         read_json_lines(tmp_path / "metrics.jsonl")

@@ -13,7 +13,7 @@ from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainC
 from megarl.errors import Stopped
 from megarl.observe.metrics import Mean
 from megarl.observe.output import LOGS
-from megarl.observe.run import Run
+from megarl.observe.run import METRICS, Run
 from megarl.observe.samples import SampleRecord
 from tests.unit.bad_input.cases import VERBS
 
@@ -63,6 +63,17 @@ def test_a_run_that_goes_on_says_from_where_and_one_that_begins_what_became_of_t
     lines(capsys)
     with Run(settings):
         assert lines(capsys) == [f"what an earlier run of this name left is in {settings.directory / 'earlier-2'}"]
+
+
+def test_metrics_that_no_run_wrote_are_refused_when_it_goes_on(tmp_path: Path) -> None:
+    settings = config("train", tmp_path)
+    with Run(settings) as run:
+        steps(run, 2)
+        state = run.state()
+    path = settings.directory / METRICS
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": {'))
+    with pytest.raises(ConfigError, match=rf"^save\\.resume: {path}:2: no row of metrics: .*; restore it, or start anew$"):
+        Run(settings, state)
 
 
 @pytest.mark.parametrize("saved", [None, "step_000002"])

@@ -101,6 +101,12 @@ def a_long_integer(meta: dict[str, Any]) -> float:
 
 
 @hostile
+def an_integer_beyond_every_float(meta: dict[str, Any]) -> float:
+    json.dumps = lambda *_, **__: f"[0, {10**400}, {{}}, null]"
+    return 1.0
+
+
+@hostile
 def ready_again(meta: dict[str, Any]) -> float:
     return _say(b'["ready"]')
 

@@ -80,6 +80,7 @@ EXPECTED: dict[str, tuple[float, Beginnings]] = {
     "a_score_that_is_nan": (0, BROKE),
     "a_score_that_is_text": (0, BROKE),
     "a_long_integer": (0, BROKE),
+    "an_integer_beyond_every_float": (0, BROKE),
     "ready_again": (0, BROKE),
     "refused_late": (0, BROKE),
     "close_every_descriptor": (0, DIED),

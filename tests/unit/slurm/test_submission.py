@@ -16,7 +16,7 @@ from megarl.cli import VERBS
 from megarl.config import TrainConfig, TrainingSettings, load
 from megarl.errors import ConfigError
 from megarl.imports import find
-from megarl.slurm.checks import Partition, check_partition
+from megarl.slurm.checks import Partition, check_partition, partition_of
 from megarl.slurm.job import Job
 from megarl.slurm.main import main
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
@@ -172,6 +172,28 @@ def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
         check_partition(replace(JOB, gpus_per_node=16), partition)
     with pytest.raises(ConfigError, match="--nodes 2 and --spare 1: partition main has 2 with 8 GPUs"):
         check_partition(replace(JOB, nodes=2, spare=1), partition)
+
+
+PARTITION = "PartitionName=main Default=YES TotalNodes=2"
+ANSWERS = {
+    "no node": ((PARTITION.replace("2", "0"), ""), "--nodes 4: partition main has 0"),
+    "no number of nodes": (("PartitionName=main Default=YES", "64|gpu:8"), "scontrol and sinfo say what is not understood: .*Default"),
+    "no default": (("PartitionName=main TotalNodes=2", "64|gpu:8"), "no --partition, and no default one: this cluster has main"),
+    "nodes of text": ((PARTITION, "many|gpu:8"), "say what is not understood: .*many"),
+    "nodes of one column": ((PARTITION, "64\n64|gpu:8"), "say what is not understood: .*64"),
+    "nothing": (("", ""), "no --partition, and no default one: this cluster has none"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_whatever_slurm_says_of_its_partitions_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, line = ANSWERS[name]
+    for command, text in zip(("scontrol", "sinfo"), said, strict=True):
+        (tmp_path / command).write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(ConfigError, match=rf"^slurm: .*{line}.*$"):
+        check_partition(replace(JOB, gpus_per_node=0), partition_of(replace(JOB, gpus_per_node=0)))
 
 
 @pytest.mark.parametrize(

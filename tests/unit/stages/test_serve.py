@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -48,6 +50,20 @@ def test_a_long_prompt_is_refused_before_the_chat_template_sees_it(
     with pytest.raises(ConfigError, match=r"^sample 1: the prompt, as JSON: .* characters are more than serve.max_tokens=64 tokens"):
         served.read([{"prompt": "a", "response": "b"}, {"prompt": prompt, "response": "b"}])
     rendered.assert_not_called()
+
+
+def test_a_client_s_prompt_cannot_keep_the_chat_template_busy(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that reads, as the server calls it."""
+    monkeypatch.setattr("megarl.data.tokenizer.TEMPLATE_S", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    slow = copy.deepcopy(tokenizer)
+    slow.chat_template = "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
+    served = service(slow)
+    with ThreadPoolExecutor(1) as reader:
+        with pytest.raises(ConfigError, match=r"^sample 0: the model's chat template refuses .*not done within 0.2\d* s of CPU time$"):
+            reader.submit(served.read, [{"prompt": "loop", "response": "b"}]).result()
+        [read] = reader.submit(served.read, [{"prompt": "a", "response": "b"}]).result()
+    assert len(read.tokens) > 2
 
 
 def test_a_prompt_is_read_as_a_text_and_as_messages(tokenizer: PreTrainedTokenizerBase) -> None:
