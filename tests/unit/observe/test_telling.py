@@ -72,8 +72,11 @@ def test_metrics_that_no_run_wrote_are_refused_when_it_goes_on(tmp_path: Path) -
         state = run.state()
     path = settings.directory / METRICS
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": {'))
-    with pytest.raises(ConfigError, match=rf"^save\\.resume: {path}:2: no row of metrics: .*; restore it, or start anew$"):
-        Run(settings, state)
+    with (
+        pytest.raises(ConfigError, match=rf"^save\.resume: {path}:2: no row of metrics: .*; restore it, or start anew$"),
+        Run(settings, state),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("saved", [None, "step_000002"])
