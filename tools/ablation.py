@@ -25,6 +25,7 @@ import yaml
 
 from megarl.config import ConfigError, TrainConfig, dump, load
 from megarl.observe.writers import read_json_lines
+from megarl.sandbox.kernel import end_with_parent
 
 LAST = 5  # steps that the last rewards are averaged over
 COLUMNS = ("pass rate before", "pass rate", "greedy", f"reward, last {LAST} steps", "reward, all steps", "explained variance", "minutes")
@@ -162,7 +163,7 @@ def main() -> int:
     given = parser.parse_intermixed_args()
     try:
         all_trials = trials(given.variants, given.seeds, given.overrides)
-        failed = [trial for trial in all_trials if not trial.done and subprocess.run(trial.command).returncode]
+        failed = [trial for trial in all_trials if not trial.done and subprocess.run(trial.command, preexec_fn=end_with_parent).returncode]
     except ConfigError as error:
         print(f"ablation: error: {error}", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ from typing import Any
 import yaml
 
 from megarl.observe.writers import read_json_lines
+from megarl.sandbox.kernel import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
@@ -216,7 +217,10 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if start.endswith("-threads") else "1"}
     with log.open("w") as file:
         for command in commands(example, start):
-            if subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode:
+            ended = subprocess.run(
+                command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=end_with_parent
+            )
+            if ended.returncode:
                 return Result(commit, date, time.monotonic() - begun, {}, f"{shlex.join(command[1:])} (see {log})")
     seconds = time.monotonic() - begun
     try:

@@ -23,8 +23,8 @@ from megarl.sandbox.kernel import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
     at_least,
+    end_with_parent,
     give_up_capabilities,
     prctl,
 )
@@ -56,7 +56,7 @@ def enter(descriptor: int) -> Channel:
     confinement = pickle.loads(channel.receive())
     assert isinstance(confinement, Confinement)
     if confinement.parent is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
         if os.getppid() != confinement.parent:  # it died before we asked
             os._exit(0)
         _keep(channel, confinement.asked_about_signals)
@@ -110,7 +110,7 @@ def _keep(channel: Channel, asked_about_signals: bool) -> None:
     child = os.fork()
     if child == 0:
         here.close()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         os.setsid()  # no process of the child's session can join a group that this process is in
         with there:

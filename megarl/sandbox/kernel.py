@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import struct
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
@@ -22,6 +23,11 @@ def prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """From now on this process is sent a signal when its parent ends, however that does."""
+    prctl(PR_SET_PDEATHSIG, number)
 
 
 def give_up_capabilities() -> None:

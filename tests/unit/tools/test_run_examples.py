@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megarl.config import load
 from tests.unit.examples.test_configurations import EXAMPLES, root_of
+from tests.unit.rewards.scoring_server import eventually
 from tools import run_examples as tool
 
 ROOT = EXAMPLES.parent
@@ -70,6 +73,22 @@ def test_a_figure_is_read_and_held_against_its_band(tmp_path: Path, spec: dict[s
         assert result.failed is None and result.figures == {"it": pytest.approx(value)}
         assert (tool.faults(one, result) == []) == kept
         assert (f"**{value:g}**" in tool.tables([one], {"one": {"2": result}})) != kept
+
+
+def test_a_tool_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from tools import run_examples as tool
+slow = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
+one = tool.Example("one", "a title", [f'python -c "{{slow}}"'], [])
+place = Path({str(tmp_path)!r})
+tool.run(one, tool.prepare(place, "1"), "1", "abc")
+"""
+    pid = tmp_path / "1" / "pid"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as started:
+        eventually(lambda: pid.exists() and pid.read_text() != "")
+        started.kill()
+    eventually(lambda: not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_command_that_fails_breaks_its_promise(tmp_path: Path) -> None:
