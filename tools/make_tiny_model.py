@@ -124,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "mistral": ("mistral", {"sliding_window": None}),
     "phi3": ("phi3", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),

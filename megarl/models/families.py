@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.config import ConfigError, Layout
-from megarl.models import deepseek_v3, glm4_moe, llama, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from megarl.models import deepseek_v3, glm4_moe, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
 from megarl.models.decoder_blocks import number
 from megarl.models.weight_map import Family, HeadKind
 
-_MODULES = (qwen3_moe, qwen3, qwen2, llama, phi3, mixtral, deepseek_v3, glm4_moe)
+_MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, phi3, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code: the name of the family's file.
 _MODEL_TYPES = {head.architecture: module.__name__.rpartition(".")[2] for module in _MODULES for head in module.FAMILY.heads.values()}

@@ -58,7 +58,7 @@ async def _follows(tmp_path: Path, family: str) -> None:
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe")
 
 
-@pytest.mark.parametrize("family", rows(("qwen3", "llama", *SUITE), SUITE))
+@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
 

@@ -131,6 +131,7 @@ OLD: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2": {"rope_theta": 10000.0, "rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
+    "mistral": {"rope_theta": 10000.0, "rope_scaling": None},
     "phi3": {"rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None, "attention_bias": False},
     "mixtral": {"rope_theta": 1000000.0, "sliding_window": None},
     "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -171,6 +172,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": None}, "config.json lacks rms_norm_eps"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not all 'full_attention'"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported for Qwen2"),
+    ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for Mistral"),
     ("phi3", {"sliding_window": 2047}, "sliding_window=2047 is not supported for Phi-3"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "RoPE of type 'longrope'; supported: 'default'"),
     (

@@ -1,0 +1,40 @@
+"""Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention whose heads need not divide the hidden size, a gated MLP.
+
+Refused: sliding windows (7B v0.1), and what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+
+def sizes(hf: dict[str, Any]) -> Sizes:
+    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, other activations."""
+    blocks.refuse("Mistral", hf, sliding_window=None)
+    return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
+
+
+def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    n = sizes(hf)
+    assert n.ffn is not None
+    return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Of Megatron's TransformerConfig."""
+    return blocks.decoder_fields(hf, sizes(hf), rope(hf))
+
+
+FAMILY = Family(
+    heads={"lm": blocks.lm_head("MistralForCausalLM", sizes), "value": scalar_head("MistralForSequenceClassification", sizes)},
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    optional=blocks.tied_twice,
+)
