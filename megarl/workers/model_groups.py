@@ -121,7 +121,7 @@ class ModelGroups:
             The KL of each response to the reference, float64 [N] (0 without a reference), and what a critic explained of the returns.
         """
         kl_N = self.policy.sequence_kl(len(plan.payload_N))
-        metrics = self.policy.advantages(response_advantages(self.config, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
+        metrics = self.policy.advantages(response_advantages(self.config.algorithm, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
         critic = self.of("critic")
         if critic is not None and critic is not self.policy:
             critic.take(self.policy.columns("return"), "return")

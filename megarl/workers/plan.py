@@ -169,12 +169,12 @@ def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, cap
 
 
 def response_advantages(
-    config: TrainConfig, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
+    algorithm: PolicyAlgorithm, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
 ) -> np.ndarray:
     """One advantage per response, from all rewards of the step, less the KL to the reference where the algorithm says so.
 
     Args:
-        config: says which algorithm.
+        algorithm: makes them.
         plan: of the step.
         greedy: the reward of the greedy response to each prompt, where the algorithm needs it.
         kl_N: float64 [N], sum_t (old_t - ref_t) of each response; read where the algorithm has `kl_per_sequence`.
@@ -184,10 +184,10 @@ def response_advantages(
         float32 [N].
     """
     reward_N, group_N = torch.tensor(plan.reward_N, dtype=torch.float64), torch.tensor(plan.group_N)
-    if config.algorithm.kl_per_sequence:
+    if algorithm.kl_per_sequence:
         reward_N = reward_N - kl_coef * torch.from_numpy(kl_N)
     greedy_N = None if greedy is None else torch.tensor(greedy, dtype=torch.float64)[group_N]
-    return config.algorithm.advantages(reward_N, group_N, greedy_N).float().numpy()
+    return algorithm.advantages(reward_N, group_N, greedy_N).float().numpy()
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:

@@ -162,7 +162,7 @@ def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: T
     assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
     assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
     plan = plan_of(config, batch)
-    assert not response_advantages(config, plan, None, np.zeros(4), 0.0).any()
+    assert not response_advantages(config.algorithm, plan, None, np.zeros(4), 0.0).any()
 
 
 def test_held_out_prompts_are_those_that_there_are_whatever_the_steps_draw(config: TrainConfig) -> None:
@@ -222,7 +222,7 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config
         dp=config.layout.dp,
         capacity=config.train.micro_batch_tokens,
     )
-    advantage = response_advantages(config, plan, None, np.array([0.4, 0.0]), kl_coef=0.5)
+    advantage = response_advantages(config.algorithm, plan, None, np.array([0.4, 0.0]), kl_coef=0.5)
     assert advantage.tolist() == pytest.approx([0.8, -0.8])  # (1 - 0.2) against 0, each less the other
 
 
