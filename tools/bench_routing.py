@@ -149,11 +149,11 @@ def commit() -> str:
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def put(begin: str, lines: Sequence[str]) -> None:
-    """Puts lines into the page, in the place of those behind `begin`."""
-    before, _, rest = PAGE.read_text().partition(begin)
+def put(begin: str, lines: Sequence[str], page: Path = PAGE) -> None:
+    """Puts lines into a page, in the place of those behind `begin`."""
+    before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(END)
-    PAGE.write_text("\n".join([before + begin, *lines, END]) + after)
+    page.write_text("\n".join([before + begin, *lines, END]) + after)
 
 
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:

@@ -139,6 +139,7 @@ def ray_settings(private: bool) -> Iterator[None]:
         RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        RAY_IGNORE_UNHANDLED_ERRORS="1",  # where an engine is lost, each of its hundred prompts would print a traceback: one is told
         HF_HUB_OFFLINE="1",
     )
     try:

@@ -233,6 +233,22 @@ class Engines:
             self.turns.begin_again()
         return self.open()
 
+    def start_lost(self) -> list[Any]:
+        """Starts others in the places of those that do not answer; returns at once, with what to wait for. The weights come next.
+
+        What else has failed is being started again meanwhile: they are a part of that restart, and are not counted.
+        """
+        opening = list[Any]()
+
+        def failed(index: int, fault: Exception) -> None:
+            if self.starter is None or not isinstance(fault, ENGINE_FAULTS):
+                raise fault
+            opening.append(self._start_another(index))
+
+        calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
+        self.group.wait_each(calls, "recovery", PING_S, failed)
+        return opening
+
     def _replaced_any(self, doing: str, refill: bool) -> bool:
         """Replaces the engines that do not answer, if there are any."""
         if self.starter is None:

@@ -162,7 +162,7 @@ class ModelGroups:
         Where a node is gone, ranks and engines get new places, on nodes that are free now.
 
         Args:
-            engines: keep what they have.
+            engines: keep what they have; those that are lost, too, are started again.
             beginning: the models are as they were at the start, and so are engines that began with `model.base`. Else `load` or `restore`
                 comes next.
 
@@ -183,8 +183,11 @@ class ModelGroups:
             if moved or (beginning and self.config.model.base is not None):
                 share_devices(self.config.cluster, created, engines)
                 opening = engines.start_again(engine_places)
+            else:
+                opening = engines.start_lost()
             if self.turns is not None:
                 engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+                self.turns.admit()
                 self.turns.to_ranks(keep_weights=False)
             self.build(created, blank=not beginning)
         except BaseException:

@@ -100,6 +100,23 @@ def test_an_engine_that_dies_is_replaced_and_another_gives_its_responses(lab: La
     assert [one.fault.partition(" (")[0] for one in told] == ["generate: engine 1 died", "sync: engine 0 died"]
 
 
+def test_engines_that_are_lost_beside_the_ranks_are_a_part_of_their_restart(lab: Lab, two: TrainConfig) -> None:
+    prompts, sampling = check_train(two).train[:5], Sampling(2, 1.0, 64, 0)
+    with lab.workers(two) as (models, _):
+        engines = start_engines(two, Restarts(0, lambda _: None, lambda _: None))  # none is allowed
+        models.sync(engines, 1)
+        straight, first = engines.generate(prompts, sampling), list(engines.group.actors)
+        assert engines.start_lost() == []
+        ray.kill(first[1])
+        opening = engines.start_lost()
+        engines.group.wait(opening, "start", 60.0)
+        assert len(opening) == 1 and engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]
+        models.sync(engines, 1)
+        assert [one.text for one in engines.generate(prompts, sampling)] == [one.text for one in straight]
+        for actor in engines.group.actors:
+            ray.kill(actor)
+
+
 @pytest.mark.long
 def test_engines_that_are_late_are_replaced_and_so_are_those_in_their_places_as_often_as_is_allowed(lab: Lab, two: TrainConfig) -> None:
     told, notes = list[Restart](), list[str]()

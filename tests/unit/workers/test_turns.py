@@ -19,6 +19,17 @@ class Told:
         return []
 
 
+def test_an_engine_that_starts_beside_sleeping_ones_leaves_the_devices_too() -> None:
+    engines = Told()
+    turns = Turns(cast(ActorGroup, engines), 5.0)
+    turns.to_ranks()
+    turns.join(None)
+    turns.make_room()
+    turns.admit()
+    turns.to_ranks(keep_weights=False)
+    assert engines.calls == [("sleep", True), ("sleep", False)]
+
+
 def test_engines_that_have_started_anew_leave_the_devices_to_ranks_that_start() -> None:
     """The ranks had the devices when they failed: the engines of before were asleep, and those that come instead are awake."""
     engines, ranks = Told(), Told()

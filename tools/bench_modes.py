@@ -1,0 +1,193 @@
+"""What it saves that engines do not wait: `python -m tools.bench_modes [--rounds 3] [--steps 8] [--write]`.
+
+The same RL run in each `rollout.mode`, on episodes of three turns that a server answers after a while: seeded, log-normal, two seconds an
+episode in the mean. And the same without any waiting, where overlap is all that there is to gain. Every run has as many episodes, tokens
+and updates a step; the runs alternate. Shown are medians of the rounds: seconds of a step (the first two are left out: the pipeline
+fills), its ratio to `sync`, CPU seconds a step of engines and ranks. `sync, all cores` has two ranks and two engines, as a run in turn
+should have on two cores. `--write` puts the table into examples/async/README.md. Exit status: 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from megarl.environments.server import EnvironmentServer
+from megarl.observe.writers import read_json_lines
+from megarl.sandbox.kernel import end_with_parent
+from tools.bench_routing import ROOT, commit, put
+from tools.make_tiny_model import build
+
+PAGE = ROOT / "examples" / "async" / "README.md"
+BEGIN = "<!-- written by tools/bench_modes.py -->"
+TURNS, MEDIAN_S, SPREAD = 3, 0.4, 1.0  # of an episode; of the log-normal wait of a turn, whose mean is 1.65 medians
+FILLING = 2  # steps that are not measured
+POLL_S = 0.2
+ENGINES, RANKS = "ray::RolloutWorker", "ray::ModelWorker"  # begin the titles of their processes
+MODES = {
+    "sync": (),
+    "sync, all cores": ("layout.ranks=2", "rollout.replicas=2"),
+    "ahead": ("rollout.mode=ahead",),
+    "free, max_lag 1": ("rollout.mode=free", "rollout.max_lag=1"),
+}
+BOUNDS = {"ahead": 1.2, "free, max_lag 1": 1.8}  # times as fast as sync, with tools
+CONFIG = """
+name: job
+seed: 1
+run_dir: {runs}
+model: {{path: {model}, dtype: float32}}
+cluster: {{gpus: false}}
+optimizer: {{lr: 1.0e-5, warmup_steps: 1}}
+algorithm: {{type: grpo, correction: {{type: tis}}}}
+data:
+  train: {{type: episodes, seed: 7, items: 100000}}
+  eval: {{type: episodes, seed: 1000000000, items: 2}}
+environment: {{source: {{type: http, url: "{url}"}}, max_turns: 3, max_turn_tokens: 12, step_s: 60}}
+reward: {{source: {{type: environment}}}}
+rollout: {{samples_per_prompt: 2, max_prompt_tokens: 32, max_response_tokens: 96, max_num_seqs: 64, kv_cache_mb: 32}}
+sync: {{transport: shm}}
+log: {{tensorboard: false}}
+train: {{steps: {steps}, prompts_per_step: 16, mini_batches: 4, epochs: 2, micro_batch_tokens: 2048, eval_at_start: false, eval_every: 0}}
+"""
+
+
+class Errand:
+    """Each turn is answered after a while, and earns the share of letters in it."""
+
+    def __init__(self, median_s: float) -> None:
+        self._median_s = median_s
+
+    def reset(self, seed: int) -> str:
+        self._random, self._turn = random.Random(seed), 0
+        return f"errand {seed % 1000}"
+
+    async def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool]:
+        await asyncio.sleep(self._median_s * self._random.lognormvariate(0, SPREAD))
+        self._turn += 1
+        return "and then?", sum(map(str.isalpha, text)) / max(1, len(text)), self._turn == TURNS
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Cost(NamedTuple):
+    """Of a step, in seconds."""
+
+    wall: float
+    engines: float  # CPU
+    ranks: float  # CPU
+
+
+class _Cpu:
+    """CPU seconds of the engines' and the ranks' processes, of those that have ended too."""
+
+    def __init__(self, driver: int) -> None:
+        self._driver, self._held = psutil.Process(driver), dict[str, dict[int, float]]({ENGINES: {}, RANKS: {}})
+
+    def look(self) -> tuple[float, float]:
+        """Of both, so far."""
+        for process in self._driver.children(recursive=True):
+            try:
+                title, times = " ".join(process.cmdline()), process.cpu_times()
+            except psutil.Error:
+                continue
+            for kind, held in self._held.items():
+                if title.startswith(kind):
+                    held[process.pid] = times.user + times.system
+        return sum(self._held[ENGINES].values()), sum(self._held[RANKS].values())
+
+
+def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str]) -> Cost:
+    """What a step of a run costs. Raises RuntimeError where it fails, or has lost an episode."""
+    here.mkdir()
+    (here / "job.yaml").write_text(CONFIG.format(runs=here / "runs", model=model, url=url, steps=steps))
+    metrics = here / "runs" / "job" / "metrics.jsonl"
+    with (here / "log").open("w") as log:
+        command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
+        job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, preexec_fn=end_with_parent)
+        cpu, begun, ended = _Cpu(job.pid), (0.0, 0.0), (0.0, 0.0)
+        while job.poll() is None:
+            done = len(updates(metrics))
+            if done <= FILLING:
+                begun = cpu.look()
+            elif done < steps:
+                ended, measured = cpu.look(), done - FILLING
+            time.sleep(POLL_S)
+    rows = updates(metrics)
+    lost = sum(row["environment/failed"] for row in rows)
+    if job.returncode or len(rows) != steps or lost:
+        said = (here / "log").read_text()[-3000:]
+        raise RuntimeError(f"{command}: exit status {job.returncode}, {len(rows)} steps, {lost:g} episodes lost; see\n{said}")
+    engines, ranks = ((late - early) / measured for early, late in zip(begun, ended, strict=True))
+    return Cost(statistics.fmean(row["perf/time_per_step"] for row in rows[FILLING:]), engines, ranks)
+
+
+def updates(metrics: Path) -> list[dict[str, float]]:
+    """The rows of the steps that are done."""
+    return [row for row in read_json_lines(metrics) if "actor/lr" in row] if metrics.is_file() else []
+
+
+def table(costs: dict[str, dict[str, Cost]]) -> list[str]:
+    """In Markdown."""
+    lines = [f"| | {' | '.join(f'{waits}: s a step | times as fast as sync | CPU s, engines and ranks' for waits in costs)} |"]
+    lines.append("|---" * (1 + 3 * len(costs)) + "|")
+    for mode in MODES:
+        cells = []
+        for found in costs.values():
+            cost = found[mode]
+            cells += [f"{cost.wall:.2f}", f"{found['sync'].wall / cost.wall:.2f}", f"{cost.engines:.2f} and {cost.ranks:.2f}"]
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--write", action="store_true", help="put the table into examples/async/README.md")
+    given = parser.parse_args()
+    waits = {"with tools": MEDIAN_S, "without waiting": 0.0}
+    costs: dict[tuple[str, str], list[Cost]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        here, urls = Path(scratch), {}
+        build(here / "tiny", layers=4, hidden=128, experts=8, expert_hidden=128, seed=1)
+        for name, median_s in waits.items():
+            server = EnvironmentServer(("127.0.0.1", 0), partial(Errand, median_s))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            urls[name] = f"http://127.0.0.1:{server.server_address[1]}"
+        for number in range(given.rounds):
+            for wait, url in urls.items():
+                for mode, overrides in MODES.items():
+                    cost = run(here / f"{number}-{wait}-{mode}", here / "tiny", url, given.steps, overrides)
+                    costs.setdefault((wait, mode), []).append(cost)
+                    print(f"round {number + 1}, {wait}, {mode}: {cost.wall:.2f} s a step", flush=True)
+    medians = {
+        wait: {mode: Cost(*(statistics.median(each) for each in zip(*costs[wait, mode], strict=True))) for mode in MODES} for wait in waits
+    }
+    lines = table(medians)
+    print("", *lines, sep="\n")
+    if given.write:
+        put(BEGIN, [f"{date.today()}, commit {commit()}, two cores, medians of {given.rounds} runs in turn:", "", *lines], PAGE)
+    tools = medians["with tools"]
+    missed = {mode: bound for mode, bound in BOUNDS.items() if tools["sync"].wall < bound * tools[mode].wall}
+    for mode, bound in missed.items():
+        print(f"MISSED: {mode} is {tools['sync'].wall / tools[mode].wall:.2f} times as fast as sync with tools, of {bound:g} wanted")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
