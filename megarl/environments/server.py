@@ -27,6 +27,7 @@ class EnvironmentServer(ThreadingHTTPServer):
     """Holds the episodes."""
 
     daemon_threads = True
+    request_queue_size = 4096  # connections that wait to be taken, as all episodes of a step may; beyond, the kernel resets them
 
     def __init__(self, address: tuple[str, int], make: Any) -> None:
         super().__init__(address, _Handler)

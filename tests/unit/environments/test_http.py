@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_episodes_on_the_reference_server_are_those_of_the_class() -> None:
     assert first == again != second and not server._episodes
     assert first[1].messages[0]["content"].startswith("turn 1 ")  # type: ignore[index]
     assert (first[2].messages, first[2].reward, first[2].done, first[2].info) == (None, 0.25, True, {"turn": 2.0})
+
+
+def test_the_reference_server_is_reached_by_all_episodes_of_a_step_at_once() -> None:
+    """Before it has taken the first of them."""
+    server = EnvironmentServer(("127.0.0.1", 0), Counting)
+    with ExitStack() as stack:
+        stack.callback(server.server_close)
+        for _ in range(128):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=0.5))
 
 
 class Crowded(Counting):
