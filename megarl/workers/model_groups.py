@@ -49,7 +49,7 @@ class ModelGroups:
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
         """Builds the models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
-        build_ranks(created, self.config, blank=blank)
+        build_ranks(created, self.config.cluster.start_timeout_s, blank=blank)
         if self.turns is not None:
             self.turns.join(created[0])
         timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)

@@ -152,23 +152,22 @@ def rank_environment(config: RunSettings) -> dict[str, str]:
     return {ALLOCATOR: "expandable_segments:True"}
 
 
-def build_ranks(groups: Sequence[ActorGroup], config: RunSettings, *, blank: bool = False) -> None:
+def build_ranks(groups: Sequence[ActorGroup], start_timeout_s: float, *, blank: bool = False) -> None:
     """Lets the ranks of each group meet and build their models, all groups at the same time; returns when they are ready.
 
     What they note of their hardware is told once. Where one fails, all are ended: their places are free for others.
 
     Args:
         groups: whose processes are there.
-        config: of the run.
+        start_timeout_s: longest time that it takes.
         blank: what is trained gets its weights from a checkpoint, which is loaded next.
     """
-    limit_s = config.cluster.start_timeout_s
     building = []
     try:
         for group in groups:
-            [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=limit_s)
+            [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=start_timeout_s)
             building.append(group.start("build", address, blank))
-        notes = [group.wait(calls, "start", limit_s) for group, calls in zip(groups, building, strict=True)]
+        notes = [group.wait(calls, "start", start_timeout_s) for group, calls in zip(groups, building, strict=True)]
     except BaseException:
         end(actor for group in groups for actor in group.actors)
         raise
@@ -190,7 +189,7 @@ def start_ranks(
         blank: weights come from a checkpoint, which is loaded next.
     """
     group = create_ranks(worker, config, layout, places, *arguments)
-    build_ranks([group], config, blank=blank)
+    build_ranks([group], config.cluster.start_timeout_s, blank=blank)
     return group
 
 

@@ -104,7 +104,7 @@ class Lab:
             group = ActorGroup("rank", self._take(len(places)))
             played[:] = group.actors  # ranks that start again are others
             _begin(group, kind, config, layout, *arguments)
-            build_ranks([group], config, blank=blank)
+            build_ranks([group], config.cluster.start_timeout_s, blank=blank)
             return group
 
         def engines_of(config: EvalConfig | PairsConfig, restarts: Restarts) -> Engines:
