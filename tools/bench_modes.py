@@ -42,7 +42,7 @@ MODES = {
     "sync": (),
     "sync, all cores": ("layout.ranks=2", "rollout.replicas=2"),
     "ahead": ("rollout.mode=ahead",),
-    "free, max_lag 1": ("rollout.mode=free", "rollout.max_lag=1"),
+    **{f"free, max_lag {lag}": ("rollout.mode=free", f"rollout.max_lag={lag}") for lag in (1, 2, 4)},
 }
 BOUNDS = {"ahead": 1.2, "free, max_lag 1": 1.8}  # times as fast as sync, with tools
 CONFIG = """
@@ -85,11 +85,12 @@ class Errand:
 
 
 class Cost(NamedTuple):
-    """Of a step, in seconds."""
+    """Of a step: seconds."""
 
     wall: float
     engines: float  # CPU
     ranks: float  # CPU
+    lag: float  # no seconds: updates, the largest of a token
 
 
 class _Cpu:
@@ -133,7 +134,8 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
         said = (here / "log").read_text()[-3000:]
         raise RuntimeError(f"{command}: exit status {job.returncode}, {len(rows)} steps, {lost:g} episodes lost; see\n{said}")
     engines, ranks = ((late - early) / measured for early, late in zip(begun, ended, strict=True))
-    return Cost(statistics.fmean(row["perf/time_per_step"] for row in rows[FILLING:]), engines, ranks)
+    wall = statistics.fmean(row["perf/time_per_step"] for row in rows[FILLING:])
+    return Cost(wall, engines, ranks, max(row.get("rollout/lag_max", 0.0) for row in rows))
 
 
 def updates(metrics: Path) -> list[dict[str, float]]:
@@ -143,10 +145,12 @@ def updates(metrics: Path) -> list[dict[str, float]]:
 
 def table(costs: dict[str, dict[str, Cost]]) -> list[str]:
     """In Markdown."""
-    lines = [f"| | {' | '.join(f'{waits}: s a step | times as fast as sync | CPU s, engines and ranks' for waits in costs)} |"]
-    lines.append("|---" * (1 + 3 * len(costs)) + "|")
+    lines = [
+        f"| | largest lag | {' | '.join(f'{waits}: s a step | times as fast as sync | CPU s, engines and ranks' for waits in costs)} |"
+    ]
+    lines.append("|---" * (2 + 3 * len(costs)) + "|")
     for mode in MODES:
-        cells = []
+        cells = [f"{max(found[mode].lag for found in costs.values()):g}"]
         for found in costs.values():
             cost = found[mode]
             cells += [f"{cost.wall:.2f}", f"{found['sync'].wall / cost.wall:.2f}", f"{cost.engines:.2f} and {cost.ranks:.2f}"]
