@@ -127,7 +127,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
 
     with run.phase("old_logp"):  # and what reference and critic say of the same tokens
         plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
-    if state.step == 0 and (warning := check_gap(config, said)):
+    if state.step == 0 and (warning := check_gap(said, config.sync, config.rollout, config.model.dtype)):
         run.event("logprob_gap", warning)
     with run.phase("advantage"):
         kl_N, explained = models.advantages(plan, batch.greedy, state.kl_coef, monte_carlo=critic_only)

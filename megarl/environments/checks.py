@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.config import (
     ConfigError,
     EnvironmentReward,
     EnvironmentSettings,
-    EvalConfig,
     HttpEnvironment,
-    PairsConfig,
+    PromptFormat,
+    RewardSettings,
     ToolsEnvironment,
-    TrainConfig,
 )
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_tokenizer, render_chats
@@ -35,16 +35,22 @@ def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] |
     return [SCHEMAS[name] for name in settings.source.tools]
 
 
-def check_environment(config: TrainConfig | EvalConfig) -> None:
-    """Refuses settings that contradict each other, a template that cannot be continued, tools that it does not tell of."""
-    settings, rewards = config.environment, (config.reward.source, config.reward.eval)
+def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
+    """Refuses settings that contradict each other, a template that cannot be continued, tools that it does not tell of.
+
+    Args:
+        settings: of the environment, if there is one.
+        data: how prompts become tokens.
+        reward: how responses are scored.
+        model: the Hugging Face directory of the tokenizer.
+    """
     if settings is None:
-        if any(isinstance(reward, EnvironmentReward) for reward in rewards):
+        if any(isinstance(source, EnvironmentReward) for source in (reward.source, reward.eval)):
             raise ConfigError("reward.source.type=environment: there is no environment")
         return
-    if not config.data.chat:
+    if not data.chat:
         raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(model)
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
     check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment")
@@ -63,25 +69,26 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
         process.check(settings.sandbox, "environment.sandbox")
 
 
-def check_episodes(config: TrainConfig | EvalConfig | PairsConfig, prompts: Sequence[Prompt], key: str) -> None:
+def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Prompt], key: str, turns: TurnTokens, most: int) -> None:
     """Plays one turn of an episode of a source, in a process of its own.
 
     Args:
-        config: of the run.
+        settings: of the environment, if there is one.
         prompts: of the source, at least one.
         key: the source's dotted key, say "data.train".
+        turns: of the run's tokenizer.
+        most: tokens that a prompt may have.
 
     Raises:
         ConfigError: the environment cannot be imported, breaks the protocol, fails, or begins with more than a prompt may have; or the
             source is of episodes, and the run has no environment that begins any.
     """
-    settings = None if isinstance(config, PairsConfig) else config.environment
     alone = prompts[0].episode is not None  # the environment has to begin
     if settings is None or isinstance(settings.source, ToolsEnvironment):
         if alone:
             raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")
         return
-    turns, first, most = TurnTokens(load_tokenizer(config.model.path), config.data.system), prompts[0], config.rollout.max_prompt_tokens
+    first = prompts[0]
 
     async def trial() -> None:
         host = open_host(settings.model_copy(update={"workers": 1}))

@@ -43,7 +43,7 @@ from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.registry import check_engine
-from megarl.stages.data_checks import Data, check_turns_and_data
+from megarl.stages.data_checks import Data, check_data
 from megarl.stages.saving import check_resume
 
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
@@ -64,7 +64,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
             raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
     check_weights(config.model, hf, head)
     writers.check(config.log)
-    check_cluster(config)
+    check_cluster(config.cluster, demand(config))
     return hf
 
 
@@ -104,9 +104,16 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
             raise ConfigError(f"model.weights: {settings.weights}: {key} is {held['policy'][key]!r}, and model.path's is {hf[key]!r}")
 
 
-def check_cluster(config: RunSettings) -> None:
-    """ConfigError where this machine has not the files, the shared memory, the network interface or, for a session of its own, the GPUs."""
-    settings = config.cluster
+def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
+    """Checks this machine.
+
+    Args:
+        settings: the section `cluster`.
+        kinds: of processes that the run starts.
+
+    Raises:
+        ConfigError: it has not the files, the shared memory, the network interface or, for a session of its own, the GPUs.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
         raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
@@ -115,13 +122,13 @@ def check_cluster(config: RunSettings) -> None:
     if settings.address is not None:
         return
     if settings.allocation is not None:
-        check_allocation(settings.allocation, settings, demand(config))
+        check_allocation(settings.allocation, settings, kinds)
         return
     known = psutil.net_if_addrs()
     if settings.interface is not None and settings.interface not in known:
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
     if settings.gpus:
-        check_gpus(config, gpus_here())
+        check_gpus(kinds, gpus_here())
 
 
 def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
@@ -145,12 +152,12 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
             raise ConfigError(f"cluster.allocation: {error}") from None
 
 
-def check_gpus(config: RunSettings, here: int) -> None:
-    """ConfigError where a session of this machine alone has not `config`'s GPUs among the `here` that there are."""
+def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
+    """ConfigError where a session of this machine alone has not the processes' GPUs among the `here` that there are."""
     if not here:
         raise ConfigError("cluster.gpus=true: this machine has no GPU (cluster.gpus=false runs all of it on the CPU)")
     try:
-        place(demand(config), [Node("this machine", sys.maxsize, here)])
+        place(kinds, [Node("this machine", sys.maxsize, here)])
     except NoRoom as error:
         raise ConfigError(f"cluster.gpus=true: {error}; cluster.address joins a cluster that has more") from None
 
@@ -252,7 +259,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_models_beside(config, hf),
         lambda: check_fits(config),
         lambda: check_reward(config.reward),
-        lambda: data.append(check_turns_and_data(config)),
+        lambda: data.append(check_data(config)),
     )
     normalise = config.reward.normalise
     for key, wanted in (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config import (
     ConfigError,
+    EnvironmentSettings,
     EvalConfig,
+    EvalSet,
     MixtureSource,
     PairsConfig,
     PromptFormat,
@@ -22,6 +25,7 @@ from megarl.config import (
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.data.turns import TurnTokens
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.rewards.verifiers import EVALUATING
 
@@ -53,59 +57,77 @@ class Data:
         return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
 
-def check_prompts(
-    config: TrainConfig | EvalConfig | PairsConfig, data: PromptFormat, rollout: RolloutSettings, source: PromptSource, key: str
-) -> Sequence[Prompt]:
-    """Every prompt of a source, tokenised; those of a large file when they are asked for.
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads the prompts of a run's sources, and checks them.
 
     Args:
-        config: says which model's tokenizer, and how responses are scored.
-        data: says with `chat` and `template` how a prompt becomes tokens.
+        model: the Hugging Face directory whose tokenizer reads them.
+        data: says with `chat`, `template` and `system` how a prompt becomes tokens.
         rollout: has the limit of its length.
-        source: where the prompts come from.
-        key: the source's dotted key, say "data.train".
-
-    Raises:
-        ConfigError: for the first that is malformed or too long, and where scoring it would run code.
+        reward: how responses are scored.
+        environment: that prompts begin episodes of, if any.
     """
-    parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
-    for where, one in {key: source, **parts}.items():
-        if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(config.reward):
-            raise ConfigError(
-                f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
-                "never runs; give another reward (reward.source.type=function)"
-            )
-    tools = None if isinstance(config, PairsConfig) else tool_schemas(config.environment)
-    tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(source, tokenizer, data.chat, data.template, rollout.max_prompt_tokens, key, system=data.system, tools=tools)
-    check_episodes(config, prompts, key)
-    return prompts
 
+    model: Path
+    data: PromptFormat
+    rollout: RolloutSettings
+    reward: RewardSettings
+    environment: EnvironmentSettings | None
 
-def check_sets(config: TrainConfig | EvalConfig) -> list[HeldOut]:
-    """`check_prompts` of everything that is evaluated."""
-    temperature = config.rollout.temperature
-    sets = []
-    if config.data.eval is not None:
-        prompts = check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval")
-        sets.append(HeldOut(HELD_OUT, prompts, 1, temperature, True))
-    for index, one in enumerate(config.eval):
-        prompts = check_prompts(config, config.data, config.rollout, one.source, f"eval.{index}.source")
-        own = temperature if one.temperature is None else one.temperature
-        sets.append(HeldOut(one.name, prompts, one.n, own, one.greedy, index + 1))
-    return sets
+    @classmethod
+    def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
+        """That of a run."""
+        environment = None if isinstance(config, PairsConfig) else config.environment
+        return cls(config.model.path, config.data, config.rollout, config.reward, environment)
+
+    def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
+        """Every prompt of a source, tokenised; those of a large file when they are asked for.
+
+        Args:
+            source: where the prompts come from.
+            key: the source's dotted key, say "data.train".
+
+        Raises:
+            ConfigError: for the first that is malformed or too long, and where scoring it would run code.
+        """
+        self._refuse_evaluating(source, key)
+        data, most = self.data, self.rollout.max_prompt_tokens
+        tokenizer, tools = load_tokenizer(self.model), tool_schemas(self.environment)
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, most, key, system=data.system, tools=tools)
+        check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, data.system), most)
+        return prompts
+
+    def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
+        """Everything that is evaluated.
+
+        Args:
+            held_out: `data.eval`.
+            others: `eval`.
+        """
+        temperature, sets = self.rollout.temperature, list[HeldOut]()
+        if held_out is not None:
+            sets.append(HeldOut(HELD_OUT, self.read(held_out, "data.eval"), 1, temperature, True))
+        for index, one in enumerate(others):
+            own = temperature if one.temperature is None else one.temperature
+            sets.append(HeldOut(one.name, self.read(one.source, f"eval.{index}.source"), one.n, own, one.greedy, index + 1))
+        return sets
+
+    def _refuse_evaluating(self, source: PromptSource, key: str) -> None:
+        parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
+        for where, one in {key: source, **parts}.items():
+            if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(self.reward):
+                raise ConfigError(
+                    f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+                    "never runs; give another reward (reward.source.type=function)"
+                )
 
 
 def check_data(config: TrainConfig) -> Data:
-    """`check_prompts` of what is trained on and what is evaluated."""
-    train = check_prompts(config, config.data, config.rollout, config.data.train, "data.train")
-    return Data(train, check_sets(config))
-
-
-def check_turns_and_data(config: TrainConfig) -> Data:
-    """`check_data`, once the environment is one that the prompts can begin with."""
-    check_environment(config)
-    return check_data(config)
+    """What is trained on and what is evaluated, once the environment is one that the prompts can begin with."""
+    check_environment(config.environment, config.data, config.reward, config.model.path)
+    reader = PromptReader.of(config)
+    return Data(reader.read(config.data.train, "data.train"), reader.sets(config.data.eval, config.eval))
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:

@@ -12,7 +12,7 @@ from megarl.environments.checks import check_environment
 from megarl.rewards.sources import check as check_reward
 from megarl.rollout.registry import check_engine
 from megarl.stages.checks import check_length, check_model, check_stops
-from megarl.stages.data_checks import HeldOut, check_prompts, check_sets
+from megarl.stages.data_checks import HeldOut, PromptReader
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
         raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
     check_reward(config.reward)
-    check_environment(config)
-    return check_sets(config)
+    check_environment(config.environment, config.data, config.reward, config.model.path)
+    return PromptReader.of(config).sets(config.data.eval, config.eval)
 
 
 def check_pairs(config: PairsConfig) -> PairPrompts:
@@ -42,10 +42,8 @@ def check_pairs(config: PairsConfig) -> PairPrompts:
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")
     check_reward(config.reward)
-    data = PairPrompts(
-        train=check_prompts(config, config.data, config.rollout, config.data.train, "data.train"),
-        eval=check_prompts(config, config.data, config.rollout, config.data.eval, "data.eval"),
-    )
+    reader = PromptReader.of(config)
+    data = PairPrompts(train=reader.read(config.data.train, "data.train"), eval=reader.read(config.data.eval, "data.eval"))
     if config.pairs.answers:
         tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
         for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):

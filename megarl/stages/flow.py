@@ -185,4 +185,4 @@ class Flow:
             self._error = error
 
     def _scored(self, prompts: Sequence[Prompt], answers: Sequence[list[Response]]) -> list[list[Score]]:
-        return scored(self._ctx.config, self._reward, prompts, answers)
+        return scored(self._reward, prompts, answers, self._ctx.config.rollout.max_response_tokens)

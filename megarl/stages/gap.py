@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.config import TrainConfig
+from megarl.config import RolloutSettings, SyncSettings
 from megarl.observe.metrics import Metric, scalars
 
 GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean |log-prob| gap between engine and trainer
 
 
-def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
+def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: RolloutSettings, dtype: str) -> str | None:
     """How far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 the two compute the same. In bfloat16 they round apart (the trainer routes in float32, vLLM's gate in bfloat16), by how much
     no GPU has shown yet: where the user gives no limit, only what can be no rounding ends the run. Engines that draw from a part of the
     distribution (rollout.top_p and the like) report that part's log-probs: a limit of the user's alone holds then.
+
+    Args:
+        metrics: of the step.
+        sync: has the user's limit.
+        rollout: of the engines.
+        dtype: of the trainer's model.
 
     Returns:
         What the user should know, if anything.
@@ -24,14 +30,14 @@ def check_gap(config: TrainConfig, metrics: Mapping[str, Metric]) -> str | None:
         RuntimeError: they do not run one model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None or (config.rollout.cut is not None and config.sync.logprob_gap is None):  # no response of the step is trained on
+    if gap is None or (rollout.cut is not None and sync.logprob_gap is None):  # no response of the step is trained on
         return None
-    exact = {config.model.dtype, config.rollout.dtype or config.model.dtype} == {"float32"}
-    dtype = "float32" if exact else "bfloat16"
-    limit = config.sync.logprob_gap or GAP_LIMIT[dtype]
+    exact = {dtype, rollout.dtype or dtype} == {"float32"}
+    expected = "float32" if exact else "bfloat16"
+    limit = sync.logprob_gap or GAP_LIMIT[expected]
     measured = f"step 1: mean |log-prob of engine - of trainer| is {gap:.3g}"
     if not gap <= limit:
         raise RuntimeError(f"{measured}, more than sync.logprob_gap={limit:g}")
-    if config.sync.logprob_gap is None and gap > GAP_WARNING:
-        return f"{measured}, more than the {GAP_WARNING:g} expected of {dtype} (sync.logprob_gap sets a limit)"
+    if sync.logprob_gap is None and gap > GAP_WARNING:
+        return f"{measured}, more than the {GAP_WARNING:g} expected of {expected} (sync.logprob_gap sets a limit)"
     return None

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megarl.config import TrainConfig
 from megarl.config.rewards import OverlongSettings
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
@@ -180,30 +179,31 @@ class RolloutCollector:
     def _score(self, ready: Sequence[int]) -> None:
         places, prompts = zip(*(self._asked[number] for number in ready), strict=True)
         answers = [self._answers.pop(number) for number in ready]
-        scores = scored(self._ctx.config, self._reward, prompts, answers)
+        longest = self._ctx.config.rollout.max_response_tokens
+        scores = scored(self._reward, prompts, answers, longest)
         self.scores += [score for group in scores for score in group]
         greedy = [self._greedy.pop(number) for number in ready] if self._ctx.config.algorithm.needs_greedy else []
-        baselines = scored(self._ctx.config, self._reward, prompts, greedy)
+        baselines = scored(self._reward, prompts, greedy, longest)
         for index, number in enumerate(ready):
             baseline = baselines[index][0].value if greedy else None
             self.buffer.add(number, Group(places[index], prompts[index], answers[index], scores[index], baseline, (self._step, number)))
 
 
-def scored(config: TrainConfig, reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]]) -> list[list[Score]]:
-    """The rewards of responses, shaped as `reward` in the configuration says.
+def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]], longest: int) -> list[list[Score]]:
+    """The rewards of responses, shaped as `reward.overlong` says.
 
     Args:
-        config: of the run.
         reward: what scores.
         prompts: that were asked.
         answers: the responses to each.
+        longest: tokens that a response may have.
 
     Returns:
         The scores in the same shape.
     """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
     pairs = zip(responses, reward.scores(prompts, responses), strict=True)
-    found = iter([shaped(config.reward.overlong, config.rollout.max_response_tokens, *pair) for pair in pairs])
+    found = iter([shaped(reward.settings.overlong, longest, *pair) for pair in pairs])
     return [[next(found) for _ in group] for group in answers]
 
 

@@ -99,7 +99,8 @@ class Rounds:
         if not ready:
             return
         groups = [self._pool[index] for index in ready]
-        found = scored(self._ctx.config, self._reward, [group.prompt for group in groups], [group.responses for group in groups])
+        longest = self._ctx.config.rollout.max_response_tokens
+        found = scored(self._reward, [group.prompt for group in groups], [group.responses for group in groups], longest)
         for index, scores in zip(ready, found, strict=True):
             self._pool[index] = replace(self._pool[index], scores=scores)
             self.scores += scores

@@ -132,7 +132,11 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
         *arguments: for the class, after (rank, config, layout).
     """
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
-    options = {"runtime_env": {"env_vars": variables}} if (variables := rank_environment(config)) else {}
+    options = (
+        {"runtime_env": {"env_vars": variables}}
+        if (variables := rank_environment(config.cluster.gpus, config.sync.transport if isinstance(config, TrainConfig) else None))
+        else {}
+    )
     actors = [
         actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place, **options).remote(rank, config, layout, *arguments)
         for rank, place in enumerate(places)
@@ -140,14 +144,17 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
     return ActorGroup("rank", actors)
 
 
-def rank_environment(config: RunSettings) -> dict[str, str]:
+def rank_environment(gpus: bool, transport: str | None) -> dict[str, str]:
     """What the ranks of a run must start with.
 
     On GPUs torch's allocator grows its segments instead of leaving holes between them, where nothing else was asked of it. Memory that
     another process opens (`cuda_ipc`) stays as the driver gives it.
+
+    Args:
+        gpus: whether each has one.
+        transport: of the weights to the engines; None: there are none.
     """
-    by_handle = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
-    if not config.cluster.gpus or by_handle or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+    if not gpus or transport == "cuda_ipc" or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
         return {}
     return {ALLOCATOR: "expandable_segments:True"}
 

@@ -134,6 +134,8 @@ def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, t
     status = slurm.megarl("slurm", "status", job.runs / "job").stdout
     assert re.search(rf"step: {STEPS} of {STEPS}, finished, reward .*tokens/s", status), status
     assert all(said in status for said in ("restarts: 1", "last checkpoint: ", f"job {first.number}: completed")), status
+    logs = {path.name for path in (job.runs / "job" / "logs").iterdir()}  # of both nodes
+    assert {"engine-0.log", "rank-0.log", "rank-1.log", "rank-2.log"} <= logs, logs
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
@@ -236,4 +238,24 @@ def test_a_lost_node_is_replaced_by_the_spare_one(
     [restart] = json.loads((job.runs / "job" / "summary.json").read_text())["restarts"]
     print(f"{lose.__name__}: {restart}")
     assert restart["kind"] == "node" and restart["lost_steps"] <= 2 and submitted.restarts == 0
+    assert_same(job, straight, "model")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_killed_slurmd_costs_a_run_nothing(for_good: bool, slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
+    """Whether it is there again at once, or Slurm gives its node up: the processes of the run live on."""
+    job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
+    slurm.wait_until_idle()
+    submitted = Submitted(slurm, job)
+    submitted.wait_for_step(2)
+    node = submitted.further()
+    with slurm.healed():
+        slurm.kill_slurmd(node, for_good=for_good)
+        if for_good:
+            with submitted.held():
+                submitted.wait_for("a node down", lambda: "down" in slurm.say("sinfo", "-h", "-n", node, "-o", "%t"))
+        slurm.wait_for("end", lambda: submitted.state in OVER, ASK_S)
+    submitted.finish()
+    assert json.loads((job.runs / "job" / "summary.json").read_text())["restarts"] == [] and submitted.restarts == 0
     assert_same(job, straight, "model")

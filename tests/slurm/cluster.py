@@ -102,6 +102,17 @@ class Cluster:
         """The node is there, and reaches nobody."""
         self.say("ip", "link", "set", f"v{node[1:]}", "down")
 
+    def kill_slurmd(self, node: str, *, for_good: bool) -> None:
+        """Kills the node's slurmd and nothing else; `for_good`: it is not started again before `healed` ends."""
+        if for_good:
+            self._down(node).touch()
+        space = os.readlink(f"/proc/{self.init(node)}/ns/pid")
+        [daemon] = [pid for pid in _pids() if _space(pid) == space and _words(pid)[:2] == ["/usr/sbin/slurmd", "-D"]]
+        os.kill(daemon, signal.SIGKILL)
+
+    def _down(self, node: str) -> Path:
+        return self.directory / f"run/{node}.down"
+
     @contextmanager
     def healed(self) -> Iterator[None]:
         """After it, all nodes reach each other, and are free."""
@@ -110,6 +121,7 @@ class Cluster:
         finally:
             for node in range(1, self.nodes + 1):
                 self.say("ip", "link", "set", f"v{node}", "up")
+                self._down(f"n{node}").unlink(missing_ok=True)
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:

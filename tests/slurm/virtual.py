@@ -78,8 +78,10 @@ ip link set lo up
 until ip link show eth0 &>/dev/null; do sleep .02; done
 ip addr add "$address/24" dev eth0
 ip link set eth0 up
-SLURM_CONF=$directory/slurm.conf /usr/sbin/slurmd -D -N "$name" &
-wait $!
+while :; do  # as systemd starts it again
+    while [[ -e $directory/run/$name.down ]]; do sleep .1; done
+    SLURM_CONF=$directory/slurm.conf /usr/sbin/slurmd -D -N "$name" || true
+done
 """
 
 

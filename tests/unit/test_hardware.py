@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
@@ -57,11 +58,11 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
     gpus = ["cluster.gpus=true", "model.dtype=bfloat16", "sync.transport=nccl"]
     config = load(Job(tmp_path, tiny_model).write(), [*gpus, *overrides], TrainConfig)
     if line is None:
-        check_gpus(config, here)
+        check_gpus(demand(config), here)
         return
     pattern = "^cluster.gpus=true: " + line.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ConfigError, match=pattern):
-        check_gpus(config, here)
+        check_gpus(demand(config), here)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,8 @@ def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: 
 
 def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*overrides: str) -> dict[str, str]:
-        return rank_environment(load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig))
+        config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
+        return rank_environment(config.cluster.gpus, config.sync.transport)
 
     assert told() == {} == told("cluster.gpus=true", "sync.transport=cuda_ipc")
     assert told("cluster.gpus=true", "sync.transport=nccl") == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -170,7 +172,7 @@ def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny
 def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:
     def told(gap: float, *overrides: str) -> str | None:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
-        return check_gap(config, {"training/logprob_gap_mean": Mean(gap, 1.0)})
+        return check_gap({"training/logprob_gap_mean": Mean(gap, 1.0)}, config.sync, config.rollout, config.model.dtype)
 
     assert (
         told(9e-5) is None

@@ -111,6 +111,8 @@ class Engines:
 
 
 class Reward:
+    settings = SimpleNamespace(overlong=None)
+
     def __init__(self) -> None:
         self.scorer: Reward | None = self
         self.gone, self.threads = False, set[str]()
