@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from megarl.config import Layout
-from tests.distributed.tiny_training import Job, Report, make_checkpoint, plain, train
+from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint, plain, train
 from tests.rank_pool import Pool
 from tests.rows import rows
 
@@ -75,6 +75,13 @@ def assert_equal(run: Run, layout: Layout, job: Job, rel: float, reference: Job 
 def test_loss_and_gradient_are_independent_of_the_layout(run: Run, path: Path, name: str) -> None:
     layout, job = LAYOUTS[name], Job(path, steps=2)
     assert_equal(run, layout, replace(job, micro_batches=4 if layout.dp > 1 else 2), rel=1e-5, reference=job)
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["pp2_vpp2", "cp2_tp2", "tp2_etp2_ep2"]))
+def test_each_element_of_the_gradient_is_independent_of_the_layout(pool: Pool, path: Path, name: str) -> None:
+    layout, job = LAYOUTS[name], Job(path, optimizer=BY_GRADIENTS)
+    [one] = pool.run(gradients, Layout(), job)
+    assert_same_gradients(pool.run(gradients, layout, replace(job, micro_batches=4 if layout.dp > 1 else 2))[0], one)
 
 
 def test_gradient_is_that_of_the_summed_loss(run: Run, path: Path, pool: Pool) -> None:

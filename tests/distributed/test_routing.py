@@ -27,7 +27,18 @@ from megarl.parallel.optimizer import Trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import local_parameters
 from tests.distributed.tiny_families import Make
-from tests.distributed.tiny_training import TINY, Job, build, global_batch, make_checkpoint, shares
+from tests.distributed.tiny_training import (
+    BY_GRADIENTS,
+    TINY,
+    Job,
+    assert_same_gradients,
+    build,
+    exported,
+    global_batch,
+    make_checkpoint,
+    moved,
+    shares,
+)
 from tests.rank_pool import Pool
 from tests.rows import rows
 
@@ -149,6 +160,17 @@ def alone(pool: Pool, path: Path) -> Seen:
     return seen
 
 
+def replayed_gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
+    """`tiny_training.gradients`, of a pass that replays experts that were drawn."""
+    policy = build(grid, job)
+    routing, before = Routing(policy.chunks, grid), exported(grid, policy, job)
+    policy.zero_grad()
+    with routing.follow("routed_experts", replay=True) as followed:
+        forward(grid, policy, here(mine(grid, job), routing), followed, learn=True)
+    policy.step()
+    return moved(before, exported(grid, policy, job))
+
+
 def joined(ranks: list[Seen], name: str) -> dict[tuple[int, int], float]:
     return {key: value for seen in ranks for key, value in seen.logp[name].items()}
 
@@ -226,6 +248,13 @@ def test_gradients_of_replayed_experts(pool: Pool, path: Path, alone: Seen, name
         for one, other in zip(plain, again, strict=True):
             assert one.grads.keys() == other.grads.keys()
             assert all(torch.equal(one.grads[weight][0], other.grads[weight][0]) for weight in one.grads)
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["tp2_ep2", "pp2_vpp2", "cp2"]))
+def test_each_element_of_the_gradient_of_replayed_experts_is_independent_of_the_layout(pool: Pool, path: Path, name: str) -> None:
+    job = Job(path, micro_batches=2, optimizer=BY_GRADIENTS)
+    [one] = pool.run(replayed_gradients, Layout(), job)
+    assert_same_gradients(pool.run(replayed_gradients, LAYOUTS[name], job)[0], one)
 
 
 def test_replayed_experts_and_their_gradients_are_those_of_transformers(pool: Pool, path: Path, alone: Seen) -> None:

@@ -27,6 +27,7 @@ from megarl.network import interface_towards
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.export import export
 from megarl.parallel.grid import Grid, destroy_grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
@@ -128,12 +129,48 @@ def build(grid: Grid, job: Job) -> Trainable:
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
     chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
     load_hf(chunks, job.path, hf, grid)
-    return make_trainable(chunks, OptimizerSettings(lr=1e-3, **job.optimizer), total_steps=10)
+    return make_trainable(chunks, OptimizerSettings(**{"lr": 1e-3, **job.optimizer}), total_steps=10)
 
 
 def train(grid: Grid, job: Job) -> Report:
     """Optimizer steps on this rank's share of the global batch, from the loaded weights."""
     return learn(grid, build(grid, job), job)
+
+
+# AdamW's first step moves a weight by lr * gradient / (|gradient| + eps): with these by a thousand gradients, to their last bits but four.
+BY_GRADIENTS = {"lr": 1e7, "eps": 1e4, "clip_grad": 1e9}
+
+
+def gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
+    """On rank 0 a thousand times the gradient of every weight, by Hugging Face's name, through the real optimizer and export.
+
+    Args:
+        grid: of the rank.
+        job: trains with `BY_GRADIENTS`.
+    """
+    policy = build(grid, job)
+    before = exported(grid, policy, job)
+    learn(grid, policy, job)
+    return moved(before, exported(grid, policy, job))
+
+
+def exported(grid: Grid, policy: Trainable, job: Job) -> dict[str, Tensor]:
+    """The policy's weights by Hugging Face's name, on rank 0."""
+    return {name: weight.clone() for name, weight in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By how much each weight has fallen."""
+    return {name: weight - after[name] for name, weight in before.items()}
+
+
+def assert_same_gradients(many: dict[str, Tensor], one: dict[str, Tensor]) -> None:
+    """Every element to 1e-4 of the largest of its tensor, which is not 0."""
+    assert many.keys() == one.keys() and one
+    for name, gradient in one.items():
+        largest = gradient.abs().max()
+        assert largest > 0, name
+        assert (many[name] - gradient).abs().max() <= 1e-4 * largest, name
 
 
 def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
