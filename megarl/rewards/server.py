@@ -12,7 +12,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ READ_AHEAD = 1 << 16  # bytes of a body that are taken before they are asked for
 TOGETHER = 1024  # samples, from which on no further request joins those that are scored next
 SHOWN = 500  # characters of an error
 LINGER_S = 2.0  # for the rest of a body that is not wanted: its client reads the answer only when all is sent
+WAKE_S = 1.0  # between looks for a signal: one that comes just before a wait, or to another thread, does not end it
 ACCEPT_S, END_S = 0.1, 2.0  # pause where there is no descriptor left; longest time for the last answers
 
 
@@ -99,6 +100,8 @@ class RewardServer:
 
     def wait(self) -> None:
         """Until the model fails, whose error is raised, or the caller is interrupted."""
+        while not self._serving.done():
+            wait([self._serving], WAKE_S)
         self._serving.result()
 
     def __exit__(self, *error: Any) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -224,3 +225,16 @@ def test_a_signal_ends_it_at_once_and_who_waits_is_told(number: signal.Signals, 
             assert [answer.result() for answer in waiting] == [(503, {"error": "the server has been stopped"})] * 2
             assert process.communicate(timeout=20) == ("", "") and process.returncode == status
         assert time.monotonic() - begun < 5
+
+
+def test_a_signal_that_another_thread_took_is_not_lost(model: Lengths) -> None:
+    begun = time.monotonic()
+
+    def interrupt() -> None:
+        time.sleep(0.5)  # the main thread waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), serving(model) as server:
+        threading.Thread(target=interrupt, daemon=True).start()
+        server.wait()
+    assert time.monotonic() - begun < 10

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from megarl.batch import Sample, concat, pack
-from megarl.config import TrainConfig, load
+from megarl.config import RewardSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
@@ -88,8 +88,8 @@ class FakeTime:
 class Answers:
     """Engines and a reward whose scores are a table: reward[prompt id][sample]. Of what is open `order` says what is finished next."""
 
-    def __init__(self, reward: dict[int, list[float]], order: Callable[[Sequence[Any]], Any] = min) -> None:
-        self.reward, self.order, self.asked = reward, order, list[int]()
+    def __init__(self, reward: dict[int, list[float]], settings: RewardSettings, order: Callable[[Sequence[Any]], Any] = min) -> None:
+        self.reward, self.settings, self.order, self.asked = reward, settings, order, list[int]()
         self.waiting: dict[Any, list[Response]] = {}
         self.scorer = self
 
@@ -135,7 +135,7 @@ def sampled(
     config: TrainConfig, reward: dict[int, list[float]], *, rounds: int | None = None, prompts: int = 1000, **order: Any
 ) -> tuple[RolloutBatch, Answers]:
     """A step's rollouts over prompts 0, 1, 2, ..."""
-    table, numbers = Answers(reward, **order), iter(range(prompts))
+    table, numbers = Answers(reward, config.reward, **order), iter(range(prompts))
     ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
 
     def draw(count: int) -> list[tuple[int, Prompt]]:
