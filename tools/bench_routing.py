@@ -1,4 +1,4 @@
-"""What replaying experts buys and costs: `python -m tools.bench_routing [--seeds 1 2 3] [--steps 8] [--rounds 20] [--write]`.
+"""What replaying experts buys and costs: `python -m tools.bench_routing [--seeds 1 2 3] [--steps 8] [--rounds 40] [--write]`.
 
 For each seed three short GRPO runs of a tiny mixture of experts, one after the other: routing.replay off, r2, r3. The engines sample in
 bfloat16, and the routers' weights get noise on their way to them: a jitter that makes them choose other experts than the trainer, which
@@ -238,7 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20, help="of the cost")
+    parser.add_argument("--rounds", type=int, default=40, help="of the cost")
     parser.add_argument("--write", action="store_true", help="put the table into megarl/parallel/README.md")
     given = parser.parse_args()
     ModelGroups.sync = jittered_sync  # type: ignore[method-assign]

@@ -256,11 +256,13 @@ class _Layer:
         if target_RK is None:
             return
         self.known_R = known_R = target_RK[:, 0] >= 0
-        changed_RK = known_R[:, None] & ~(target_RK[:, :, None] == natural_RK[:, None, :]).any(2)
+        sought_RK = target_RK.clamp(min=0)
+        natural_RE = torch.zeros_like(map_RE).scatter_(1, natural_RK, True)
+        changed_RK = known_R[:, None] & ~natural_RE.gather(1, sought_RK)
         self.moved_R = changed_RK.any(1)
         if self._replay:
             self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
-        sent_R = known_R & map_RE.gather(1, target_RK.clamp(min=0)).all(1)
+        sent_R = known_R & map_RE.gather(1, sought_RK).all(1)
         if self._replay:  # an expert that the target names twice leaves the token with fewer
             sent_R &= map_RE.sum(1) == target_RK.shape[1]
         self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])

@@ -251,7 +251,8 @@ class VllmEngine(Engine):
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self.check_health()
         names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
-        await self._bounded(self._llm.abort(names, internal=True), timeout_s, lambda: f"aborting {len(names)} requests")
+        aborting = self._llm.engine_core.call_utility_async("megarl_abort", names)  # the core has their tokens
+        await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
 
     # ---------------------------------------------------------------- the device
 

@@ -27,6 +27,7 @@ from megarl.rollout.vllm import cpu_sleep
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
+from megarl.rollout.vllm.whole_responses import WholeResponses
 from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
@@ -60,6 +61,7 @@ def enter_engine_process() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent.pid:  # it died before the signal was set
         os.kill(os.getpid(), signal.SIGKILL)
+    WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
         _rest()

@@ -1,0 +1,126 @@
+"""Responses leave vLLM's core whole: one message for each, instead of one for each of its tokens.
+
+vLLM sends what it samples to its front end token by token, also where only the final output is asked for; sending, decoding and keeping
+it (v1/engine/output_processor.py:657) costs a process as much as half of the engine's own work. Here the tokens of such a response wait
+in the core until it ends. A response with stop texts does not wait: it is the front end that finds these.
+
+Only vLLM's core imports this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+
+from megarl.patching import expect
+
+
+class WholeResponses:
+    """The responses of one core that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, _Response] = {}
+
+    def install(self) -> None:
+        """Before the core makes its scheduler."""
+        update = Scheduler.update_from_output
+        expect(update, "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))", "EngineCoreOutputs(outputs=outs)")
+
+        def update_from_output(scheduler: Any, *arguments: Any) -> dict[int, EngineCoreOutputs]:
+            messages = update(scheduler, *arguments)
+            for message in messages.values():
+                message.outputs = self.ended(message.outputs, scheduler.requests)
+            self.forget(scheduler.requests)
+            return {client: message for client, message in messages.items() if message.outputs or message.scheduler_stats}
+
+        def abort(core: Any, names: list[str]) -> None:
+            """Ends these requests, and sends what they have; those that have ended are passed over."""
+            for request in core.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED):
+                last = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+                core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=self.ended([last], {}))))
+
+        Scheduler.update_from_output = update_from_output
+        EngineCoreProc.megarl_abort = abort
+
+    def ended(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
+        """What is to be sent.
+
+        Args:
+            outputs: what a step has sampled.
+            requests: those that have not ended, by their id.
+
+        Returns:
+            The outputs that end a response, with all that came before, and those that do not wait.
+        """
+        sent = []
+        for output in outputs:
+            if output.finish_reason is None and _waits(requests[output.request_id].sampling_params):
+                self._begun.setdefault(output.request_id, _Response()).add(output)
+                continue
+            if (response := self._begun.pop(output.request_id, None)) is not None:
+                response.add(output)
+                response.into(output)
+            sent.append(output)
+        return sent
+
+    def forget(self, requests: Mapping[str, Any]) -> None:
+        """Forgets what vLLM has ended without an output: its front end has given it up."""
+        if len(self._begun) > len(requests):
+            for name in self._begun.keys() - requests.keys():
+                del self._begun[name]
+
+
+def _waits(parameters: Any) -> bool:
+    return parameters.output_kind == RequestOutputKind.FINAL_ONLY and not parameters.stop
+
+
+class _Response:
+    """What a request has sampled so far."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._logprobs = [_Rows(), _Rows(), _Rows()]  # the arrays of LogprobsLists
+        self._experts = _Rows()
+        self._prefill: Any = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self._tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            for rows, more in zip(self._logprobs, output.new_logprobs[:3], strict=True):
+                rows.add(more)
+        if output.routed_experts is not None:
+            self._experts.add(output.routed_experts)
+        self._prefill = self._prefill or output.prefill_stats
+
+    def into(self, output: EngineCoreOutput) -> None:
+        """Puts all of it into one output."""
+        output.new_token_ids, output.prefill_stats = self._tokens, self._prefill
+        if self._logprobs[0]:
+            output.new_logprobs = LogprobsLists(*(rows.array() for rows in self._logprobs))
+        if self._experts:
+            output.routed_experts = self._experts.array()
+
+
+class _Rows:
+    """Rows of arrays of one kind as one array. No array of their own is kept: of a hundred bytes each, for every token of every request."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
+
+    def add(self, rows: np.ndarray[Any, Any]) -> None:
+        self._bytes += rows.tobytes()
+        self._dtype, self._shape = rows.dtype, rows.shape[1:]
+
+    def array(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self._bytes, self._dtype).reshape(-1, *self._shape)
