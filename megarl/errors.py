@@ -18,6 +18,10 @@ class SaveError(Stopped):
     """A step was not saved: one line. What was saved before is untouched."""
 
 
+class ContentLost(SaveError):
+    """What was to be saved was lost with its machine: a run goes on from what was saved before."""
+
+
 class Alarmed(Stopped):
     """`train.on_alarm=stop`, and there was an alarm: its message."""
 

@@ -15,6 +15,7 @@ from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.hashing import damaged_anywhere
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, TrainingSettings
+from megarl.errors import ContentLost
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
@@ -25,7 +26,7 @@ def curable() -> tuple[type[Exception], ...]:
     """Faults that restarting the ranks may cure. Any other would come back."""
     from megarl.parallel.grid import FAULTS
 
-    return WorkerDied, WorkerLate, StandsStill, ObjectLostError, *FAULTS
+    return WorkerDied, WorkerLate, StandsStill, ObjectLostError, ContentLost, *FAULTS
 
 
 class Context(Protocol):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectLostError
 
 from megarl.batch import Sample
+from megarl.errors import ContentLost
 from megarl.response import Response
 from megarl.rollout.parts import whole
+from megarl.text import one_line
 
 ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
 EXPERTS, META = "experts", "meta"
@@ -32,7 +35,7 @@ class ResponseFile:
     order: Sequence[int]  # of the MoE layers, as their experts are written
 
     def write(self, file: Any) -> None:
-        """Writes it from its beginning to its end into a file that need not be seekable."""
+        """Writes it from its beginning to its end into a file that need not be seekable. ContentLost where responses are lost."""
         groups = []
         with zipfile.ZipFile(file, "w") as archive:
             for number, (responses, known) in enumerate(self.groups):
@@ -41,8 +44,8 @@ class ResponseFile:
             _add(archive, META, np.frombuffer(meta.encode(), np.uint8))
 
     def _write(self, archive: zipfile.ZipFile, name: str, responses: Sequence[Response]) -> list[dict[str, Any]]:
-        payloads = iter(ray.get([part for response in responses for part in (*response.before, response.payload)]))
-        experts = iter(ray.get([stage for response in responses for part in response.experts or () for stage in part]))
+        payloads = _fetch([part for response in responses for part in (*response.before, response.payload)])
+        experts = _fetch([stage for response in responses for part in response.experts or () for stage in part])
         written = []
         for index, response in enumerate(responses):
             own = f"{name}.{index}"
@@ -58,6 +61,13 @@ class ResponseFile:
             sampled = {"finish_reason": sample.finish_reason, "turn_rewards": sample.turn_rewards}
             written.append({"response": plain, "sample": sampled, "arrays": own})
         return written
+
+
+def _fetch(references: list[Any]) -> Iterator[Any]:
+    try:
+        return iter(ray.get(references))
+    except ObjectLostError as error:
+        raise ContentLost(f"responses that are under way are lost: {one_line(str(error))}") from error
 
 
 def _add(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:

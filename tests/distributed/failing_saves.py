@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from megarl.batch import Sample
 from megarl.checkpoints.files import Content
-from megarl.errors import SaveError
+from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.grid import Grid
 from megarl.response import Response
@@ -60,6 +60,7 @@ def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str, str
             try:
                 saver.wait()
             except SaveError as error:
+                assert isinstance(error, ContentLost) == bool(extra)
                 said.append(str(error))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

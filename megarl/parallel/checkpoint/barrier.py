@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -43,16 +44,16 @@ class SaveBarrier:
             self._store.delete_key(f"rank/{rank}")
         return found
 
-    def conclude(self, fault: str) -> None:
-        """Rank 0 publishes what went wrong, or the empty string."""
-        self._store.set("verdict", fault or "saved")
+    def conclude(self, fault: str, *, lost: bool = False) -> None:
+        """Rank 0 publishes what went wrong, or the empty string; and whether content was lost."""
+        self._store.set("verdict", json.dumps([fault, lost]))
 
-    def verdict(self, timeout_s: float) -> str:
-        """Waits for what rank 0 concludes: what went wrong, or the empty string."""
+    def verdict(self, timeout_s: float) -> tuple[str, bool]:
+        """Waits for what rank 0 concludes."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check(["verdict"]):
             if time.monotonic() > deadline:
-                return f"rank 0 did not finish in {timeout_s:g} s"
+                return f"rank 0 did not finish in {timeout_s:g} s", False
             time.sleep(_POLL_S)
-        fault = self._store.get("verdict").decode()
-        return "" if fault == "saved" else fault
+        fault, lost = json.loads(self._store.get("verdict"))
+        return fault, lost

@@ -21,7 +21,7 @@ from megarl.checkpoints.files import Content, FileRecord, write_file
 from megarl.checkpoints.step_writer import StepWriter
 from megarl.checkpoints.steps import HF, Manifest
 from megarl.config import CheckpointSettings
-from megarl.errors import SaveError
+from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.dcp import Location, write_metadata
@@ -102,9 +102,9 @@ class Saver:
             return
         thread, barrier, step = self._pending
         self._pending = None
-        fault = barrier.verdict(2 * self._grid.timeout_s)
+        fault, lost = barrier.verdict(2 * self._grid.timeout_s)
         if fault:
-            raise SaveError(f"checkpoint: step {step} was not saved: {fault}")
+            raise (ContentLost if lost else SaveError)(f"checkpoint: step {step} was not saved: {fault}")
         thread.join()
 
     def _plan(self, name: str, model: ModelState) -> list[Tensor]:
@@ -162,7 +162,7 @@ class Saver:
             barrier.conclude("")
         except Exception as error:
             writer.discard()
-            barrier.conclude(_fault(error))
+            barrier.conclude(_fault(error), lost=isinstance(error, ContentLost))
 
     def _commit(self, writer: StepWriter, reports: list[Any], models: Mapping[str, Any], extra: Mapping[str, Content]) -> None:
         files = {name: FileRecord(*record) for report in reports for name, record in report["files"].items()}

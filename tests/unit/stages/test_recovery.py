@@ -20,7 +20,7 @@ from megarl.cluster import hashing, watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
-from megarl.errors import SaveError
+from megarl.errors import ContentLost, SaveError
 from megarl.observe.metrics import Last
 from megarl.observe.run import Run
 from megarl.restarts import RESTART, Restart, Restarts
@@ -100,14 +100,16 @@ def test_what_fails_is_done_again_from_the_last_save_and_told(tmp_path: Path) ->
         6: StandsStill("sync: rank 1 has been stopped", seconds=7.5),
         9: torch.AcceleratorError("CUDA error: unspecified launch failure"),
         8: WorkerLate("update: no answer within 9 s from rank 1", 9.0),
+        7: ContentLost("checkpoint: step 6 was not saved: responses that are under way are lost"),
     }
-    rows, started, summary = done(tmp_path / "failed", faults, 5, failing=1)
+    rows, started, summary = done(tmp_path / "failed", faults, 6, failing=1)
     assert numbers(rows) == numbers(straight) and not faults
-    assert started == [True, True, False, False, False]  # it died once more when it started
+    assert started == [True, True, False, False, False, False]  # it died once more when it started
     told = summary["restarts"]
     assert [(one["kind"], one["step"], one["lost_steps"], one["detection_s"]) for one in told] == [
         ("rank", 0, 0, 0.0),
         ("rank", 3, 2, 7.5),
+        ("rank", 6, 0, 0.0),
         ("rank", 6, 1, 9.0),
         ("rank", 6, 2, 0.0),
     ]
