@@ -76,17 +76,23 @@ def prompts_of(here: Path) -> list[str]:
 
 
 def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
-    """Through the command line."""
+    """Through the command line; `start` are the seconds from the command to the first step."""
     from megarl.observe.writers import read_json_lines
 
+    metrics, begun = here / "job" / "metrics.jsonl", time.perf_counter()
     with (here / "log").open("w") as log:
         command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
-        if subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.02)
+        stepped = time.perf_counter() - begun
+        if process.wait():
             raise RuntimeError((here / "log").read_text()[-3000:])
-    rows = [row for row in read_json_lines(here / "job" / "metrics.jsonl") if "actor/lr" in row]
+    rows = [row for row in read_json_lines(metrics) if "actor/lr" in row]
     assert len(rows) == steps, len(rows)
     length = statistics.fmean(row["response_length/mean"] for row in rows)
-    return {"seconds": [row["perf/time_per_step"] for row in rows], "length": length}
+    seconds = [row["perf/time_per_step"] for row in rows]
+    return {"seconds": seconds, "length": length, "start": stepped - seconds[0]}
 
 
 def trl(here: Path, model: Path, steps: int) -> dict[str, Any]:
@@ -233,12 +239,15 @@ def main() -> int:
                 else:
                     one = in_own_process(peer if side == "trl" and peer else sys.executable, side, here, model, given.steps)
                 found[side].append(one)
-                print(f"round {number + 1}, {side}: {statistics.fmean(one['seconds'][FILLING:]):.2f} s a step", flush=True)
+                started = f", begun after {one['start']:.1f} s" if "start" in one else ""
+                print(f"round {number + 1}, {side}: {statistics.fmean(one['seconds'][FILLING:]):.2f} s a step{started}", flush=True)
     seconds = {side: statistics.median(statistics.fmean(one["seconds"][FILLING:]) for one in rounds) for side, rounds in found.items()}
     print(f"\n{parameters:,} parameters, {PROMPTS} prompts of {SAMPLES} responses; medians of {given.rounds} rounds\n")
     print("| | s a step | tokens a response | megarl with all cores over it |\n|---|---|---|---|")
     for side, own in seconds.items():
         print(f"| {side} | {own:.2f} | {statistics.fmean(one['length'] for one in found[side]):.1f} | {seconds[ALL_CORES] / own:.2f} |")
+    starts = {side: statistics.median(one["start"] for one in found[side]) for side in OVERRIDES}
+    print("\nFrom the command to the first step: " + ", ".join(f"{side} {start:.1f} s" for side, start in starts.items()))
     missed = {side: bound for side, bound in BOUNDS.items() if side in seconds and seconds[ALL_CORES] > bound * seconds[side]}
     for side, bound in missed.items():
         print(f"MISSED: megarl takes {seconds[ALL_CORES] / seconds[side]:.2f} times as long as {side}, at most {bound:g} is wanted")

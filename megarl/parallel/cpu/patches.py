@@ -6,6 +6,9 @@ here, and not with a wrong gradient. Nothing in this file is used where CUDA is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from megarl.patching import expect
 
 def apply() -> None:
     """Mend the imported megatron.core. Raises RuntimeError where upstream no longer reads as expected."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -29,6 +33,7 @@ def apply() -> None:
     _rng_state(random)
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
+    _collectives_of_one(buffers)
     _optimizer_without_compiler()
     look_at_upstream()
 
@@ -83,6 +88,30 @@ def _uneven_collectives(mappings: Any) -> None:
         return parts.view(group.size(), mine, *input_.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def _collectives_of_one(buffers: Any) -> None:
+    """param_and_grad_buffer.py:274,433 reduce gradients and gather parameters also among one rank, which has them already; gloo copies all
+    of them first, into memory that it takes for it: an eighth of an update."""
+    groups = buffers._ParamAndGradBucketGroup
+    expect(groups.start_param_sync, "with _coalescing_manager(", "dist_all_gather_func(", "group=self.")
+    expect(groups.start_grad_sync, "with stream_context, _coalescing_manager(", "dist_reduce_scatter_func(", "group=communication_group")
+    coalesce = buffers._coalescing_manager
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors, group, **options: None if group.size() == 1 else collective(*tensors, group=group, **options)
+
+    @contextmanager
+    def coalesced(group: Any, async_ops: bool) -> Iterator[Any]:
+        if group.size() == 1:
+            yield SimpleNamespace(wait=lambda: None)
+            return
+        with coalesce(group, async_ops=async_ops) as work:
+            yield work
+
+    buffers._coalescing_manager = coalesced
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
 
 
 def _optimizer_without_compiler() -> None:
