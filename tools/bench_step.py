@@ -80,15 +80,19 @@ def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]
     from megarl.observe.writers import read_json_lines
 
     metrics, begun = here / "job" / "metrics.jsonl", time.perf_counter()
+
+    def learned() -> list[dict[str, Any]]:
+        return [row for row in read_json_lines(metrics) if "actor/lr" in row] if metrics.exists() else []
+
     with (here / "log").open("w") as log:
         command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        while process.poll() is None and not learned():
             time.sleep(0.02)
         stepped = time.perf_counter() - begun
         if process.wait():
             raise RuntimeError((here / "log").read_text()[-3000:])
-    rows = [row for row in read_json_lines(metrics) if "actor/lr" in row]
+    rows = learned()
     assert len(rows) == steps, len(rows)
     length = statistics.fmean(row["response_length/mean"] for row in rows)
     seconds = [row["perf/time_per_step"] for row in rows]
