@@ -31,15 +31,13 @@ import ray
 import torch
 
 from megarl import load_config, train
-from megarl.batch import Batch
-from megarl.config import Layout, ModelSettings, OptimizerSettings, TrainConfig
-from megarl.parallel import backend
-from megarl.sync.store import listen_store
+from megarl.config import OptimizerSettings, TrainConfig
 from megarl.workers import assemble
 from megarl.workers.engines import Engines
 from megarl.workers.model_groups import ModelGroups
 from megarl.workers.model_worker import RECORD
 from megarl.workers.plan import RolloutBatch
+from tools.lone_policy import lone_policy, responses
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
@@ -168,44 +166,12 @@ def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     return lines
 
 
-def responses(count: int, length: int, vocabulary: int) -> Batch:
-    """Sequences of random tokens, of which all but the first are learned from."""
-    generator = torch.Generator().manual_seed(1)
-    tokens_NL = torch.randint(vocabulary, (count, length + 1), generator=generator)
-    lengths_N = torch.full((count,), length)
-    return Batch(
-        input_T=tokens_NL[:, :-1].flatten(),
-        target_T=tokens_NL[:, 1:].flatten(),
-        mask_T=torch.ones(count * length, dtype=torch.bool),
-        seq_T=torch.arange(count).repeat_interleave(length),
-        position_T=torch.arange(length).repeat(count),
-        length_N=lengths_N,
-        count_N=lengths_N,
-        start_N=torch.zeros(count, dtype=torch.int64),
-        in_order=True,
-    )
-
-
 def costs(path: Path, rounds: int) -> dict[str, list[float]]:
     """CPU seconds of old log-probs and update by replay, round by round."""
-    hardware = backend.choose(gpus=False)
-    from megarl.parallel.grid import init_grid
-    from megarl.parallel.logprobs import logprob_entropy
-    from megarl.workers.model import Model
-
     torch.set_num_threads(1)
-    layout = Layout()
-    grid = init_grid(layout, rank=0, store=listen_store("127.0.0.1", 1, 60.0)[0], seed=1, timeout_s=60.0)
-    settings = ModelSettings(path=path, dtype="float32")
-    policy = Model(path, settings, layout, hardware, grid, optimizer=OptimizerSettings(lr=1e-12), updates=10**6)
+    policy, logp, loss = lone_policy(path, OptimizerSettings(lr=1e-12))
     vocabulary = int(policy.hf["vocab_size"])
     plain = [responses(64, 64, vocabulary), responses(64, 64, vocabulary)]  # micro-batches of 4,096 tokens
-
-    def logp(logits_RV: torch.Tensor, row_T: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, vocabulary)[0]
-
-    def loss(logits_RV: torch.Tensor, row_T: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, None]:
-        return -logp(logits_RV, row_T, batch).mean(), None
 
     with policy.routing.follow("routed_experts", replay=False, record="all") as routing:
         policy.forward_tokens(plain, "old_logp", logp, routing)

@@ -27,22 +27,11 @@ Step = Callable[[], tuple[float, float]]  # takes one; seconds of forward and ba
 
 def megarl(path: Path) -> Step:
     """One rank's model, as a policy has it."""
-    from megarl.batch import Batch
-    from megarl.config import Layout, ModelSettings, OptimizerSettings
-    from megarl.parallel import backend
+    from megarl.config import OptimizerSettings
+    from tools.lone_policy import lone_policy, responses
 
-    hardware, layout = backend.choose(gpus=False), Layout()  # before anything imports Megatron-core
-    from megarl.parallel.grid import init_grid
-    from megarl.parallel.logprobs import logprob_entropy
-    from megarl.sync.store import listen_store
-    from megarl.workers.model import Model
-    from tools.bench_routing import responses
-
-    grid = init_grid(layout, rank=0, store=listen_store("127.0.0.1", 1, 60.0)[0], seed=1, timeout_s=60.0)
-    optimizer = OptimizerSettings(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
-    policy = Model(path, ModelSettings(path=path, dtype="float32"), layout, hardware, grid, optimizer=optimizer, updates=10**6)
-    vocabulary = int(policy.hf["vocab_size"])
-    batches = [responses(SEQUENCES, LENGTH, vocabulary)]
+    policy, _, loss = lone_policy(path, OptimizerSettings(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP))
+    batches = [responses(SEQUENCES, LENGTH, int(policy.hf["vocab_size"]))]
     trainable, spent = policy._trainable, [0.0]
     assert trainable is not None
     plain = trainable.step
@@ -53,11 +42,7 @@ def megarl(path: Path) -> Step:
         spent[0] = time.perf_counter() - begun
         return info
 
-    trainable.step = timed  # type: ignore[method-assign,assignment]
-
-    def loss(logits_RV, row_T, batch: Batch):  # type: ignore[no-untyped-def]
-        logp_T = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, vocabulary)[0]
-        return -logp_T.mean(), None
+    trainable.step = timed
 
     def step() -> tuple[float, float]:
         begun = time.perf_counter()
@@ -72,7 +57,7 @@ def transformers(path: Path) -> Step:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tools.bench_routing import responses
+    from tools.lone_policy import responses
 
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)

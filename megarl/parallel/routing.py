@@ -257,7 +257,7 @@ class _Layer:
             return
         self.known_R = known_R = target_RK[:, 0] >= 0
         sought_RK = target_RK.clamp(min=0)
-        natural_RE = torch.zeros_like(map_RE).scatter_(1, natural_RK, True)
+        natural_RE = _map_of(natural_RK, map_RE)
         changed_RK = known_R[:, None] & ~natural_RE.gather(1, sought_RK)
         self.moved_R = changed_RK.any(1)
         if self._replay:
@@ -270,5 +270,9 @@ class _Layer:
     def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:
         """Counts the tokens of each expert for its bias by what the router chose itself, whatever was replayed."""
         assert self._natural_RK is not None
-        natural_RE = torch.zeros_like(map_RE).scatter_(1, self._natural_RK, True)
-        type(self._router)._apply_expert_bias(self._router, natural_RE, padding_mask=padding_mask)
+        type(self._router)._apply_expert_bias(self._router, _map_of(self._natural_RK, map_RE), padding_mask=padding_mask)
+
+
+def _map_of(experts_RK: Tensor, like_RE: Tensor) -> Tensor:
+    """The map [R, E] of tokens to these experts."""
+    return torch.zeros_like(like_RE).scatter_(1, experts_RK, True)

@@ -49,7 +49,7 @@ class SaveBarrier:
         self._store.set("verdict", json.dumps([fault, lost]))
 
     def verdict(self, timeout_s: float) -> tuple[str, bool]:
-        """Waits for what rank 0 concludes."""
+        """Waits for what rank 0 concludes: what went wrong, or the empty string; and whether content was lost."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check(["verdict"]):
             if time.monotonic() > deadline:

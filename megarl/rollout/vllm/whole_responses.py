@@ -9,6 +9,7 @@ Only vLLM's core imports this file.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class WholeResponses:
     """The responses of one core that have begun and not ended."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, _Response] = {}
+        self._begun = defaultdict[str, _Response](_Response)
 
     def install(self) -> None:
         """Before the core makes its scheduler."""
@@ -63,7 +64,7 @@ class WholeResponses:
         sent = []
         for output in outputs:
             if output.finish_reason is None and _waits(requests[output.request_id].sampling_params):
-                self._begun.setdefault(output.request_id, _Response()).add(output)
+                self._begun[output.request_id].add(output)
                 continue
             if (response := self._begun.pop(output.request_id, None)) is not None:
                 response.add(output)
