@@ -236,7 +236,8 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3, 3]
     assert rows[-1]["eval/heldout/rm/accuracy"] == 0.75
     assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [0.25, 0.5, 0.75]
-    assert sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/")) <= sum(result["wall_s"].values())
+    phases = sum(value for row in rows for name, value in row.items() if name.startswith("timing_s/"))
+    assert phases <= sum(result["wall_s"].values()) + 0.0005 * len(result["wall_s"])  # the summary rounds each to milliseconds
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG")
     assert load(directory / "config.yaml", [], TrainConfig) == config
     shown = capsys.readouterr()
