@@ -19,13 +19,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.algorithms.ppo import Ppo
-from megarl.checkpoints.files import FileRecord, read_record
+from megarl.checkpoints.files import FileRecord, StoredFile, read_record
 from megarl.checkpoints.steps import encode, read_manifest
 from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint import sharded
+from megarl.parallel.checkpoint.dcp import find_chunk
 from megarl.parallel.checkpoint.save import Saver
-from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.checkpoint.staging import BLOCK, StagedWriter, StagingMemory
 from megarl.parallel.grid import Grid
 from megarl.workers.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
@@ -303,6 +304,46 @@ def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
             file.seek(place.offset)
             (tmp_path / "one").write_bytes(file.read(place.length))
         assert float(torch.load(tmp_path / "one", weights_only=True)[-1]) == (number if number < 24 else 1.0)
+
+
+def test_one_save_after_the_other_is_copied_into_the_same_memory(tmp_path: Path) -> None:
+    """Tensors of odd sizes, an empty one, and one larger than what is got at a time; the caller changes them as soon as they are taken."""
+    memory, used = StagingMemory(), list[list[int]]()
+    shapes = [(3, 5), (0, 4), (1 << 20,), (7,), ((BLOCK >> 1) + 1,), (2, 2)]
+    for save in (1, 2):
+        (tmp_path / str(save) / "m").mkdir(parents=True)
+        memory.restart()
+        writer = StagedWriter(tmp_path / str(save), 0, 1 << 30, memory)
+        for number, shape in enumerate(shapes):
+            tensor = torch.full(shape, float(10 * save + number), dtype=torch.bfloat16)
+            writer.put("m", tensor)
+            tensor.zero_()
+        writer.close()
+        places = writer.finish().locations["m"]
+        for number, (shape, place) in enumerate(zip(shapes, places, strict=True)):
+            with StoredFile(tmp_path / str(save) / "m" / place.file) as file:
+                assert torch.equal(find_chunk(file, place, "m").read(), torch.full(shape, float(10 * save + number), dtype=torch.bfloat16))
+        used.append([block.data_ptr() for block in memory._blocks])
+    assert used[0] == used[1] and len(used[0]) == 3
+
+
+def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
+    """A part of a larger tensor as itself alone, and one with holes; what was written can be resized afterwards, as parking does."""
+    (tmp_path / "m").mkdir()
+    whole = torch.arange(1 << 21, dtype=torch.float32)
+    given = [whole[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), whole[::7]]
+    writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
+    for tensor in given:
+        writer.put("m", tensor)
+    writer.written()
+    whole.untyped_storage().resize_(0)
+    writer.close()
+    written = writer.finish()
+    assert sum(record.size for record in written.files.values()) < (6 << 20)  # the larger tensor has 8 MiB
+    expected = torch.arange(1 << 21, dtype=torch.float32)
+    for place, wanted in zip(written.locations["m"], [expected[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), expected[::7]], strict=True):
+        with StoredFile(tmp_path / "m" / place.file) as file:
+            assert torch.equal(find_chunk(file, place, "m").read(), wanted)
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

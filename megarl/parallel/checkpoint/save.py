@@ -26,7 +26,7 @@ from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.dcp import Location, write_metadata
 from megarl.parallel.checkpoint.rng import random_states
-from megarl.parallel.checkpoint.staging import StagedWriter
+from megarl.parallel.checkpoint.staging import StagedWriter, StagingMemory
 from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
 from megarl.text import one_line
@@ -52,6 +52,7 @@ class Saver:
     def __init__(self, root: Path, grid: Grid, settings: CheckpointSettings) -> None:
         self._root, self._grid, self._settings = root, grid, settings
         self._plans: dict[str, torch_dist.SavePlan] = {}
+        self._memory = StagingMemory()
         self._saves = 0
         self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
 
@@ -81,11 +82,15 @@ class Saver:
         writer = StepWriter(self._root, step)
         files = {f"{name}/{HF}/{file}": data for name, model in models.items() for file, data in model.described.items()}
         self._begin(writer, [*models, *sorted({os.path.dirname(file) for file in files}), RANDOM], size)
-        staged = StagedWriter(writer.path, self._grid.rank, self._settings.staging_mb << 20)
+        still, budget = not self._settings.asynchronous, self._settings.staging_mb << 20
+        self._memory.restart()
+        staged = StagedWriter(writer.path, self._grid.rank, budget, self._memory if size <= budget else None, still)
         for name in reversed(planned):  # the last one is awake
             models[name].wake()
             for tensor in planned[name]:
                 staged.put(name, tensor)
+            if still:
+                staged.written()  # before the next model takes this one's place in memory
         staged.close()
         barrier = SaveBarrier(self._grid, self._root, self._saves)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
@@ -104,6 +109,7 @@ class Saver:
         self._pending = None
         fault, lost = barrier.verdict(2 * self._grid.timeout_s)
         if fault:
+            self._memory = StagingMemory()  # what was given up may still be read
             raise (ContentLost if lost else SaveError)(f"checkpoint: step {step} was not saved: {fault}")
         thread.join()
 

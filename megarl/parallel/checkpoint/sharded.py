@@ -78,12 +78,20 @@ def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
 
 
 def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
-    """The tensors of `optimizer_state`, uninitialised, of every parameter that this rank's slices touch: to be loaded."""
+    """The tensors of `optimizer_state` of every parameter that this rank's slices touch: to be loaded.
+
+    Those of a parameter that lies in the slices whole are the optimizer's own.
+    """
+    start_optimizer(trainable)
     sharded = _by_parameter(model)
-    return {
-        str(number): {name: _like(sharded[one.parameter], name, torch.empty(one.parameter.shape, dtype=torch.float32)) for name in STATES}
-        for number, one in enumerate(_held(trainable))
-    }
+    state: Sharded = {}
+    for number, one in enumerate(_held(trainable)):
+        shape = one.parameter.shape
+        places = one.local() if one.whole else [torch.empty(shape.numel()) for _ in STATES]
+        state[str(number)] = {
+            name: _like(sharded[one.parameter], name, place.view(shape)) for name, place in zip(STATES, places, strict=True)
+        }
+    return state
 
 
 @torch.no_grad()
@@ -95,10 +103,10 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
         state: a loaded `empty_optimizer_state`: main copies and moments.
         adam_step: Adam's count of steps.
     """
-    start_optimizer(trainable)
     for number, one in enumerate(_held(trainable)):
-        for name, mine in zip(STATES, one.local(), strict=True):
-            mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
+        if not one.whole:
+            for name, mine in zip(STATES, one.local(), strict=True):
+                mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
     finish_optimizer(trainable, adam_step)
 
 
@@ -166,6 +174,11 @@ class _BufferedParameter:
     @property
     def end(self) -> int:
         return self.cuts[self.rank - self.owners.start + 1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.held and len(self.owners) == 1
 
     @property
     def main(self) -> Tensor:

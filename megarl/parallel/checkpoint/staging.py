@@ -1,4 +1,4 @@
-"""Tensors on their way to the disk: copied into host memory of a bounded size, then written and hashed by background threads."""
+"""Tensors on their way to the disk: copied, where need be, into host memory of a bounded size, then written and hashed by threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megarl.checkpoints.files import FileRecord, HashedFile
 from megarl.parallel.backend import choose
-from megarl.parallel.checkpoint.dcp import Location
+from megarl.parallel.checkpoint.dcp import Location, memory_of
 
+BLOCK = 256 << 20  # bytes of staging memory got at a time: pinned memory comes in powers of two
+ALIGN = 64
 WRITERS = 2  # threads, and so files a model, of each rank: one hashes while the other waits for the disk
 
 
@@ -27,18 +29,52 @@ class Written:
     locations: Mapping[str, list[Location]]  # by model, in the order of `put`
 
 
+class StagingMemory:
+    """Host memory for copies, kept from one save to the next: to get it anew takes longer than the copy. For one save at a time."""
+
+    def __init__(self) -> None:
+        self._backend = choose()
+        self._blocks: list[Tensor] = []
+        self._block = self._used = 0  # the block that is being filled, and its bytes in use
+
+    def restart(self) -> None:
+        """All of it is free again."""
+        self._block = self._used = 0
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Uninitialised. The same shapes in the same order get the same memory after `restart`."""
+        size = shape.numel() * dtype.itemsize
+        while self._block < len(self._blocks) and self._used + size > len(self._blocks[self._block]):
+            self._block, self._used = self._block + 1, 0
+        if self._block == len(self._blocks):
+            self._blocks.append(self._backend.staging_buffer(torch.Size([max(size, BLOCK)]), torch.uint8))
+        found = self._blocks[self._block][self._used : self._used + size]
+        self._used += -(-size // ALIGN) * ALIGN
+        return found.view(dtype).view(shape)
+
+
 class StagedWriter:
     """Writes tensors into `directory`/<model>/__<rank>_<thread>.distcp, each as torch.save does.
 
     `put` copies into host memory and returns; it waits while `budget` bytes (or one tensor) are on their way. So a state within the budget
     costs its caller a copy, and a larger one is written in pieces, the last ones behind its back.
+
+    Args:
+        directory: of the step.
+        rank: this one's number.
+        budget: bytes.
+        memory: for the copies, where it is to outlive this writer. All of what is put must be within the budget then.
+        still: whether the caller leaves its tensors as they are until they are written (`written` or `finish`): those in host memory are
+            then not copied.
     """
 
-    def __init__(self, directory: Path, rank: int, budget: int) -> None:
-        self._directory, self._rank, self._budget = directory, rank, budget
+    def __init__(self, directory: Path, rank: int, budget: int, memory: StagingMemory | None = None, still: bool = False) -> None:
+        self._directory, self._rank, self._budget, self._memory, self._still = directory, rank, budget, memory, still
         self._room = threading.Condition()
-        self._held = 0  # bytes staged
+        self._held = 0  # bytes on their way
         self._begin = threading.Event()  # until the room is taken or all is staged: writers would hold Python's lock from the copies
+        if still:
+            self._begin.set()
         self._error: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
         self._locations: dict[str, list[Location | None]] = {}
@@ -49,7 +85,7 @@ class StagedWriter:
             thread.start()
 
     def put(self, model: str, tensor: Tensor) -> None:
-        """Takes a copy of the tensor. After a failed write it takes nothing: `finish` tells."""
+        """Takes the tensor, or a copy of it. After a failed write it takes nothing: `finish` tells."""
         with self._room:
             if self._held + tensor.nbytes > self._budget:
                 self._begin.set()
@@ -57,11 +93,18 @@ class StagedWriter:
             if self._error is not None:
                 return
             self._held += tensor.nbytes
-        copy = self._backend.staging_buffer(tensor.shape, tensor.dtype)
-        copy.copy_(tensor)
+        if not (self._still and tensor.is_cpu and tensor.is_contiguous()):
+            new = self._backend.staging_buffer if self._memory is None else self._memory.take
+            tensor = new(tensor.shape, tensor.dtype).copy_(tensor)
         locations = self._locations.setdefault(model, [])
         locations.append(None)
-        self._queue.put((model, len(locations) - 1, copy))
+        self._queue.put((model, len(locations) - 1, tensor))
+
+    def written(self) -> None:
+        """Waits until all that was put is written, or a write has failed."""
+        self._begin.set()
+        with self._room:
+            self._room.wait_for(lambda: self._error or not self._held)
 
     def close(self) -> None:
         """Says that nothing more comes."""
@@ -81,6 +124,7 @@ class StagedWriter:
 
     def _write(self, number: int) -> None:
         name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
+        torch.serialization.set_crc32_options(False)  # of this thread; torch reads none, and the file's SHA-256 says more
         self._begin.wait()
         try:
             while (item := self._queue.get()) is not None:
@@ -89,7 +133,7 @@ class StagedWriter:
                     files[model] = HashedFile(self._directory / model / name)
                 file = files[model]
                 offset = file.size
-                torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
+                torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
                 file.check()
                 self._locations[model][index] = Location(name, offset, file.size - offset)
                 nbytes = tensor.nbytes
@@ -106,3 +150,8 @@ class StagedWriter:
         finally:
             for file in files.values():
                 file.discard()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory, while the tensor is alive, as a storage of its own: torch.save writes the whole storage that a tensor lies in."""
+    return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else tensor

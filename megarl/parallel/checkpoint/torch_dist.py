@@ -22,9 +22,10 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from megarl.checkpoints.files import StoredFile
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
-from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, read_chunk, tensors
+from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, find_chunk, tensors
 from megarl.parallel.checkpoint.metadata import read_metadata
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
@@ -176,10 +177,12 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
 
 @torch.no_grad()
 def _read_file(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]]) -> None:
-    path = folder / locations[0].file
-    with path.open("rb") as file:
+    with StoredFile(folder / locations[0].file) as file:
         for location in locations:
             key, copies = reads[location]
-            chunk = read_chunk(file.fileno(), location, f"{path}: {key}")
+            stored = find_chunk(file, location, key)
+            if len(copies) == 1 and stored.read_into(copies[0].target):
+                continue
+            chunk = stored.read()
             for copy in copies:
                 copy.target.copy_(chunk[copy.source])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+import random
 import resource
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoints.files import FileRecord, HashedFile, write_file
+from megarl.checkpoints.files import FileRecord, HashedFile, StoredFile, write_file
 from megarl.checkpoints.step_writer import StepWriter
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
 from megarl.checkpoints.verify import main
@@ -20,6 +22,7 @@ from megarl.config import ConfigError
 from tests.whole_steps import newest
 
 SHARD = bytes(range(256)) * 40
+LARGE = 16 << 20  # from this size on a file passes the page cache
 
 
 def save(root: Path, step: int, keep_last: int = 100, keep_every: int = 0) -> Path:
@@ -183,6 +186,36 @@ def test_a_file_that_does_not_fit_says_so_when_it_is_closed(tmp_path: Path) -> N
             assert file.write(SHARD) + file.write(SHARD) == 2 * len(SHARD)
             with pytest.raises(OSError, match="File too large: .*/shard'$"):
                 file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE + 12_345])
+def test_a_file_is_what_was_written_whatever_passes_the_page_cache(tmp_path: Path, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    with HashedFile(tmp_path / "file") as file:
+        for start in range(0, size, 5_000_011):
+            file.write(memoryview(data)[start : start + 5_000_011])
+        record = file.close()
+    assert (tmp_path / "file").read_bytes() == data and record == FileRecord(size, hashlib.sha256(data).hexdigest())
+    with StoredFile(tmp_path / "file") as stored:
+        assert b"".join(bytes(block) for block in stored.blocks()) == data
+        for start, length in ((0, size), (size // 3, size // 2), (size // 2 + 1, min(size // 3, 1_000_003)), (size, 0)):
+            found = bytearray(length)
+            stored.read(start, memoryview(found))
+            assert found == data[start : start + length]
+        with pytest.raises(OSError, match=r"ends 300007 bytes too early: .*/file'$"):
+            stored.read(size, memoryview(bytearray(300_007)))
+
+
+def test_a_disk_that_is_full_within_a_block_says_so(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE - 1001, hard))
+    try:
+        with HashedFile(tmp_path / "shard") as file:
+            file.write(bytes(LARGE))
+            with pytest.raises(OSError, match="File too large: .*/shard'$"):
+                file.check()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

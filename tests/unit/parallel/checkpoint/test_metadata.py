@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.serialization import _get_layout
 
-from megarl.checkpoints.files import FileRecord
+from megarl.checkpoints.files import FileRecord, StoredFile
 from megarl.checkpoints.steps import Manifest, SavedStep
 from megarl.errors import ConfigError
-from megarl.parallel.checkpoint.dcp import Location, Shard, read_chunk, tensors, write_metadata
+from megarl.parallel.checkpoint.dcp import Location, Shard, find_chunk, tensors, write_metadata
 from megarl.parallel.checkpoint.metadata import read_metadata
 
 CLASSES = "torch.distributed.checkpoint.metadata"
@@ -336,8 +336,8 @@ def test_a_broken_shard_is_told_whatever_torch_makes_of_it() -> None:
                 file.seek(0)
                 file.write(data[:place] + bytes([value]) + data[place + 1 :])
                 file.flush()
-                with suppress(ConfigError):
-                    assert isinstance(read_chunk(file.fileno(), Location("shard", 0, len(data)), "w"), torch.Tensor)
+                with suppress(ConfigError), StoredFile(Path("shard")) as stored:
+                    assert isinstance(find_chunk(stored, Location("shard", 0, len(data)), "w").read(), torch.Tensor)
 
 
 def test_a_shard_that_unpacks_to_a_thousand_times_its_size_is_refused() -> None:
@@ -347,5 +347,31 @@ def test_a_shard_that_unpacks_to_a_thousand_times_its_size_is_refused() -> None:
             small.writestr(entry, whole.read(entry))
     size = Path("small").stat().st_size
     assert size < 1 << 17 and float(torch.load("small", weights_only=True).sum()) == 0, "torch reads it"
-    with Path("small").open("rb") as file, pytest.raises(ConfigError, match="checkpoint: w: ValueError: is compressed"):
-        read_chunk(file.fileno(), Location("small", 0, size), "w")
+    with StoredFile(Path("small")) as file, pytest.raises(ConfigError, match="checkpoint: small: w: ValueError: is compressed"):
+        find_chunk(file, Location("small", 0, size), "w")
+
+
+def test_a_stored_tensor_is_read_as_torch_reads_it_or_into_memory_that_is_laid_out_alike() -> None:
+    whole = torch.randn(700, 600)
+    for tensor in (whole, whole.t(), whole[3:], whole[:, 1::2], whole.bfloat16(), torch.zeros(0, 3), torch.tensor(2.5)):
+        torch.save(tensor, "one")
+        size = Path("one").stat().st_size
+        with StoredFile(Path("one")) as file:
+            stored = find_chunk(file, Location("one", 0, size), "w")
+            target = torch.full(tensor.shape, -1.0, dtype=tensor.dtype)
+            assert stored.read_into(target) == tensor.is_contiguous()
+            assert torch.equal(target, tensor if tensor.is_contiguous() else torch.full_like(target, -1.0))
+            found = stored.read()
+            assert torch.equal(found, tensor) and found.dtype == tensor.dtype
+            assert not stored.read_into(torch.zeros(tensor.shape, dtype=torch.float16)) and not stored.read_into(torch.zeros(1, 2, 3))
+
+
+def test_a_tensor_that_is_larger_than_its_place_is_refused() -> None:
+    """One whose elements go on behind its storage; one whose storage goes on behind its place."""
+    torch.save(torch.zeros(600, 700), "long")
+    data = Path("long").read_bytes()
+    rows = b"M" + (600).to_bytes(2, "little") + b"M" + (700).to_bytes(2, "little") + b"\x86"  # (600, 700): two BININT2, a tuple
+    assert data.count(rows) == 1
+    Path("long").write_bytes(data.replace(rows, rows.replace((600).to_bytes(2, "little"), (601).to_bytes(2, "little"))))
+    with StoredFile(Path("long")) as file, pytest.raises(ConfigError, match="long: w: ValueError: is larger than its place"):
+        find_chunk(file, Location("long", 0, len(data)), "w")
