@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.checkpoints.files import StoredFile
 from megarl.convert.plan import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.families import check_checkpoint, family_of
 from megarl.models.hf import INDEX, TensorInfo, header, inventory
 from megarl.models.weight_map import HeadKind, Shape
+from megarl.parallel.checkpoint.dcp import memory_of
 
 _PIECE = 16 << 20  # bytes hashed at a time where no tensor is made
 
@@ -98,11 +98,11 @@ def _check_tied(held: Mapping[str, TensorInfo]) -> None:
 def digest_of(info: TensorInfo) -> str:
     """The SHA-256 of a tensor's bytes on the disk, in bounded memory."""
     digest, buffer = hashlib.sha256(), bytearray(min(_PIECE, max(info.size, 1)))
-    with opened(info.file) as descriptor:
+    with StoredFile(info.file) as file:
         at, end = info.start, info.start + info.size
         while at < end:
             view = memoryview(buffer)[: end - at]
-            _fill(descriptor, view, at, info.file)
+            file.read(at, view)
             digest.update(view)
             at += len(view)
     return digest.hexdigest()
@@ -111,8 +111,8 @@ def digest_of(info: TensorInfo) -> str:
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
     """A tensor of a safetensors file in memory of its own, and its SHA-256."""
     found = empty(info.shape, info.dtype)
-    with opened(info.file) as descriptor:
-        _fill(descriptor, raw(found), info.start, info.file)
+    with StoredFile(info.file) as file:
+        file.read(info.start, memory_of(found))
     return found, sha256(found)
 
 
@@ -121,15 +121,9 @@ def empty(shape: Shape, dtype: str) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    assert tensor.is_contiguous()
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
-
-
 def sha256(tensor: Tensor) -> str:
     """Of a contiguous tensor's bytes."""
-    return hashlib.sha256(raw(tensor)).hexdigest()
+    return hashlib.sha256(memory_of(tensor)).hexdigest()
 
 
 def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:
@@ -137,22 +131,3 @@ def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:
     numbers = [torch.Size(shape).numel() for shape, _ in shapes]
     size = sum(count * DTYPES[dtype].itemsize for count, (_, dtype) in zip(numbers, shapes, strict=True))
     return {"tensors": len(shapes), "parameters": sum(numbers), "bytes": size}
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[int]:
-    """A descriptor for reading."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _fill(descriptor: int, view: memoryview, at: int, file: Path) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], at + done)
-        if not count:
-            raise ConfigError(f"convert: {file} ends at byte {at + done}, in the midst of a tensor: it has changed")
-        done += count

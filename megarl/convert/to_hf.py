@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, is_step, listing, verify
-from megarl.convert.audit import digest_of, raw, sha256, totals
+from megarl.convert.audit import digest_of, sha256, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items
@@ -22,7 +22,7 @@ from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
 from megarl.models.weight_map import HeadKind, Weight
-from megarl.parallel.checkpoint.dcp import DcpReader, Shard, check_cover
+from megarl.parallel.checkpoint.dcp import DcpReader, Shard, check_cover, memory_of
 
 _OPTIMIZER = "optimizer."  # what begins the names of its states
 _ALIGNED = 8  # bytes; where safetensors' data begin
@@ -187,7 +187,7 @@ class ToHF(Conversion):
             hashes[name] = sha256(tensor)
             if self._cast is None and self._expected.get(name, hashes[name]) != hashes[name]:
                 raise ConfigError(f"convert: {self._step.path / self._model}: {name} is not what the step was converted from: {CONVERSION}")
-            _put(descriptor, raw(tensor), self._slots[name].start)
+            _put(descriptor, memory_of(tensor), self._slots[name].start)
 
     def _read(self, item: PlannedParameter) -> Tensor:
         """The parameter, whole, without padding."""

@@ -212,6 +212,7 @@ def find_chunk(file: StoredFile, location: Location, what: str) -> StoredTensor:
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, while that is alive. Its storage does not take part, as in `Tensor.numpy`: such a
     one cannot be resized any more, which parking does."""
+    assert tensor.is_cpu and tensor.is_contiguous()
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
