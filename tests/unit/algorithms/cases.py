@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
 from megarl.algorithms import Algorithm, Dpo, PolicyAlgorithm, PreferenceLoss
-from megarl.algorithms.ops import SumOver
+from megarl.algorithms.groups import GroupRelative
+from megarl.algorithms.ops import Aggregation, Block, SumOver
 from megarl.algorithms.pairs import PairLoss
 from megarl.algorithms.simpo import SimPo
 from megarl.batch import Batch, Sample, pack
@@ -98,7 +99,25 @@ def make(config: dict[str, Any]) -> PolicyAlgorithm:
     return SECTION.validate_python(config)
 
 
-ALGORITHMS: dict[str, PolicyAlgorithm] = {name: make(config) for name, config in CONFIGS.items()}
+class SumRatio(GroupRelative):
+    """-exp(sum_t d_t) A for a response, evenly over its tokens: a sum over sequences, which no algorithm of the union uses."""
+
+    type: Literal["sum_ratio"] = "sum_ratio"
+    aggregation: Aggregation = "seq-mean-token-sum"
+
+    def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor:
+        return d_T
+
+    def policy_loss(self, block: Block) -> Tensor:
+        assert block.mean_T is not None
+        sum_T = (block.mean_T * block.count_T).clamp(-self.ratio_bound, self.ratio_bound)
+        return -sum_T.exp() * block.advantage_T / block.count_T
+
+
+ALGORITHMS: dict[str, PolicyAlgorithm] = {
+    **{name: make(config) for name, config in CONFIGS.items()},
+    "sum_ratio": SumRatio(ratio_bound=3.0),
+}
 PREFERENCES: dict[str, PairLoss] = {
     kind: TypeAdapter[PairLoss](PreferenceLoss).validate_python({"type": kind}) for kind in members(PreferenceLoss)
 }

@@ -92,6 +92,11 @@ def nll(algorithm: Any, s: Sequence) -> Tensor:
     return -s.lp
 
 
+def sum_ratio(algorithm: Any, s: Sequence) -> Tensor:
+    """Of `cases.SumRatio`, through the response's ratio itself."""
+    return -(bounded(algorithm, (s.lp - s.old_logp).sum()).exp() * s.advantage / len(s))
+
+
 # Of every algorithm, by its `type`: the loss of each token of a response, and the mean that the paper takes of them.
 POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "ppo": (ppo, "seq-mean-token-mean"),
@@ -111,6 +116,7 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "gmpo": (gmpo, "seq-mean-token-mean"),
     "cispo": (cispo, "token-mean"),
     "raft": (nll, "token-mean"),
+    "sum_ratio": (sum_ratio, "seq-mean-token-sum"),
 }
 
 
