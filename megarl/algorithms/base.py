@@ -99,8 +99,9 @@ class PolicyAlgorithm(KlToReference):
     def policy_loss(self, block: Block) -> Tensor:
         """The policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
 
-        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it. Where `mean_T` is used,
-        d loss / d mean must be the same for all tokens of a sequence.
+        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it. Gradients flow through
+        `lp_T`, `d_T` and `mean_T`; the latter two are clamped to +-`ratio_bound`, without gradient beyond. Where `mean_T` is used,
+        d loss / d mean must be the same for all tokens of a sequence, and a sum `mean_T * count_T` that is exponentiated needs a clamp too.
         """
         raise NotImplementedError
 
@@ -118,7 +119,7 @@ class PolicyAlgorithm(KlToReference):
                 mean_T = mean_T + (own_T - own_T.detach())  # the mean's 1 / |o_i| is the token's weight in the loss
                 mean_T = mean_T.clamp(-self.ratio_bound, self.ratio_bound)
             d_T = d_T.clamp(-self.ratio_bound, self.ratio_bound)
-            value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, mean_T))
+            value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, block.count_T, mean_T))
             [slope_T] = torch.autograd.grad(value_T.sum(), lp_T)
         return Term(value_T.detach().clone(), slope_T.clone())  # which the caller may change in place
 
@@ -175,7 +176,8 @@ class PolicyAlgorithm(KlToReference):
     def _corrected(self, lp_T: Tensor, d_T: Tensor, mean_N: Tensor | None, part: Batch, shown: LossStats) -> Term:
         """The policy's term times the correction's weights."""
         mean_T = None if mean_N is None else part.spread(mean_N).masked_fill_(~part.mask_T, 0.0)
-        term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], mean_T))
+        count_T = part.spread(part.count_N.clamp(min=1).to(lp_T.dtype))
+        term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T))
         shown.add(term.counts)
         shown.drift(d_T, self.ratio_bound)
         if mean_T is not None and term.clips_T is not None:

@@ -45,6 +45,7 @@ class Block:
     lp_T: Tensor  # log-prob under the policy that learns
     d_T: Tensor  # lp - old
     advantage_T: Tensor
+    count_T: Tensor  # loss tokens of the whole sequence, at least 1; mean_T * count_T is the sum over it
     mean_T: Tensor | None  # mean over the whole sequence, wherever its tokens lie, of the algorithm's `sequence_term`, if it has one
 
 

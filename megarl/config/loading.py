@@ -18,6 +18,7 @@ from megarl.errors import ConfigError
 
 Root = TypeVar("Root", bound=RunSettings)
 MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files under each other; lines of a refusal; characters of what was given
+MOST_TYPES = 4  # of those that have a key
 MOST_FLOAT = 3.4028235e38  # float32's
 
 
@@ -140,7 +141,10 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     location, kinds = _place([str(part) for part in fault["loc"]], root)
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
-        inside = {name for section in _place([str(part) for part in fault["loc"][:-1]], root)[1] for name in section.model_fields}
+        above = [str(part) for part in fault["loc"][:-1]]
+        if others := _other_types(above, location[-1], root):
+            return f"{key}: unknown key (a key of {others}; this is {above[-1]})"
+        inside = {name for section in _place(above, root)[1] for name in section.model_fields}
         return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root), fault['input'])}"
     if fault["type"] == "missing":
         return f"{key}: required, and missing"
@@ -193,6 +197,22 @@ def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[
             kinds = [section for field in fields for section in sections(field.annotation)]
         chosen = len(kinds) < 2
     return keys, kinds
+
+
+def _other_types(above: list[str], name: str, root: type[BaseModel]) -> str:
+    """The types that have a key, where it stands in a section of another type; empty where none has it.
+
+    Args:
+        above: the place of the section, which ends with its type if it may be one of several.
+        name: the key's.
+        root: the tree's class.
+    """
+    keys, kinds = _place(above[:-1], root)
+    if not above or keys != _place(above, root)[0]:
+        return ""
+    types = [tag for kind in kinds if name in kind.model_fields for tag in _tags(kind)]
+    more = f" and {len(types) - MOST_TYPES} more" if len(types) > MOST_TYPES else ""
+    return f"type{'s' if len(types) > 1 else ''} {', '.join(types[:MOST_TYPES])}{more}" if types else ""
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:

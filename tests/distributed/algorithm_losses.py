@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import Loss, PolicyAlgorithm
-from megarl.algorithms.dpo import Dpo
 from megarl.algorithms.ops import Averaging, SumOver
 from megarl.algorithms.pairs import PairLoss
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
-from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.value import value_loss, value_weights
 from megarl.batch import Batch
 from megarl.observe.metrics import Max, Mean, Metric, merge
@@ -29,7 +27,7 @@ from megarl.parallel.collectives import summed
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from tests.distributed.tiny_training import TINY, Job, build, global_batch, shares
-from tests.unit.algorithms.cases import ALGORITHMS, contiguous, corrected, ragged, weighted, zigzag
+from tests.unit.algorithms.cases import ALGORITHMS, PAIR_LOSSES, contiguous, corrected, ragged, weighted, zigzag
 
 Cut = Literal["contiguous", "zigzag"]
 LENGTHS = [1, 40, 2, 17, 3, 9, 25, 300, 5, 1, 33, 12, 8]  # with the response without loss tokens 14, so 7 pairs
@@ -111,9 +109,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "sft": sft,
     "sft_by_response": partial(sft, "seq-mean-token-mean"),
     "sft_by_sum": partial(sft, "seq-mean-token-sum"),
-    "dpo": partial(preferences, Dpo()),
-    "dpo_average": partial(preferences, Dpo(beta=0.5, label_smoothing=0.1, average=True)),
-    "simpo": partial(preferences, SimPo()),
+    **{name: partial(preferences, loss) for name, loss in PAIR_LOSSES.items()},
     "reward_model": reward_model,
     "reward_model_centred": partial(reward_model, 0.3),
 }

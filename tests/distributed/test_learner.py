@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.dpo import Dpo
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
-from megarl.algorithms.simpo import SimPo
 from megarl.batch import Sample, pack_scored
 from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings
 from megarl.models import hf as directory
@@ -25,6 +23,7 @@ from megarl.parallel.logprobs import likeliest
 from megarl.workers.learner import Learner, MiniBatch, TrainSpec, mini_batch
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
+from tests.unit.algorithms.cases import PAIR_LOSSES, PREFERENCES
 
 PAIRS = 7  # three ranks of data cannot share them evenly
 CAPACITY = 170  # tokens of a micro-batch: several are needed
@@ -32,13 +31,13 @@ OBJECTIVES: dict[str, Objective] = {
     "sft": Sft(),
     "sft_by_response": Sft("seq-mean-token-mean"),
     "rm": BradleyTerry(centre=0.1),
-    "dpo": Dpo(beta=0.5, label_smoothing=0.1, average=True),
-    "simpo": SimPo(),
+    **PREFERENCES,
+    "dpo": PAIR_LOSSES["dpo_average"],
 }
 # With each layout the objectives that the suite tries on it; `--long` tries all.
 LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
     "dp3_uneven": (Layout(ranks=3), ["dpo", "sft_by_response"]),
-    "tp2": (Layout(ranks=2, tp=2), ["simpo"]),
+    "tp2": (Layout(ranks=2, tp=2), [kind for kind in PREFERENCES if kind != "dpo"]),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), ["sft"]),
     "cp2": (Layout(ranks=2, cp=2), ["rm", "sft_by_response"]),
     "ep2": (Layout(ranks=2, ep=2), ["sft"]),

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "tensorboard",
     "best",
     "sapo.py",
+    "ipo.py",
 }  # what a run leaves, and what a reader would write
 
 FREE = ("model.megatron", "optimizer.megatron", "optimizer.ddp", "data.train.params", "data.eval.params")  # mappings whose keys are others'

@@ -8,44 +8,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
-from megarl.algorithms import Algorithm, PolicyAlgorithm
-from megarl.algorithms.ops import SumOver
+from megarl.algorithms import Algorithm, Dpo, PolicyAlgorithm, PreferenceLoss
+from megarl.algorithms.groups import GroupRelative
+from megarl.algorithms.ops import Aggregation, Block, SumOver
+from megarl.algorithms.pairs import PairLoss
+from megarl.algorithms.simpo import SimPo
 from megarl.batch import Batch, Sample, pack
 
 Result = TypeVar("Result")
 LENGTHS = [*range(1, 41), 4000]
 KL_AND_BONUS: dict[str, Any] = {"kl_coef": 0.3, "entropy_coef": 0.05}
 
+
+def members(union: Any) -> dict[str, type[BaseModel]]:
+    """The classes of `Algorithm` or `PreferenceLoss` by the `type` that chooses each."""
+    return {kind: member for member in get_args(get_args(union)[0]) for kind in get_args(member.model_fields["type"].annotation)}
+
+
+KINDS = members(Algorithm)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "ppo": {"type": "ppo"},
-    "vc_ppo": {"type": "vc_ppo"},
-    "vapo": {"type": "vapo"},
+    **{kind: {"type": kind} for kind in KINDS},
     "vapo_by_response": {"type": "vapo", "aggregation": "seq-mean-token-mean", "clip_high": 0.2},
     "vapo_without_imitation": {"type": "vapo", "mu": 0.0},
-    "grpo": {"type": "grpo"},
     "grpo_dual_clip": {"type": "grpo", "dual_clip": 1.1},
-    "dapo": {"type": "dapo"},
     "dr_grpo": {"type": "dr_grpo", "horizon": 64},
-    "gspo": {"type": "gspo"},
     "gspo_wide": {"type": "gspo", "clip_low": 0.05, "clip_high": 0.04},
     "gspo_token": {"type": "gspo_token", "clip_low": 0.05, "clip_high": 0.04},
     "gmpo": {"type": "gmpo", "clip_low": 0.3, "clip_high": 0.2},
-    "cispo": {"type": "cispo"},
     "cispo_narrow": {"type": "cispo", "clip_low": 0.3, "clip_high": 0.2},
-    "rloo": {"type": "rloo"},
     "reinforce": {"type": "reinforce", "gamma": 0.97},
-    "remax": {"type": "remax"},
     "reinforce_pp": {"type": "reinforce_pp", "gamma": 0.99},
     "reinforce_pp_baseline": {"type": "reinforce_pp_baseline", "kl_in": "reward"},
-    "lite_ppo": {"type": "lite_ppo"},
-    "raft": {"type": "raft"},
     "k1": {"type": "grpo", "kl_kind": "k1", "kl_straight_through": True, **KL_AND_BONUS},
     "k2": {"type": "gspo", "kl_kind": "k2", **KL_AND_BONUS},
     "k2_straight": {"type": "grpo", "kl_kind": "k2", "kl_straight_through": True, **KL_AND_BONUS},
@@ -99,7 +99,34 @@ def make(config: dict[str, Any]) -> PolicyAlgorithm:
     return SECTION.validate_python(config)
 
 
-ALGORITHMS: dict[str, PolicyAlgorithm] = {name: make(config) for name, config in CONFIGS.items()}
+class SumRatio(GroupRelative):
+    """-exp(sum_t d_t) A for a response, evenly over its tokens: a sum over sequences, which no algorithm of the union uses."""
+
+    type: Literal["sum_ratio"] = "sum_ratio"
+    aggregation: Aggregation = "seq-mean-token-sum"
+
+    def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor:
+        return d_T
+
+    def policy_loss(self, block: Block) -> Tensor:
+        assert block.mean_T is not None
+        sum_T = (block.mean_T * block.count_T).clamp(-self.ratio_bound, self.ratio_bound)
+        return -sum_T.exp() * block.advantage_T / block.count_T
+
+
+ALGORITHMS: dict[str, PolicyAlgorithm] = {
+    **{name: make(config) for name, config in CONFIGS.items()},
+    "sum_ratio": SumRatio(ratio_bound=3.0),
+}
+PREFERENCES: dict[str, PairLoss] = {
+    kind: TypeAdapter[PairLoss](PreferenceLoss).validate_python({"type": kind}) for kind in members(PreferenceLoss)
+}
+PAIR_LOSSES: dict[str, PairLoss] = {
+    **PREFERENCES,
+    "dpo_smoothed": Dpo(beta=0.3, label_smoothing=0.1),
+    "dpo_average": Dpo(beta=0.5, label_smoothing=0.1, average=True),
+    "simpo_near": SimPo(beta=1.7, gamma=0.4),
+}
 
 
 def same(value: Tensor) -> Tensor:
@@ -145,17 +172,17 @@ def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, T
         mask_T[(batch.mask_T & (batch.seq_T == n)).nonzero()[0]] = True
     batch = replace(batch, mask_T=mask_T, count_N=torch.bincount(batch.seq_T[mask_T], minlength=len(samples)))
 
-    def littered(value_T: Tensor) -> Tensor:
-        litter = torch.tensor([torch.nan, torch.inf, -torch.inf, 7.0, -7.0], dtype=torch.float64)
-        return torch.where(mask_T, value_T, litter[torch.randint(5, (len(batch),), generator=generator)])
+    def spoilt(value_T: Tensor) -> Tensor:
+        garbage = torch.tensor([torch.nan, torch.inf, -torch.inf, 7.0, -7.0], dtype=torch.float64)
+        return torch.where(mask_T, value_T, garbage[torch.randint(5, (len(batch),), generator=generator)])
 
     def drawn(scale: float, mean: Tensor | float = 0.0) -> Tensor:
-        return littered(mean + scale * torch.randn(len(batch), generator=generator, dtype=torch.float64))
+        return spoilt(mean + scale * torch.randn(len(batch), generator=generator, dtype=torch.float64))
 
     def number(values_N: Tensor) -> Tensor:
-        return littered(batch.spread(values_N))
+        return spoilt(batch.spread(values_N))
 
-    logp_T = littered(-3 * torch.rand(len(batch), generator=generator, dtype=torch.float64))
+    logp_T = spoilt(-3 * torch.rand(len(batch), generator=generator, dtype=torch.float64))
     advantage_N = torch.randn(len(samples), generator=generator, dtype=torch.float64)
     advantage_N[0] = 0.0
     old_T = drawn(spread, logp_T)

@@ -1,4 +1,4 @@
-"""The formulas of ALGORITHMS.md sequence by sequence in float64, written for plainness and differentiated by autograd.
+"""The formulas in the docstrings of megarl/algorithms, one response at a time in float64, plain, and differentiated by autograd.
 
 Nothing here is shared with the product's code. `Sequence` holds the loss tokens of one response in order.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.batch import Batch
@@ -91,28 +92,37 @@ def nll(algorithm: Any, s: Sequence) -> Tensor:
     return -s.lp
 
 
-POLICY: dict[str, Callable[[Any, Sequence], Tensor]] = {
-    **dict.fromkeys(["ppo", "vc_ppo", "vapo", "grpo", "dapo", "dr_grpo", "lite_ppo", "reinforce_pp", "reinforce_pp_baseline"], ppo),
-    **dict.fromkeys(["rloo", "reinforce", "remax"], reinforce),
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "raft": nll,
-}
-MEANS = {
-    "token-mean": ["vapo", "dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "raft"],
-    "seq-mean-token-mean": ["ppo", "vc_ppo", "grpo", "gspo", "gspo_token", "gmpo"],
-    "seq-mean-token-sum": ["rloo", "reinforce", "remax"],
-    "seq-mean-token-sum-norm": ["dr_grpo"],
+def sum_ratio(algorithm: Any, s: Sequence) -> Tensor:
+    """Of `cases.SumRatio`, through the response's ratio itself."""
+    return -(bounded(algorithm, (s.lp - s.old_logp).sum()).exp() * s.advantage / len(s))
+
+
+# Of every algorithm, by its `type`: the loss of each token of a response, and the mean that the paper takes of them.
+POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
+    "ppo": (ppo, "seq-mean-token-mean"),
+    "vc_ppo": (ppo, "seq-mean-token-mean"),
+    "vapo": (ppo, "token-mean"),
+    "grpo": (ppo, "seq-mean-token-mean"),
+    "dapo": (ppo, "token-mean"),
+    "dr_grpo": (ppo, "seq-mean-token-sum-norm"),
+    "lite_ppo": (ppo, "token-mean"),
+    "reinforce_pp": (ppo, "token-mean"),
+    "reinforce_pp_baseline": (ppo, "token-mean"),
+    "rloo": (reinforce, "seq-mean-token-sum"),
+    "reinforce": (reinforce, "seq-mean-token-sum"),
+    "remax": (reinforce, "seq-mean-token-sum"),
+    "gspo": (gspo, "seq-mean-token-mean"),
+    "gspo_token": (gspo_token, "seq-mean-token-mean"),
+    "gmpo": (gmpo, "seq-mean-token-mean"),
+    "cispo": (cispo, "token-mean"),
+    "raft": (nll, "token-mean"),
+    "sum_ratio": (sum_ratio, "seq-mean-token-sum"),
 }
 
 
 def aggregate(algorithm: Any, losses: list[Tensor], responses: int) -> Tensor:
     """The four means, each as it is defined; by default the paper's. `responses`: of the batch, those without a loss token too."""
-    [mean] = [mean for mean, types in MEANS.items() if algorithm.type in types]
-    if "aggregation" in algorithm.model_fields_set:
-        mean = algorithm.aggregation
+    mean = algorithm.aggregation if "aggregation" in algorithm.model_fields_set else POLICY[algorithm.type][1]
     if mean == "token-mean":
         return torch.cat(losses).mean()
     if mean == "seq-mean-token-mean":
@@ -181,7 +191,7 @@ def total(algorithm: PolicyAlgorithm, batch: Batch, logp_T: Tensor, entropy_T: T
     settings: Any = algorithm
     losses, responses = [], sequences(batch, logp_T, entropy_T)
     for s, weight in zip(responses, corrections(settings.correction, responses), strict=True):
-        loss = weight * POLICY[settings.type](settings, s)
+        loss = weight * POLICY[settings.type][0](settings, s)
         if settings.kl_coef > 0 and settings.kl_in == "loss":
             loss = loss + settings.kl_coef * kl(settings, s)
         loss = loss - settings.entropy_coef * s.entropy
@@ -192,6 +202,27 @@ def total(algorithm: PolicyAlgorithm, batch: Batch, logp_T: Tensor, entropy_T: T
     if settings.type == "vapo" and correct:
         value = value - settings.mu * torch.cat([s.lp for s in correct]).mean()
     return value
+
+
+def dpo(loss: Any, chosen: Sequence, rejected: Sequence) -> Tensor:
+    shifts = [s.lp - s.ref_logp for s in (chosen, rejected)]
+    gains = [shift.mean() if loss.average else shift.sum() for shift in shifts]
+    z = loss.beta * (gains[0] - gains[1])
+    return -(1 - loss.label_smoothing) * F.logsigmoid(z) - loss.label_smoothing * F.logsigmoid(-z)
+
+
+def simpo(loss: Any, chosen: Sequence, rejected: Sequence) -> Tensor:
+    return -F.logsigmoid(loss.beta * (chosen.lp.mean() - rejected.lp.mean()) - loss.gamma)
+
+
+# Of every preference loss, by its `type`: the loss of a pair.
+PAIRS: dict[str, Callable[[Any, Sequence, Sequence], Tensor]] = {"dpo": dpo, "simpo": simpo}
+
+
+def pairs_total(loss: Any, batch: Batch, logp_T: Tensor) -> Tensor:
+    """The whole loss of a global batch of pairs, a scalar."""
+    responses = sequences(batch, logp_T, logp_T)
+    return torch.stack([PAIRS[loss.type](loss, *responses[k : k + 2]) for k in range(0, len(responses), 2)]).mean()
 
 
 def gae(reward: list[float], value: list[float], gamma: float, lam: float) -> list[float]:

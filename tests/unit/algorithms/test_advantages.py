@@ -14,7 +14,7 @@ from megarl.algorithms import ActorCritic
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch
 from tests.unit.algorithms import reference
-from tests.unit.algorithms.cases import ALGORITHMS, LENGTHS, make, ragged, same, together
+from tests.unit.algorithms.cases import ALGORITHMS, CONFIGS, KINDS, LENGTHS, make, ragged, same, together
 
 GROUPS = [7, 7, 3, 3, 9, 7, 5, 5, 5, 5, 3, 8, 7]  # uneven, in no order; 8 and 9 alone
 REWARDS: dict[str, list[float]] = {
@@ -52,10 +52,10 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("kind", sorted({algorithm.type for algorithm in ALGORITHMS.values()}))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rewards", REWARDS)
 def test_advantage_of_a_response_is_the_formula(kind: str, rewards: str) -> None:
-    algorithm = make({"type": kind, **({"horizon": 8} if kind == "dr_grpo" else {})})
+    algorithm = ALGORITHMS[kind]
     reward_N = torch.tensor(REWARDS[rewards], dtype=torch.float64)
     advantage_N = algorithm.advantages(reward_N, torch.tensor(GROUPS), torch.tensor(GREEDY))
     assert advantage_N.dtype == torch.float32
@@ -99,7 +99,7 @@ def test_others_that_do_not_vary_have_no_scale() -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce"])
 def test_reward_that_is_no_number_is_not_swallowed(kind: str) -> None:
-    algorithm = make({"type": kind, **({"horizon": 8} if kind == "dr_grpo" else {})})
+    algorithm = ALGORITHMS[kind]
     assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))[:2].isnan().all())
 
 
@@ -123,23 +123,18 @@ def test_raft_keeps_the_best_or_all_above_the_threshold() -> None:
 
 KL = {"kl_coef": 0.2, "kl_in": "reward"}
 BY_TOKEN: dict[str, dict[str, Any]] = {
+    **{kind: CONFIGS[kind] for kind in KINDS},
     "reinforce": {"type": "reinforce", "gamma": 0.9},
     "reinforce_kl": {"type": "reinforce", "gamma": 0.9, **KL},
     "reinforce_k3": {"type": "reinforce", "gamma": 0.9, **KL, "kl_kind": "k3", "kl_clamp": 0.2},
     "reinforce_no_baseline": {"type": "reinforce", "baseline": "none", **KL},
-    "reinforce_pp": {"type": "reinforce_pp"},
     "reinforce_pp_kl": {"type": "reinforce_pp", "gamma": 0.95, **KL},
-    "baseline": {"type": "reinforce_pp_baseline"},
     "baseline_kl": {"type": "reinforce_pp_baseline", **KL},
-    "ppo": {"type": "ppo"},
     "ppo_k2": {"type": "ppo", **KL, "kl_kind": "k2"},
     "ppo_kl": {"type": "ppo", "gamma": 0.98, **KL},
-    "vc_ppo": {"type": "vc_ppo"},
-    "vapo": {"type": "vapo"},
     "vapo_kl": {"type": "vapo", "whiten": True, **KL},
     "vapo_fixed": {"type": "vapo", "alpha": None, "lambda_policy": 0.9},
     "vapo_coupled": {"type": "vapo", "alpha": 0.3, "lambda_critic": None, **KL},
-    "grpo": {"type": "grpo"},
 }
 
 
@@ -150,7 +145,7 @@ def driven(config: dict[str, Any], seed: int) -> tuple[Any, Batch]:
     sequences = len(batch.length_N)
     generator = torch.Generator().manual_seed(seed)
     reward_N = torch.randn(sequences, generator=generator, dtype=torch.float64)
-    advantage_N = algorithm.advantages(reward_N, torch.arange(sequences) // 3).double()
+    advantage_N = algorithm.advantages(reward_N, torch.arange(sequences) // 3, greedy_N=reward_N.flip(0)).double()
     return algorithm, batch.with_extra(reward=batch.spread(reward_N), advantage=batch.spread(advantage_N))
 
 
@@ -195,7 +190,7 @@ def test_advantage_of_a_token_is_the_formula(name: str) -> None:
     torch.testing.assert_close(float32_T[batch.mask_T].double(), value_T[batch.mask_T], rtol=2e-4, atol=2e-4 * scale)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_kl", "vc_ppo", "vapo", "vapo_kl", "vapo_fixed", "vapo_coupled"])
+@pytest.mark.parametrize("name", [name for name, config in BY_TOKEN.items() if make(config).needs_critic])
 def test_critic_targets_are_the_formula(name: str) -> None:
     algorithm, batch = driven(BY_TOKEN[name], 1)
     assert isinstance(algorithm, ActorCritic)

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.algorithms.cases import ALGORITHMS, make, ragged, same, weighted
+from megarl.algorithms.groups import GroupRelative
+from tests.unit.algorithms.cases import ALGORITHMS, KINDS, ragged, same, weighted
 
 laws = settings(max_examples=40, deadline=None, derandomize=True)
 few = settings(max_examples=10, deadline=None, derandomize=True)
 
-GROUP_BASELINES = ["grpo", "dapo", "dr_grpo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp_baseline", "lite_ppo"]
+GROUP_BASELINES = [kind for kind, algorithm in KINDS.items() if issubclass(algorithm, GroupRelative)]
 REWARD = st.floats(-10, 10).map(lambda reward: round(reward, 3))
 BATCH = st.lists(st.tuples(REWARD, st.integers(0, 4)), min_size=1, max_size=30)
 
 
 def advantages(name: str, rewards: list[float], groups: list[int]) -> Tensor:
-    algorithm = make({"type": name, **({"horizon": 8} if name == "dr_grpo" else {})})
-    return algorithm.advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).double()
+    return ALGORITHMS[name].advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).double()
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -59,7 +59,7 @@ def test_scale_of_the_rewards(name: str, batch: list[tuple[float, int]], scale: 
     """Divided out by a std (unless the std is of the order of its epsilon), kept by the others."""
     rewards, groups = [list(column) for column in zip(*batch, strict=True)]
     found, scaled = advantages(name, rewards, groups), advantages(name, [scale * reward for reward in rewards], groups)
-    if name in ("dr_grpo", "rloo", "reinforce_pp_baseline"):
+    if getattr(ALGORITHMS[name], "scale", "none") == "none":
         near(scaled / scale, found)
     else:
         torch.testing.assert_close(scaled, found, rtol=5e-3, atol=1e-5)  # rewards are 1e-3 apart, epsilon is 1e-6

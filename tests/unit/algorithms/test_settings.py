@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.algorithms import Algorithm, PolicyAlgorithm
-from tests.unit.algorithms.cases import ALGORITHMS, make
+from tests.unit.algorithms.cases import ALGORITHMS, CONFIGS, KINDS, make
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k1 as a plain loss": ({"type": "grpo", "kl_coef": 0.1, "kl_kind": "k1"}, "kl_kind=k1 with kl_in=loss: its gradient has expectation 0"),
@@ -71,7 +71,7 @@ def test_senseless_settings_are_refused(case: str) -> None:
         make(config)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_resolved_settings_load_again(name: str) -> None:
     """As a configuration file is read: strictly, from JSON."""
     adapter = TypeAdapter[PolicyAlgorithm](Algorithm)
@@ -101,7 +101,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 def test_what_each_needs() -> None:
-    kinds = {algorithm.type: algorithm for algorithm in ALGORITHMS.values()}  # type: ignore[attr-defined]
+    kinds = {kind: ALGORITHMS[kind] for kind in KINDS}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_critic} == {"ppo", "vc_ppo", "vapo"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_greedy} == {"remax"}
     alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft"}

@@ -1,4 +1,4 @@
-"""The critic's loss, the reward model, DPO, SimPO and supervised training against their formulas."""
+"""The critic's loss, the reward model, every preference loss and supervised training against their formulas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megarl.algorithms import Loss
 from megarl.algorithms.dpo import Dpo
@@ -16,11 +15,10 @@ from megarl.algorithms.ops import Averaging, SumOver
 from megarl.algorithms.pairs import pair_weights
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
-from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.value import explained_variance_sums, value_loss, value_weights
 from megarl.batch import Batch
 from tests.unit.algorithms import reference
-from tests.unit.algorithms.cases import LENGTHS, ragged, same
+from tests.unit.algorithms.cases import LENGTHS, PAIR_LOSSES, ragged, same
 
 LossOf = Callable[[Tensor, Batch, SumOver], Loss]
 
@@ -120,25 +118,31 @@ def test_reward_model_loss_is_the_formula(margin: bool, centre: float) -> None:
     assert float(loss.mean["rm/gap"].total) == pytest.approx(sum(gaps))
 
 
-@pytest.mark.parametrize(("smoothing", "average"), [(0.0, False), (0.1, False), (0.0, True)])
-def test_dpo_loss_is_the_formula(smoothing: float, average: bool) -> None:
-    dpo = Dpo(beta=0.3, label_smoothing=smoothing, average=average)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_preference_loss_is_the_formula(name: str) -> None:
+    preference = PAIR_LOSSES[name]
     batch, logp_T = pairs(3)
+    batch = batch if preference.needs_reference else batch.without("ref_logp")
+    loss = assert_formula(
+        preference.loss,
+        lambda x_T: reference.pairs_total(preference, batch, x_T),
+        logp_T,
+        batch,
+        preference.weights(batch.count_N),
+    )
+    assert float(loss.mean["dpo/loss"].total) == pytest.approx(20 * float(reference.pairs_total(preference, batch, logp_T)))
+    assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())
 
-    def implied(shift: Tensor) -> Tensor:
-        return shift.mean() if average else shift.sum()
 
-    def formula(x_T: Tensor) -> Tensor:
-        gain = [implied(s.lp - s.ref_logp) for s in reference.sequences(batch, x_T, x_T)]
-        z = torch.stack([0.3 * (gain[k] - gain[k + 1]) for k in range(0, 40, 2)])
-        return (-(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)).mean()
-
-    loss = assert_formula(dpo.loss, formula, logp_T, batch, dpo.weights(batch.count_N))
-    responses = reference.sequences(batch, logp_T, logp_T)
-    gain, shift = [0.3 * float(implied(s.lp - s.ref_logp)) for s in responses], [float((s.lp - s.ref_logp).sum()) for s in responses]
+@pytest.mark.parametrize("average", [False, True])
+def test_what_dpo_shows(average: bool) -> None:
+    dpo = Dpo(beta=0.3, average=average)
+    batch, logp_T = pairs(3)
+    shifts = [s.lp - s.ref_logp for s in reference.sequences(batch, logp_T, logp_T)]
+    gain, shift = [0.3 * float(one.mean() if average else one.sum()) for one in shifts], [float(one.sum()) for one in shifts]
     margins = [gain[k] - gain[k + 1] for k in range(0, 40, 2)]
     expected = {
-        "dpo/loss": 20 * float(formula(logp_T)),
+        "dpo/loss": 20 * float(reference.pairs_total(dpo, batch, logp_T)),
         "dpo/accuracy": sum(margin > 0 for margin in margins),
         "dpo/margin": sum(margins),
         "dpo/chosen_reward": sum(gain[0::2]),
@@ -146,27 +150,15 @@ def test_dpo_loss_is_the_formula(smoothing: float, average: bool) -> None:
         "dpo/chosen_shift": sum(shift[0::2]),
         "dpo/rejected_shift": sum(shift[1::2]),
     }
-    assert {name: float(mean.total) for name, mean in loss.mean.items()} == pytest.approx(expected)
-    assert all(float(mean.weight) == pytest.approx(20) for mean in loss.mean.values())
+    assert {name: float(mean.total) for name, mean in dpo.loss(logp_T, batch, same).mean.items()} == pytest.approx(expected)
 
 
-def test_simpo_loss_is_the_formula() -> None:
-    simpo = SimPo(beta=1.7, gamma=0.4)
-    batch, logp_T = pairs(3)
-    batch = batch.without("ref_logp")
-
-    def formula(x_T: Tensor) -> Tensor:
-        reward = [1.7 * s.lp.mean() for s in reference.sequences(batch, x_T, x_T)]
-        return torch.stack([-F.logsigmoid(reward[k] - reward[k + 1] - 0.4) for k in range(0, 40, 2)]).mean()
-
-    assert_formula(simpo.loss, formula, logp_T, batch, simpo.weights(batch.count_N))
-
-
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("shift", [30.0, -30.0])
-def test_pairs_far_apart_stay_finite(shift: float) -> None:
+def test_pairs_far_apart_stay_finite(name: str, shift: float) -> None:
     batch, logp_T = pairs(4)
     batch = batch.with_extra(ref_logp=logp_T - torch.where(batch.seq_T % 2 == 0, shift, -shift))
-    _, gradient_T, loss = gradient(Dpo().loss, logp_T.float(), batch, pair_weights(batch.count_N))
+    _, gradient_T, loss = gradient(PAIR_LOSSES[name].loss, logp_T.float(), batch, pair_weights(batch.count_N))
     assert bool(gradient_T.isfinite().all()) and bool(loss.loss_T.isfinite().all())
     batch, score_T = scored(4)
     score_T = (score_T + torch.where(batch.seq_T % 2 == 0, shift, -shift)).float()

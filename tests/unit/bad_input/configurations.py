@@ -159,6 +159,21 @@ TABLE = [
     Case("a correction's bound", "train", given("algorithm.correction={type: tis, high: .inf}"), r"^algorithm\.correction\.\w+: "),
     Case("a critic's discount", "train", given("critic={}", "algorithm={type: ppo, gamma: .nan}"), r"^algorithm\.gamma: .*finite"),
     Case("beta of dpo", "dpo", given("algorithm.beta=.inf"), r"^algorithm\.beta: Input should be a finite number"),
+    *(
+        Case(f"{key} of another type", verb, given(*more, f"{key}=1"), rf"^{key.replace('.', '[.]')}: unknown key \({said}\)$")
+        for verb, key, more, said in (
+            ("dpo", "algorithm.gamma", (), "a key of type simpo; this is dpo"),
+            ("dpo", "algorithm.label_smoothing", ("algorithm={type: simpo}",), "a key of type dpo; this is simpo"),
+            (
+                "train",
+                "algorithm.clip_low",
+                ("algorithm={type: raft}",),
+                r"a key of types ppo, vc_ppo, vapo, grpo and \d+ more; this is raft",
+            ),
+            ("train", "algorithm.correction.lo", ("algorithm.correction.type=tis",), "a key of types mis, icepop; this is tis"),
+            ("train", "reward.source.url", ("reward.source={type: reasoning_gym}",), "a key of type http; this is reasoning_gym"),
+        )
+    ),
     Case("gamma of simpo", "dpo", given("algorithm={type: simpo, margin: .nan}"), r"^algorithm\.\w+: "),
     Case(
         "NaN for Megatron",

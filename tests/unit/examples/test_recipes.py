@@ -1,6 +1,6 @@
 """The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base.
 
-And the example of a new algorithm in megarl/algorithms/README.md, as it stands there.
+And the examples of a new algorithm and a new preference loss in megarl/algorithms/README.md, as they stand there.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.algorithms import Algorithm
+from megarl.algorithms import Algorithm, PreferenceLoss
 from megarl.algorithms.dapo import Dapo
-from megarl.config import ConfigError, TrainConfig, load
+from megarl.config import ConfigError, DpoConfig, TrainConfig, load
 from megarl.stages.checks import check_train
 from tests.unit.algorithms import reference
-from tests.unit.algorithms.cases import LENGTHS, ragged, same, weighted
+from tests.unit.algorithms.cases import LENGTHS, members, ragged, same, weighted
+from tests.unit.algorithms.test_value_and_pairs import assert_formula, pairs
 from tests.unit.examples.test_configurations import EXAMPLES, QWEN3_30B_A3B, root_of, write_headers
 
 RECIPES = EXAMPLES / "recipes"
@@ -140,12 +141,16 @@ def value(config: TrainConfig, key: str) -> Any:
 
 
 def test_every_algorithm_has_a_recipe() -> None:
-    union = get_args(get_args(Algorithm)[0])
-    types = {kind.model_fields["type"].default for kind in union}
+    types = {kind.model_fields["type"].default for kind in members(Algorithm).values()}
     assert {train_config(RECIPES / f"{name}.yaml").algorithm.type for name in names(RECIPES)} == types
     assert names(RECIPES / "large") == PAPERS.keys() <= names(RECIPES), (
         "a large recipe has the numbers of a paper, and a tiny one beside it"
     )
+
+
+def test_every_preference_loss_has_an_example() -> None:
+    found = [load(path, [], DpoConfig) for path in (EXAMPLES / "rlhf").glob("*.yaml") if root_of(path) is DpoConfig]
+    assert {config.algorithm.type for config in found} == members(PreferenceLoss).keys()
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))
@@ -198,12 +203,12 @@ def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> No
         train_config(here)
 
 
-def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is imported as it stands, and the formula beside it joins those of the suite."""
+def written_in_the_readme(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The module with the class of this name, imported as it stands, and the formula beside it."""
     blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "megarl" / "algorithms" / "README.md").read_text(), re.DOTALL)
-    [source] = [block for block in blocks if "class Sapo" in block]
-    [formula] = [block for block in blocks if "def sapo" in block]
-    path = tmp_path / "readme_sapo.py"
+    [source] = [block for block in blocks if f"class {name}(" in block]
+    [formula] = [block for block in blocks if f"def {name.lower()}(" in block]
+    path = folder / f"readme_{name.lower()}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -212,8 +217,12 @@ def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch:
     spec.loader.exec_module(module)
     known = dict(vars(reference))
     exec(formula, known)
-    monkeypatch.setitem(reference.POLICY, "sapo", known["sapo"])
-    monkeypatch.setitem(reference.MEANS, "seq-mean-token-mean", ["sapo"])
+    return module, known[name.lower()]
+
+
+def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, formula = written_in_the_readme("Sapo", tmp_path, monkeypatch)
+    monkeypatch.setitem(reference.POLICY, "sapo", (formula, "seq-mean-token-mean"))
 
     algorithm = module.Sapo(tau_negative=1.3)
     batch, logp_T, entropy_T = ragged(0, LENGTHS[:40])
@@ -227,3 +236,17 @@ def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch:
     torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(mine_T.grad[batch.mask_T], plain_T.grad[batch.mask_T], rtol=1e-10, atol=1e-15)
     assert bool((mine_T.grad[~batch.mask_T] == 0).all())
+
+
+def test_the_preference_loss_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, formula = written_in_the_readme("Ipo", tmp_path, monkeypatch)
+    monkeypatch.setitem(reference.PAIRS, "ipo", formula)
+    preference = module.Ipo(tau=0.7)
+    batch, logp_T = pairs(0)
+    assert_formula(
+        preference.loss,
+        lambda x_T: reference.pairs_total(preference, batch, x_T),
+        logp_T,
+        batch,
+        preference.weights(batch.count_N),
+    )
