@@ -154,7 +154,7 @@ class _Copy:
 
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
-    """Reads every stored chunk that the wanted tensors touch, once, a few files at a time."""
+    """Reads every stored chunk that the wanted tensors touch, once, a few at a time."""
     reads: dict[Location, tuple[str, list[_Copy]]] = {}
     stored = tensors(metadata)
     chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
@@ -170,13 +170,17 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
             missing -= copies[-1].target.numel()
         if missing and not leaf.allow_shape_mismatch:
             raise ConfigError(f"checkpoint: {folder}: {missing} elements of {leaf.key} are nowhere")
-    files = [list(group) for _, group in itertools.groupby(sorted(reads), key=lambda location: location.file)]
+    parts = list[list[Location]]()
+    for _, group in itertools.groupby(sorted(reads), key=lambda location: location.file):
+        locations = list(group)
+        step = -(-len(locations) // _READERS)  # each file in so many parts: there may be fewer files than threads
+        parts += [locations[start : start + step] for start in range(0, len(locations), step)]
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(lambda locations: _read_file(folder, locations, reads), files))
+        list(pool.map(lambda locations: _read_part(folder, locations, reads), parts))
 
 
 @torch.no_grad()
-def _read_file(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]]) -> None:
+def _read_part(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]]) -> None:
     with StoredFile(folder / locations[0].file) as file:
         for location in locations:
             key, copies = reads[location]
