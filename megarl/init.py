@@ -180,6 +180,7 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         )
         tree["rollout"] = {"samples_per_prompt": 4 if cpu else 8, "max_prompt_tokens": longest, "max_response_tokens": response}
         tree["rollout"] |= {"max_num_seqs": 32, "kv_cache_mb": 64} if cpu else {}
+        notes["reward"] += "; a response that rollout.max_response_tokens cuts scores 0 unread, unless require_finished: false is added"
         notes["rollout"] = f"the longest prompt has {max(len(prompt.ids) for prompt in prompts)} tokens, and the model takes {room}"
         tree["sync"] = {"transport": "shm" if cpu else "cuda_ipc" if gpus == 1 else "nccl"}
         tree["placement"] = {"engines": "shared" if not cpu and gpus == 1 else "apart"}

@@ -70,6 +70,7 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
     words = [{**row, "solution": "an answer in words, which no mathematics compares"} for row in SUMS]
     assert main(wrote(folder, words, tiny_model, "--cpu", "--out", "words.yaml")) == 0
     assert load(folder / "words.yaml", [], TrainConfig).reward.source.type == "function"
+    assert all("cuts scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml"))
 
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_gym_scores_whole_answers_only(gym: Scorer) -> None:
     scores = gym.score(requests)
     assert [score.value for score in scores] == [1, 1, 0, 0, 0]  # their scorer ignores case
     assert scores[2].parts["raw"] == pytest.approx(0.8)  # partial credit, seen and not paid
-    assert gym.score([spell("esroh", "esroh", finished=False)]) == [Score(0.0)]
+    assert gym.score([spell("esroh", "esroh", finished=False)]) == [Score(0.0, scored=False)]
     assert gym.score([]) == []
 
 
