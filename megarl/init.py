@@ -33,6 +33,15 @@ PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "final_answer", "label", "target")
 CONVERSATIONS = ("messages", "conversation", "conversations")
 HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of this
+ROOM = 1.25  # for prompts that are longer than those that are there
+REWARD = "my_reward"  # the module of a function that the user writes
+STUB = '''"""A reward of one's own, written by `megarl init`: put what a response is worth in the place of this comparison."""
+
+
+def score(response: str, answer: str) -> float:
+    """1 for the answer and nothing else."""
+    return float(response.strip() == answer.strip())
+'''
 EXPRESSION = re.compile(r"[\d\s.,+\-*/^=%()\[\]{}$\\a-zA-Z_]{1,40}")
 Tree = dict[str, Any]
 
@@ -92,8 +101,21 @@ def main(arguments: Sequence[str]) -> int:
     except BaseException:
         given.out.unlink(missing_ok=True)
         raise
-    say(f"megarl: wrote {given.out}", f"next:   megarl {columns.verb} {given.out} --check")
+    say(f"megarl: wrote {given.out}")
+    if columns.verb == "train" and not columns.mathematical:
+        say(_reward_file(Path(f"{REWARD}.py")))
+    say(f"next:   megarl {columns.verb} {given.out} --check")
     return 0
+
+
+def _reward_file(path: Path) -> str:
+    """Writes a reward to be rewritten where there is none yet; says what is there."""
+    try:
+        with path.open("x") as file:
+            file.write(STUB)
+    except FileExistsError:
+        return f"megarl: {path} is there already, and is the reward"
+    return f"megarl: wrote {path}, which compares response and answer: put your reward in its place"
 
 
 def columns_of(data: Path) -> DataColumns:
@@ -164,23 +186,25 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
             "the model's room",
         )
         held_out = min(HELD_OUT, max(1, len(prompts) // 10))
-        longest = _rounded(max(len(prompt.ids) for prompt in prompts))
+        there = max(len(prompt.ids) for prompt in prompts)
+        longest = max(_rounded(there), min(_rounded(int(ROOM * there)), room // 2 // STEP * STEP))
         response = min(128 if cpu else 4096, room - longest)
         if response < 1 or len(prompts) < 2:
-            raise ConfigError(f"init: {data}: {len(prompts)} prompts, the longest of {longest} tokens, do not fit a model of {room} tokens")
+            raise ConfigError(f"init: {data}: {len(prompts)} prompts, the longest of {there} tokens, do not fit a model of {room} tokens")
         tree["algorithm"] = {"type": "gspo"}
         tree["data"] = {**shape, "train": {**source, **keys, "skip": held_out}, "eval": {**source, **keys, "rows": held_out}}
         notes["data"] = f"{len(prompts):,} rows, of which the first {held_out} are held out; {notes.get('data', '')}".rstrip("; ")
-        kind = {"type": "math_verify"} if columns.mathematical else {"type": "function", "path": "my_reward:score"}
+        kind = {"type": "math_verify"} if columns.mathematical else {"type": "function", "path": f"{REWARD}:score"}
         tree["reward"] = {"source": kind}
         notes["reward"] = (
             "the answers look like short expressions"
             if columns.mathematical
-            else "write score(response, answer) -> float into my_reward.py"
+            else f"score(response, answer) -> float in {REWARD}.py, which is looked for where the command is started"
         )
         tree["rollout"] = {"samples_per_prompt": 4 if cpu else 8, "max_prompt_tokens": longest, "max_response_tokens": response}
         tree["rollout"] |= {"max_num_seqs": 32, "kv_cache_mb": 64} if cpu else {}
-        notes["rollout"] = f"the longest prompt has {max(len(prompt.ids) for prompt in prompts)} tokens, and the model takes {room}"
+        notes["reward"] += "; a response that rollout.max_response_tokens cuts scores 0 unread, unless require_finished: false is added"
+        notes["rollout"] = f"the longest prompt has {there} tokens, and the model takes {room}"
         tree["sync"] = {"transport": "shm" if cpu else "cuda_ipc" if gpus == 1 else "nccl"}
         tree["placement"] = {"engines": "shared" if not cpu and gpus == 1 else "apart"}
         asked = min(8 if cpu else 64, len(prompts) - held_out)

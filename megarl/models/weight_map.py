@@ -345,6 +345,14 @@ class Family:
         weights = self.weights(hf, self.head_of(hf))
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
+    def update(self, hf: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
+        """The shape and dtype of every tensor that an update brings an engine with weights of `dtype`, by Hugging Face name."""
+        return {
+            name: (list(shape), "float32" if weight.float32 else dtype)
+            for weight in self.weights(hf)
+            for name, shape in zip(weight.hf, weight.op.shapes, strict=True)
+        }
+
 
 def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:
     for expert in range(experts) if "{expert}" in mapping.megatron else [None]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from megarl.config import RoutingSettings
-from megarl.observe.dead_runs import SIGNS, STEPS, learned_nothing
+from megarl.observe.dead_runs import SIGNS, STEPS, UNSCORED, learned_nothing
 
 # A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
 COLLAPSE = {
@@ -38,7 +38,8 @@ class Alarms:
         self._routing, self._ahead = routing, ahead
         self._first: dict[str, float] = {}
         self._first_step: dict[str, float] = {}  # each metric of a step, as it was at first
-        self._steps = self._still = self._equal = 0  # of the policy: all, those without a gradient, those of equal rewards
+        # Steps of the policy: all, those without a gradient, those of equal rewards, those of which most responses were cut and not scored.
+        self._steps = self._still = self._equal = self._unscored = 0
         self._given: set[str] = set()
         self._lasted: dict[str, int] = {}  # for how many steps on end
         self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
@@ -74,11 +75,12 @@ class Alarms:
             self._steps += 1
             self._still += values["actor/grad_norm"] == 0
             self._equal += values.get("reward/min") == values.get("reward/max", math.nan)
+            self._unscored += values.get("reward/unscored", 0.0) > UNSCORED
         return found
 
     def at_the_end(self) -> dict[str, str]:
         """What is wrong with the run as a whole."""
-        message = learned_nothing(self._steps, self._still, self._equal)
+        message = learned_nothing(self._steps, self._still, self._equal, self._unscored)
         return {} if message is None else {"learned_nothing": message}
 
     def _collapses(self, values: Mapping[str, float]) -> dict[str, str]:

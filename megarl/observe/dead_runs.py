@@ -11,6 +11,7 @@ Seen = Callable[[Values, Values], str | None]
 
 STEPS = 3  # on end, then it is no chance
 TRUNCATED = 0.99  # share of the responses that is as good as all
+UNSCORED = 0.5  # share of the responses above which most of them score 0 for being cut
 EXPLODED, NATS = 3.0, 1.0  # entropy: so many times the first, and above it by more than this
 TOKEN_KL = 0.5  # nats a token from the reference
 STEP_KL = 0.2  # nats a token from the policy before the step's updates
@@ -31,6 +32,13 @@ def _truncated(now: Values, first: Values) -> str | None:
     if share is None:
         return None
     return f"{share:.0%} of the responses are cut by the length limit" if share >= TRUNCATED else ""
+
+
+def _unscored(now: Values, first: Values) -> str | None:
+    share = now.get("reward/unscored")
+    if share is None:
+        return None
+    return f"{share:.0%} of the responses are cut by the length limit and score 0 without being read" if share > UNSCORED else ""
 
 
 def _rewards_equal(now: Values, first: Values) -> str | None:
@@ -112,6 +120,11 @@ SIGNS = {
         "raise rollout.max_response_tokens, ask for shorter answers in the prompt, or look why the model does not end by itself (chat "
         f"template, eos_token); {READ} --truncated",
     ),
+    "responses_unscored": Sign(
+        _unscored,
+        "reward.require_finished=true asks for that: raise rollout.max_response_tokens, ask for shorter answers, or set "
+        f"reward.require_finished=false, which has the reward read them; {READ} --truncated",
+    ),
     "rewards_equal": Sign(
         _rewards_equal,
         "nothing can be learned from that: with 0 the task is too hard, or the reward does not find the answer (its format, "
@@ -142,16 +155,18 @@ SIGNS = {
 }
 
 
-def learned_nothing(steps: int, still: int, equal: int) -> str | None:
+def learned_nothing(steps: int, still: int, equal: int, unscored: int) -> str | None:
     """What a run says at its end, of `steps` steps of the policy, where it cannot have learned; None where it can.
 
     Args:
         steps: of the policy.
         still: those whose gradient was 0.
         equal: those whose responses all scored the same.
+        unscored: those of whose responses most scored 0 because they were cut.
     """
+    why = f"; in {unscored} of them most responses were cut and scored 0 without being read (reward.require_finished)" if unscored else ""
     if steps and still == steps:
-        return f"learned nothing: the gradient was 0 in all {steps} steps of the policy"
+        return f"learned nothing: the gradient was 0 in all {steps} steps of the policy{why}"
     if steps and equal == steps:
-        return f"learned nothing from the reward: all responses scored the same in each of {steps} steps of the policy"
+        return f"learned nothing from the reward: all responses scored the same in each of {steps} steps of the policy{why}"
     return None

@@ -113,8 +113,7 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
 
 def _sample(record: samples.SampleRecord) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
-    ended = "ended" if record.finish_reason == "stop" else '<span class="bad">cut</span>'
-    ended += f" after {record.turns} turns" if record.turns > 1 else ""
+    ended = record.ending if record.finish_reason == "stop" else f'<span class="bad">{record.ending}</span>'
     failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
     about = text(f"reward {record.reward:g}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
     yield f"<details><summary>{about}{ended}</summary>{failed}"

@@ -46,6 +46,14 @@ class SampleRecord:
     sample: int  # which of the responses to the prompt
     greedy: bool = False
     turns: int = 1  # of the policy, in an episode; rows of earlier versions lack it
+    scored: bool = True  # False: cut, and scored 0 for it (reward.require_finished); rows of earlier versions lack it
+
+    @property
+    def ending(self) -> str:
+        """How it ended, and whether its score stands for that alone."""
+        ended = "ended by itself" if self.finish_reason == "stop" else "cut by the length limit"
+        ended += f" after {self.turns} turns" if self.turns > 1 else ""
+        return ended if self.scored else f"{ended} and not scored (reward.require_finished)"
 
     @property
     def question(self) -> str:
@@ -103,14 +111,14 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
         sample=response.index,
         greedy=greedy,
         turns=1 if played is None else played.turns,
+        scored=score.scored,
     )
 
 
 def line(record: SampleRecord) -> str:
     """A response in short, on one line that is safe to print."""
-    ended = ("ended" if record.finish_reason == "stop" else "cut") + (f" after {record.turns} turns" if record.turns > 1 else "")
     said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
-    return f"reward {record.reward:g}, {record.length} tokens, {ended}{', greedy' if record.greedy else ''}: {said}"
+    return f"reward {record.reward:g}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {said}"
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -90,11 +90,9 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
         whole: nothing is cut.
     """
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
-    ended = "ended by itself" if record.finish_reason == "stop" else "cut by the length limit"
-    ended += f" after {record.turns} turns" if record.turns > 1 else ""
     kind = f"evaluation of {escaped(file.set)}" if file.set else "training"
     yield (
-        f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {ended}"
+        f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {record.ending}"
         f"{', greedy' if record.greedy else ''}{f', not judged: {one_line(record.error, 200)}' if record.error else ''}"
     )
     for name, text in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):

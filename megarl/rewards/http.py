@@ -84,7 +84,7 @@ class HttpScorer:
         asked = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
         size = self._source.batch_size
         batches = [asked[first : first + size] for first in range(0, len(asked), size)]
-        scores = [Score(0.0)] * len(requests)
+        scores = [Score(0.0, scored=False)] * len(requests)
         call = _ScoreCall(time.monotonic())
         pool = ThreadPoolExecutor(self._connections)
         try:

@@ -70,7 +70,7 @@ class ProcessScorer:
             if request.finished or not self.settings.require_finished:
                 waiting.append(number)
             else:
-                scores[number] = Score(0.0)
+                scores[number] = Score(0.0, scored=False)
         for place, process in enumerate(self._processes):
             if process.lost_idle:
                 process.kill()

@@ -33,6 +33,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports beside the value
     error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is 0 then
     unshaped: float | None = None  # the value of the task alone, where `value` holds more (megarl.rewards.shaping)
+    scored: bool = True  # False: cut by the length limit, and scored 0 without being read (reward.require_finished)
 
     @property
     def task(self) -> float:

@@ -117,6 +117,8 @@ def _function(path: str) -> Verifier:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
+        if module_name.endswith(".py"):
+            raise ValueError(f"path: {path!r} names a file, and a module is imported by its name: {module_name[:-3]}:{name}") from None
         where = (
             "looked for in the current folder and on PYTHONPATH; it runs in a sandbox, to which reward.sandbox gives files and variables"
         )

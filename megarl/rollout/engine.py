@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings
@@ -72,6 +72,7 @@ class Engine(Protocol):
     """
 
     label: str  # begins the messages of its errors
+    reports_experts: ClassVar[bool] = False  # it can fill `Sample.routed_experts`; without it runs of a mixture need routing.sample=0
 
     def __init__(self, label: str) -> None: ...
 
@@ -124,7 +125,8 @@ class Engine(Protocol):
             settings: of the engine.
             seed: of what no request's own seed decides.
             gpu: whether the engine has GPUs.
-            report_experts: its samples are to have `routed_experts` where the model has experts.
+            report_experts: its samples are to have `routed_experts` where the model has experts. Only where `reports_experts` says that
+                they can.
             sleeps: `sleep` will be called.
             blank: the directory's weights are not read; an update must bring some before the first request.
 

@@ -42,7 +42,7 @@ from megarl.observe import writers
 from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
-from megarl.rollout.registry import check_engine
+from megarl.rollout.registry import check_engine, engine_type
 from megarl.stages.data_checks import Data, check_data
 from megarl.stages.saving import check_resume
 
@@ -198,6 +198,23 @@ def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSett
         raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
 
 
+def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing: RoutingSettings) -> None:
+    """Refuses an engine that cannot report which experts of a mixture it has chosen, where it is to do that.
+
+    Args:
+        hf: config.json of the policy.
+        rollout: the section `rollout`.
+        routing: the section `routing`.
+
+    Raises:
+        ConfigError: says with which settings it need not.
+    """
+    if routing.reported and family_of(hf).fields(hf).get("num_moe_experts") and not engine_type(rollout).reports_experts:
+        asks = "replay=r3" if routing.replay == "r3" else f"sample={routing.sample:g}"
+        without = "routing.replay=r2 or off with routing.sample=0" if routing.replay == "r3" else "routing.sample=0"
+        raise ConfigError(f"routing.{asks}: the engine {rollout.engine.type} does not report the experts that it chooses; give {without}")
+
+
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     """ConfigError where prompt and response together exceed what the model was built for."""
     longest, limit = rollout.max_prompt_tokens + rollout.max_response_tokens, int(hf["max_position_embeddings"])
@@ -254,6 +271,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config.model, config.routing, config.critic),
+        lambda: check_reported_experts(hf, config.rollout, config.routing),
         lambda: check_transport(config.sync.transport, config.placement.engines, gpus=config.cluster.gpus),
         lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
         lambda: check_models_beside(config, hf),

@@ -19,6 +19,7 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
         "reward/mean": Mean(sum(score.value for score in scores), number),
         "reward/max": Max(max(score.value for score in scores)),
         "reward/min": Min(min(score.value for score in scores)),
+        "reward/unscored": Mean(float(sum(not score.scored for score in scores)), number),
         "response_length/mean": Mean(sum(lengths), number),
         "response_length/max": Max(max(lengths)),
         "response_length/min": Min(min(lengths)),

@@ -24,7 +24,7 @@ from tools import check_logits
 from tools.check_logits import joined, megatron_part, sequences, transformers_logits
 from tools.make_tiny_model import FAMILIES
 
-BOUND = 2e-5  # of a logit
+BOUND = 2e-5  # of a logit; where their standard deviation is below 1, of that
 
 
 def megatron_logits(pool: Pool, path: Path, layout: Layout, batch: Any) -> Tensor:
@@ -34,12 +34,17 @@ def megatron_logits(pool: Pool, path: Path, layout: Layout, batch: Any) -> Tenso
     return joined(pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32"), batch), batch, hf["vocab_size"])
 
 
+def bound(logits_TV: Tensor) -> float:
+    """The largest difference that counts as none."""
+    return BOUND * min(1.0, float(logits_TV.std()))
+
+
 def assert_transformers(pool: Pool, path: Path, *several: Layout) -> None:
     batch = sequences(4, 40, read_config(path)["vocab_size"], seed=3)
     theirs_TV = transformers_logits(path, batch, "float32")
-    assert 0.3 < theirs_TV.std() < 5
+    assert 0 < theirs_TV.std() < 5
     for layout in several:
-        torch.testing.assert_close(megatron_logits(pool, path, layout, batch), theirs_TV, rtol=0, atol=BOUND)
+        torch.testing.assert_close(megatron_logits(pool, path, layout, batch), theirs_TV, rtol=0, atol=bound(theirs_TV))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,7 +80,7 @@ def test_no_tensor_is_ignored_or_misplaced(pool: Pool, make: Make, variant: str)
             theirs_TV = torch.cat([model(batch.input_T[None, batch.seq_T == n]).logits[0] for n in range(len(batch.length_N))])
             tensor.copy_(kept)
             close[kind] = float((ours_TV - theirs_TV).abs().max())
-    assert {kind: gap for kind, gap in close.items() if gap < 100 * BOUND} == {}
+    assert {kind: gap for kind, gap in close.items() if gap < 100 * bound(ours_TV)} == {}
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}

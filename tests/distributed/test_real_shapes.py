@@ -37,7 +37,8 @@ def test_names_shapes_and_parameters_are_those_of_transformers_and_of_the_publis
     model, hf = MODELS[name], config_of(MODELS[name])
     ours = family_of(hf).expected(hf)
     theirs, parameters = transformers_shapes(model)
-    assert ours == theirs
+    stored_twice = family_of(hf).optional(hf)  # a tied output layer, which transformers lists and a checkpoint may leave out
+    assert ours == {key: shape for key, shape in theirs.items() if key not in stored_twice}
     biases = sum(prod(shape) for key, shape in ours.items() if key.endswith("e_score_correction_bias"))  # buffers to transformers
     total = sum(prod(shape) for shape in ours.values())
     assert total - biases == parameters and total == model.parameters

@@ -13,7 +13,7 @@ import ray
 
 from megarl.batch import VersionSpan
 from megarl.cluster.actor_group import WorkerLate
-from megarl.config import TrainConfig, load
+from megarl.config import RoutingSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.restarts import Restart, Restarts
@@ -47,7 +47,7 @@ def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, t
     monkeypatch.setitem(ENGINES, "backwards", PLACE)
     config = load(Job(tmp_path, tiny_model).write(), [], TrainConfig)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
-    prompts = check_train(config).train[:5]
+    prompts = check_train(config.model_copy(update={"routing": RoutingSettings(sample=0.0)})).train[:5]
     tokenizer = load_tokenizer(tiny_model)
     with lab.workers(config) as (models, _):
         engines = start_engines(config)
@@ -67,7 +67,7 @@ def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, t
 def two(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run with two of these engines."""
     monkeypatch.setitem(ENGINES, "backwards", PLACE)
-    config = load(Job(tmp_path, tiny_model).write(), ["rollout.replicas=2"], TrainConfig)
+    config = load(Job(tmp_path, tiny_model).write(), ["rollout.replicas=2", "routing.sample=0"], TrainConfig)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
 
 

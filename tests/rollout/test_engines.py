@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from megarl.config import ConfigError, RolloutSettings
+from megarl.config import ConfigError, RolloutSettings, RoutingSettings
+from megarl.models.hf import read_config
 from megarl.rollout import registry
 from megarl.rollout.engine import RolloutTimeout
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.rollout.responder import Responder
+from megarl.stages.checks import check_reported_experts
+from tests.published_models import MODELS, config_of
 from tests.rollout.backwards_engine import PLACE, STUCK, BackwardsEngine, BackwardsSettings
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
@@ -40,9 +44,24 @@ def test_the_registry_gives_the_engine_that_the_configuration_names(monkeypatch:
     monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
     settings = RolloutSettings(tp=2)
     with pytest.raises(ConfigError, match=r"^rollout\.kv_cache_mb: a CPU engine needs it$"):
-        registry.check_engine({"num_attention_heads": 4}, "float32", settings, gpu=False)
+        registry.check_engine({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4}, "float32", settings, gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=2: the engine has one worker$"):
         registry.check_engine({}, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+
+
+def test_a_mixture_is_refused_where_its_engine_cannot_report_the_experts_that_are_asked_for(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
+    hf, vllm = read_config(tiny_model), RolloutSettings()
+    backwards = vllm.model_copy(update={"engine": BackwardsSettings()})
+    check_reported_experts(hf, vllm, RoutingSettings(replay="r3"))
+    check_reported_experts(hf, backwards, RoutingSettings(sample=0.0, replay="r2"))
+    with pytest.raises(ConfigError, match=r"^routing\.sample=0\.01: the engine backwards does not report .*; give routing\.sample=0$"):
+        check_reported_experts(hf, backwards, RoutingSettings())
+    with pytest.raises(ConfigError, match=r"^routing\.replay=r3: .*; give routing\.replay=r2 or off with routing\.sample=0$"):
+        check_reported_experts(hf, backwards, RoutingSettings(replay="r3"))
+    check_reported_experts(config_of(MODELS["Llama-3-70B"]), backwards, RoutingSettings())
 
 
 def test_several_callers_share_an_engine_and_each_gets_its_own() -> None:

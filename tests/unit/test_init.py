@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tools.make_tiny_model import build
 SUMS = [{"question": f"{n} + 17?", "solution": str(n + 17), "level": n} for n in range(40)]
 DAPO = [{"prompt": [{"role": "user", "content": row["question"]}], "reward_model": {"ground_truth": row["solution"]}} for row in SUMS]
 TALKS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 20)]
+WORDS = [{**row, "solution": "an answer in words, which no mathematics compares"} for row in SUMS]
 PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)]
 
 
@@ -47,6 +49,24 @@ def test_what_it_writes_passes_every_check(
     assert capsys.readouterr().err == "megarl: error: init: own.yaml is there already; --out names another file\n"
 
 
+def test_a_reward_to_be_rewritten_is_written_once_and_passes_the_check(
+    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    assert main(wrote(folder, WORDS, tiny_model, "--cpu")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "megarl: wrote own.yaml",
+        "megarl: wrote my_reward.py, which compares response and answer: put your reward in its place",
+        "next:   megarl train own.yaml --check",
+    ]
+    assert main(["train", "own.yaml", "--check"]) == 0
+    (folder / "my_reward.py").write_text("mine\n")
+    capsys.readouterr()
+    assert main(wrote(folder, WORDS, tiny_model, "--cpu", "--out", "other.yaml")) == 0
+    assert "megarl: my_reward.py is there already, and is the reward" in capsys.readouterr().out.splitlines()
+    assert (folder / "my_reward.py").read_text() == "mine\n"
+
+
 def test_layers_for_further_tokens_are_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(folder / "glm", layers=2, hidden=128, experts=8, expert_hidden=32, seed=1, family="glm4_moe")
     config = json.loads((folder / "glm" / "config.json").read_text())
@@ -66,10 +86,12 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
     assert train.type == "file" and held_out is not None and held_out.type == "file"
     assert (train.prompt_key, train.answer_key, train.skip, held_out.rows) == ("question", "solution", 4, 4)
     assert config.reward.source.type == "math_verify" and config.rollout.max_prompt_tokens % 16 == 0
+    longest = int(re.findall(r"the longest prompt has (\d+) tokens", (folder / "own.yaml").read_text())[0])
+    assert int(1.25 * longest) <= config.rollout.max_prompt_tokens < 1.25 * longest + 16
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 8 and config.sync.transport == "nccl"
-    words = [{**row, "solution": "an answer in words, which no mathematics compares"} for row in SUMS]
-    assert main(wrote(folder, words, tiny_model, "--cpu", "--out", "words.yaml")) == 0
+    assert main(wrote(folder, WORDS, tiny_model, "--cpu", "--out", "words.yaml")) == 0
     assert load(folder / "words.yaml", [], TrainConfig).reward.source.type == "function"
+    assert all("cuts scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml"))
 
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout.vllm.arguments import check_arguments
+from megarl.rollout.vllm.launch import VLLM_VERSION
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
+_NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; its transformers backend's are in other tables
 _BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
 
 
 def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """`Engine.check`. A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention."""
     check_arguments(settings.engine.args, gpu=gpu)
+    _check_architectures(hf["architectures"])
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
@@ -39,6 +46,27 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
             f"needs {needed}"
         )
+
+
+def _check_architectures(architectures: Sequence[str]) -> None:
+    known = native_architectures()
+    for architecture in architectures:
+        if known and architecture not in known:
+            raise ConfigError(
+                f"model.path: vLLM {VLLM_VERSION} has no code of its own for {architecture}, and megarl's engines do not use its "
+                "transformers backend"
+            )
+
+
+@cache
+def native_architectures() -> frozenset[str]:
+    """The language models that vLLM has its own code for, read from the source of its registry; empty where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    tree = ast.parse((Path(spec.origin).parent / "model_executor/models/registry.py").read_text())
+    [models] = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _NATIVE]
+    return frozenset(ast.literal_eval(models))
 
 
 def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:

@@ -54,6 +54,7 @@ class _Open:
 class VllmEngine(Engine):
     """One vLLM replica. The class is plain: a Ray actor holds it, and tests run it under asyncio."""
 
+    reports_experts = True
     extension = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
 
     def __init__(self, label: str) -> None:
@@ -101,7 +102,7 @@ class VllmEngine(Engine):
         self.check(hf, dtype, settings, gpu=gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._expected = _expected(hf, dtype)
+        self._expected = family_of(hf).update(hf, dtype)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
@@ -353,12 +354,3 @@ class VllmEngine(Engine):
     def _death(self, error: Exception) -> EngineDead:
         """vLLM's word that its process has failed, as ours."""
         return EngineDead(f"{self.label}: its process has failed: {one_line(str(error.__cause__ or error))}")
-
-
-def _expected(config: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
-    """The shape and dtype of every tensor that an update brings, by Hugging Face name."""
-    return {
-        name: (list(shape), "float32" if weight.float32 else dtype)
-        for weight in family_of(config).weights(config)
-        for name, shape in zip(weight.hf, weight.op.shapes, strict=True)
-    }

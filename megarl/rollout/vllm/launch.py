@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, RolloutSettings
+from megarl.config import RolloutSettings
 from megarl.imports import uncollected
 from megarl.rollout.engine import RolloutError
 from megarl.rollout.overheard import overheard
@@ -108,7 +108,6 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         vLLM's AsyncLLM.
 
     Raises:
-        ConfigError: without GPUs, vLLM does not know the architecture.
         RolloutError: vLLM is another version, or does not start.
     """
     with uncollected():
@@ -159,8 +158,6 @@ def _register_model(config: Mapping[str, Any]) -> None:
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
     for architecture in config["architectures"]:
-        if architecture not in _VLLM_MODELS:
-            raise ConfigError(f"model.path: vLLM {VLLM_VERSION} does not know the architecture {architecture}")
         module, name = _VLLM_MODELS[architecture]
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
 

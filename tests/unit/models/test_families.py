@@ -296,4 +296,13 @@ def test_architectures_are_transformers_names_where_it_has_them() -> None:
 
     unknown = {name for name in FAMILIES if not hasattr(transformers, name)}
     assert unknown == {head.architecture for family in FAMILIES.values() for head in family.heads.values() if not head.known}
-    assert unknown == {"Glm4MoeForSequenceClassification"}
+    assert not unknown & {family.heads["lm"].architecture for family in FAMILIES.values()}
+
+
+def test_an_update_brings_an_engine_every_tensor_in_its_dtype_and_float32_where_that_is_the_model_s() -> None:
+    family = family_of(DEEPSEEK_V3)
+    brought = family.update(DEEPSEEK_V3, "bfloat16")
+    assert {name: tuple(shape) for name, (shape, _) in brought.items()} == family.expected(DEEPSEEK_V3)
+    assert {name for name, (_, dtype) in brought.items() if dtype != "bfloat16"} == {
+        name for name in brought if name.endswith("e_score_correction_bias")
+    }

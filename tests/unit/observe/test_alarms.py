@@ -76,6 +76,7 @@ ALIVE = {
     "reward/mean": 0.5,
     "reward/min": 0.0,
     "reward/max": 1.0,
+    "reward/unscored": 0.1,
     "frac_reward_zero_std": 0.5,
     "response_length/mean": 20.0,
     "response_length/clip_ratio": 0.1,
@@ -87,6 +88,7 @@ ALIVE = {
 }
 DEAD = {
     "all_truncated": {"response_length/clip_ratio": 1.0},
+    "responses_unscored": {"reward/unscored": 0.6},
     "rewards_equal": {"reward/mean": 0.0, "reward/max": 0.0},
     "groups_equal": {"frac_reward_zero_std": 1.0},
     "no_gradient": {"actor/grad_norm": 0.0},
@@ -117,6 +119,16 @@ def test_a_run_that_recovers_is_not(event: str) -> None:
     assert given([ALIVE, sick, sick, ALIVE, sick, sick, ALIVE]) == []
 
 
+def test_cut_responses_that_score_nothing_are_told_with_their_share_and_the_key() -> None:
+    alarms = Alarms()
+    messages = [alarms.check(step, ALIVE | DEAD["responses_unscored"]).get("responses_unscored") for step in (1, 2, 3)]
+    assert messages[:2] == [None, None] and messages[2] is not None
+    assert messages[2].startswith(
+        "step 3: responses unscored: for 3 steps 60% of the responses are cut by the length limit and score 0 without being read; "
+        "reward.require_finished=true asks for that: raise rollout.max_response_tokens"
+    )
+
+
 def test_a_critic_learns_from_rewards_that_differ_between_prompts() -> None:
     assert given([ALIVE | DEAD["groups_equal"] | {"critic/vf_loss": 1.0}] * 5) == []
 
@@ -128,6 +140,11 @@ def test_a_critic_learns_from_rewards_that_differ_between_prompts() -> None:
         (
             [ALIVE | DEAD["rewards_equal"]],
             "learned nothing from the reward: all responses scored the same in each of 1 steps of the policy",
+        ),
+        (
+            [ALIVE | DEAD["rewards_equal"] | DEAD["responses_unscored"], ALIVE | DEAD["rewards_equal"]],
+            "learned nothing from the reward: all responses scored the same in each of 2 steps of the policy; in 1 of them most responses "
+            "were cut and scored 0 without being read (reward.require_finished)",
         ),
         ([ALIVE | DEAD["no_gradient"], ALIVE], None),
         ([evaluated(0.5)], None),

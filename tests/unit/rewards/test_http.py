@@ -111,9 +111,9 @@ def test_scores_come_in_the_order_of_the_responses_with_their_parts() -> None:
 def test_a_response_cut_by_the_limit_is_asked_for_only_where_it_may_score() -> None:
     with serving(length_of) as server:
         requests = [ask("abc"), ask("abcd", finished=False)]
-        for required, expected in ((True, [3.0, 0.0]), (False, [3.0, 4.0])):
+        for required, expected in ((True, [(3.0, True), (0.0, False)]), (False, [(3.0, True), (4.0, True)])):
             with open_scorer(settings(server.url, require_finished=required)) as scorer:
-                assert [found.value for found in scorer.score(requests)] == expected
+                assert [(found.value, found.scored) for found in scorer.score(requests)] == expected
         assert [[sample["finished"] for sample in body["samples"]] for body in server.bodies] == [[True], [True, False]]
 
 

@@ -122,7 +122,7 @@ def test_gym_scores_whole_answers_only(gym: Scorer) -> None:
     scores = gym.score(requests)
     assert [score.value for score in scores] == [1, 1, 0, 0, 0]  # their scorer ignores case
     assert scores[2].parts["raw"] == pytest.approx(0.8)  # partial credit, seen and not paid
-    assert gym.score([spell("esroh", "esroh", finished=False)]) == [Score(0.0)]
+    assert gym.score([spell("esroh", "esroh", finished=False)]) == [Score(0.0, scored=False)]
     assert gym.score([]) == []
 
 
@@ -185,6 +185,7 @@ def test_user_functions_get_the_keywords_they_name() -> None:
     ("path", "message"),
     [
         ("nowhere:f", r"cannot import module 'nowhere': ModuleNotFoundError: No module named 'nowhere' \(looked .*"),
+        ("broken.py:f", r"'broken.py:f' names a file, and a module is imported by its name: broken:f$"),
         ("broken:f", r"cannot import module 'broken': ModuleNotFoundError: No module named 'nowhere_to_be_found' \(looked .*"),
         ("my_rewards:f", r"module 'my_rewards' has no attribute 'f'"),
         ("my_rewards:not_callable", r"module 'my_rewards' has no function 'not_callable'"),
