@@ -1,10 +1,10 @@
 """What it saves that engines do not wait: `python -m tools.bench_modes [--rounds 2] [--steps 20] [--write]`.
 
-The same RL run in each `rollout.mode`, on episodes of four turns of up to 16 tokens that a server answers after a while: seeded, log-normal,
+The same RL run in each `rollout.mode`, on episodes of four turns of up to 16 tokens that a server answers after a while: seeded, lognormal,
 two seconds an episode in the mean. And the same without any waiting, where overlap is all that there is to gain. Every run has as many
 episodes, tokens and updates a step; the runs alternate. Shown are medians of the rounds: seconds of a step (the first two are left out: the
 pipeline fills), its ratio to `sync`, what that could be at most, CPU seconds a step of engines and ranks. The most is that of a pipeline
-that costs nothing, with the times that rollout and update take in `sync`: with a lag of 1 it is below 2, as one batch's slowest episode waits
+that costs nothing, with the times that rollout and update take in `sync`: at a lag of 1 it is below 2, as one batch's slowest episode waits
 for another's. `sync, all cores` has two ranks and two engines, as a run in turn should have on two cores. `--write` puts the table into
 examples/async/README.md. Exit status: 1 where a bound is missed.
 """
