@@ -17,7 +17,6 @@ from typing import BinaryIO, Protocol
 _COLLECTED = 16 << 20  # bytes written at a time, a multiple of every device's block
 _CHUNK = 4 << 20  # bytes read at a time
 _BLOCK = 4096  # of a disk
-_SMALL = 1 << 18  # bytes; what is less is read through the page cache
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,15 @@ class HashedFile:
     A file of more than 16 MiB goes past the page cache where the file system can do that (O_DIRECT): no processor copies it once more, what
     the training has cached stays there, and `close` finds next to nothing to sync.
 
+    Args:
+        path: of the file.
+        cached: it goes into the page cache all the same, since it will be read on this machine.
+
     A failing write raises from `check` and `close` only: torch.save calls `write` out of C++, where an exception would lose its cause.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+    def __init__(self, path: Path, cached: bool = False) -> None:
+        self.path, self.size, self._cached = path, 0, cached
         self._file, self._hash = path.open("xb", buffering=0), hashlib.sha256()
         self._collected, self._filled = mmap.mmap(-1, _COLLECTED), 0  # O_DIRECT asks for memory that begins with a page
         self._error: OSError | None = None
@@ -55,7 +58,7 @@ class HashedFile:
             self._filled += len(taken)
             left = left[len(taken) :]
             if self._filled == _COLLECTED:
-                self._attempt(self._write_collected, direct=True)
+                self._attempt(self._write_collected, direct=not self._cached)
         return size
 
     def flush(self) -> None:
@@ -154,27 +157,37 @@ def read_record(path: Path) -> FileRecord:
 class StoredFile:
     """A file that is read by one thread. Raises OSError, with its name, where it cannot be.
 
-    Large reads go past the page cache where the file system can do that: filling it with what is read once costs ten times the copy.
+    What is not in the page cache is read past it where the file system can do that: filling it with what is read once costs ten times the
+    copy.
+
+    Args:
+        path: of the file.
+        in_order: the parts that are read lie one after the other, so that more than the one which is asked for may be read at a time.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, in_order: bool = False) -> None:
+        self.path, self._in_order = path, in_order
         self._plain, self._direct = os.open(path, os.O_RDONLY), -1
-        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # what lies behind a small read is read directly
+        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # what lies behind a part is read directly
         with suppress(OSError):
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._buffer = mmap.mmap(-1, _CHUNK)  # O_DIRECT asks for memory that begins with a page
+        self._start = self._held = 0  # what the buffer holds
 
     def blocks(self) -> Iterator[memoryview]:
         """All of it, in order; each block is valid until the next is asked for."""
         start = 0
-        while count := self._fill(start, _CHUNK):
-            with memoryview(self._buffer)[:count] as data:
+        while True:
+            self._fill(start, _CHUNK)
+            end = self._start + self._held
+            if end <= start:
+                return
+            with memoryview(self._buffer)[start - self._start : self._held] as data:
                 yield data
-            start += count
+            start = end
 
-    def read_some(self, start: int, target: memoryview) -> int:
-        """Reads from a place into the target what one call gives; 0 at the end of the file."""
+    def read_part(self, start: int, target: memoryview) -> int:
+        """Reads from a place into the target what one call gives; 0 at the end of the file. For what is small and lies here and there."""
         try:
             return os.preadv(self._plain, [target], start)
         except OSError as error:
@@ -183,16 +196,17 @@ class StoredFile:
     def read(self, start: int, target: memoryview) -> None:
         """Fills the target from a place."""
         while target:
-            if len(target) < _SMALL:
-                count = self.read_some(start, target)
-            else:
-                skipped = start % _BLOCK
-                count = min(self._fill(start - skipped, skipped + len(target)) - skipped, len(target))
-                if count > 0:
-                    with memoryview(self._buffer)[skipped : skipped + count] as data:
-                        target[:count] = data
+            if not self._start <= start < self._start + self._held:
+                if count := self._from_cache(start, target):
+                    start, target = start + count, target[count:]
+                    continue
+                self._fill(start, _CHUNK if self._in_order else len(target))
+            skipped = start - self._start
+            count = min(self._held - skipped, len(target))
             if count <= 0:
                 raise OSError(errno.EIO, f"ends {len(target)} bytes too early", str(self.path))
+            with memoryview(self._buffer)[skipped : skipped + count] as data:
+                target[:count] = data
             start, target = start + count, target[count:]
 
     def close(self) -> None:
@@ -209,18 +223,31 @@ class StoredFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _fill(self, start: int, wanted: int) -> int:
-        """Reads into the buffer, from the beginning of a block, what is wanted or as much as it holds; 0 at the end of the file."""
-        with memoryview(self._buffer)[: -(-wanted // _BLOCK) * _BLOCK] as buffer:
+    def _fill(self, start: int, wanted: int) -> None:
+        """Reads so much from a place, or as much as the buffer holds, with the rest of the disk's blocks that it lies in."""
+        self._start = start // _BLOCK * _BLOCK
+        size = -(-(start - self._start + wanted) // _BLOCK) * _BLOCK
+        with memoryview(self._buffer)[:size] as buffer:
+            self._held = self._from_cache(self._start, buffer)
+            if self._start + self._held > start:
+                return
             if self._direct >= 0:
                 try:
-                    return os.preadv(self._direct, [buffer], start)
+                    self._held = os.preadv(self._direct, [buffer], self._start)
+                    return
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise self._named(error) from None
                     os.close(self._direct)  # its blocks are larger, or it cannot do this after all
                     self._direct = -1
-            return self.read_some(start, buffer)
+            self._held = self.read_part(self._start, buffer)
+
+    def _from_cache(self, start: int, target: memoryview) -> int:
+        """Reads what is in the page cache already; 0 where nothing is, or at the end of the file."""
+        try:
+            return os.preadv(self._plain, [target], start, os.RWF_NOWAIT)
+        except OSError:  # whatever else is wrong will be so again
+            return 0
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self.path))

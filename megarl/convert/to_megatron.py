@@ -101,7 +101,7 @@ class ToMegatron(Conversion):
         self._file(unit).unlink(missing_ok=True)
         hashes: dict[str, str] = {}
         places: list[list[int]] = []
-        with HashedFile(self._file(unit)) as file:
+        with HashedFile(self._file(unit), cached=True) as file:  # a small model is converted back, or loaded here, soon
             for item in unit.items:
                 with control.parameter(item):
                     parameter = self._parameter(item, hashes)

@@ -24,7 +24,7 @@ from megarl.checkpoints.steps import encode, read_manifest
 from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint import sharded
-from megarl.parallel.checkpoint.dcp import find_chunk
+from megarl.parallel.checkpoint.dcp import ChunkFinder
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import BLOCK, StagedWriter, StagingMemory
 from megarl.parallel.grid import Grid
@@ -322,7 +322,9 @@ def test_one_save_after_the_other_is_copied_into_the_same_memory(tmp_path: Path)
         places = writer.finish().locations["m"]
         for number, (shape, place) in enumerate(zip(shapes, places, strict=True)):
             with StoredFile(tmp_path / str(save) / "m" / place.file) as file:
-                assert torch.equal(find_chunk(file, place, "m").read(), torch.full(shape, float(10 * save + number), dtype=torch.bfloat16))
+                assert torch.equal(
+                    ChunkFinder().find(file, place, "m").read(), torch.full(shape, float(10 * save + number), dtype=torch.bfloat16)
+                )
         used.append([block.data_ptr() for block in memory._blocks])
     assert used[0] == used[1] and len(used[0]) == 3
 
@@ -343,7 +345,7 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     expected = torch.arange(1 << 21, dtype=torch.float32)
     for place, wanted in zip(written.locations["m"], [expected[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), expected[::7]], strict=True):
         with StoredFile(tmp_path / "m" / place.file) as file:
-            assert torch.equal(find_chunk(file, place, "m").read(), wanted)
+            assert torch.equal(ChunkFinder().find(file, place, "m").read(), wanted)
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from megarl.checkpoints.files import StoredFile
 from megarl.checkpoints.steps import SavedStep
 from megarl.config import ConfigError
-from megarl.parallel.checkpoint.dcp import Chunks, Location, Shard, check_cover, find_chunk, tensors
+from megarl.parallel.checkpoint.dcp import ChunkFinder, Chunks, Location, Shard, check_cover, tensors
 from megarl.parallel.checkpoint.metadata import read_metadata
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
@@ -175,16 +175,17 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
         locations = list(group)
         step = -(-len(locations) // _READERS)  # each file in so many parts: there may be fewer files than threads
         parts += [locations[start : start + step] for start in range(0, len(locations), step)]
+    finder = ChunkFinder()
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(lambda locations: _read_part(folder, locations, reads), parts))
+        list(pool.map(lambda locations: _read_part(folder, locations, reads, finder), parts))
 
 
 @torch.no_grad()
-def _read_part(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]]) -> None:
-    with StoredFile(folder / locations[0].file) as file:
+def _read_part(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]], finder: ChunkFinder) -> None:
+    with StoredFile(folder / locations[0].file, in_order=True) as file:
         for location in locations:
             key, copies = reads[location]
-            stored = find_chunk(file, location, key)
+            stored = finder.find(file, location, key)
             if len(copies) == 1 and stored.read_into(copies[0].target):
                 continue
             chunk = stored.read()

@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 from megarl.checkpoints.files import FileRecord, StoredFile
 from megarl.checkpoints.steps import Manifest, SavedStep
 from megarl.errors import ConfigError
-from megarl.parallel.checkpoint.dcp import Location, Shard, find_chunk, tensors, write_metadata
+from megarl.parallel.checkpoint.dcp import ChunkFinder, Location, Shard, tensors, write_metadata
 from megarl.parallel.checkpoint.metadata import read_metadata
 
 CLASSES = "torch.distributed.checkpoint.metadata"
@@ -337,7 +337,7 @@ def test_a_broken_shard_is_told_whatever_torch_makes_of_it() -> None:
                 file.write(data[:place] + bytes([value]) + data[place + 1 :])
                 file.flush()
                 with suppress(ConfigError), StoredFile(Path("shard")) as stored:
-                    assert isinstance(find_chunk(stored, Location("shard", 0, len(data)), "w").read(), torch.Tensor)
+                    assert isinstance(ChunkFinder().find(stored, Location("shard", 0, len(data)), "w").read(), torch.Tensor)
 
 
 def test_a_shard_that_unpacks_to_a_thousand_times_its_size_is_refused() -> None:
@@ -348,7 +348,7 @@ def test_a_shard_that_unpacks_to_a_thousand_times_its_size_is_refused() -> None:
     size = Path("small").stat().st_size
     assert size < 1 << 17 and float(torch.load("small", weights_only=True).sum()) == 0, "torch reads it"
     with StoredFile(Path("small")) as file, pytest.raises(ConfigError, match="checkpoint: small: w: ValueError: is compressed"):
-        find_chunk(file, Location("small", 0, size), "w")
+        ChunkFinder().find(file, Location("small", 0, size), "w")
 
 
 def test_a_stored_tensor_is_read_as_torch_reads_it_or_into_memory_that_is_laid_out_alike() -> None:
@@ -357,7 +357,7 @@ def test_a_stored_tensor_is_read_as_torch_reads_it_or_into_memory_that_is_laid_o
         torch.save(tensor, "one")
         size = Path("one").stat().st_size
         with StoredFile(Path("one")) as file:
-            stored = find_chunk(file, Location("one", 0, size), "w")
+            stored = ChunkFinder().find(file, Location("one", 0, size), "w")
             target = torch.full(tensor.shape, -1.0, dtype=tensor.dtype)
             assert stored.read_into(target) == tensor.is_contiguous()
             assert torch.equal(target, tensor if tensor.is_contiguous() else torch.full_like(target, -1.0))
@@ -374,4 +374,27 @@ def test_a_tensor_that_is_larger_than_its_place_is_refused() -> None:
     assert data.count(rows) == 1
     Path("long").write_bytes(data.replace(rows, rows.replace((600).to_bytes(2, "little"), (601).to_bytes(2, "little"))))
     with StoredFile(Path("long")) as file, pytest.raises(ConfigError, match="long: w: ValueError: is larger than its place"):
-        find_chunk(file, Location("long", 0, len(data)), "w")
+        ChunkFinder().find(file, Location("long", 0, len(data)), "w")
+
+
+def test_tensors_of_one_length_are_not_taken_for_each_other() -> None:
+    """Whether torch has looked at one of them or at another before."""
+    tensors = [
+        torch.randn(40, 60),
+        torch.randn(60, 40),
+        torch.randn(40, 60),
+        torch.randint(9, (40, 60), dtype=torch.int32),
+        torch.randn(60, 40).t(),
+    ]
+    places, finder = list[Location](), ChunkFinder()
+    with Path("several").open("wb") as file:
+        for tensor in tensors:
+            start = file.tell()
+            torch.save(tensor, file)
+            places.append(Location("several", start, file.tell() - start))
+    assert len({place.length for place in places}) < len(tensors)
+    with StoredFile(Path("several")) as file:
+        for _ in range(2):
+            for tensor, place in zip(tensors, places, strict=True):
+                found = finder.find(file, place, "w").read()
+                assert torch.equal(found, tensor) and (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
