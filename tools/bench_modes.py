@@ -1,11 +1,11 @@
 """What it saves that engines do not wait: `python -m tools.bench_modes [--rounds 2] [--steps 20] [--write]`.
 
-The same RL run in each `rollout.mode`, on episodes of four turns of up to 16 tokens that a server answers after a while: seeded, lognormal,
-two seconds an episode in the mean. And the same without any waiting, where overlap is all that there is to gain. Every run has as many
-episodes, tokens and updates a step; the runs alternate. Shown are medians of the rounds: seconds of a step (the first two are left out: the
-pipeline fills), its ratio to `sync`, what that could be at most, CPU seconds a step of engines and ranks. The most is that of a pipeline
-that costs nothing, with the times that rollout and update take in `sync`: at a lag of 1 it is below 2, as one batch's slowest episode waits
-for another's. `sync, all cores` has two ranks and two engines, as a run in turn should have on two cores. `--write` puts the table into
+The same RL run in each `rollout.mode`, on episodes of three turns that a server answers after a while: seeded, log-normal, two seconds an
+episode in the mean. And the same without any waiting, where overlap is all that there is to gain. Every run has as many episodes, tokens
+and updates a step; the runs alternate. Shown are medians of the rounds: seconds of a step (the first two are left out: the pipeline
+fills), its ratio to `sync`, what that could be at most, CPU seconds a step of engines and ranks. The most is that of a pipeline that costs
+nothing, with the times that rollout and update take in `sync`: with a lag of 1 it is below 2, as one batch's slowest episode waits for
+another's. `sync, all cores` has two ranks and two engines, as a run in turn should have on two cores. `--write` puts the table into
 examples/async/README.md. Exit status: 1 where a bound is missed.
 """
 
@@ -36,7 +36,7 @@ from tools.make_tiny_model import build
 
 PAGE = ROOT / "examples" / "async" / "README.md"
 BEGIN = "<!-- written by tools/bench_modes.py -->"
-TURNS, MEDIAN_S, SPREAD = 4, 0.3, 1.0  # of an episode; of the log-normal wait of a turn, whose mean is 1.65 medians
+TURNS, MEDIAN_S, SPREAD = 3, 0.4, 1.0  # of an episode; of the log-normal wait of a turn, whose mean is 1.65 medians
 FILLING = 2  # steps that are not measured
 POLL_S = 0.2
 ENGINES, RANKS = "ray::RolloutWorker", "ray::ModelWorker"  # begin the titles of their processes
@@ -59,9 +59,9 @@ algorithm: {{type: grpo, correction: {{type: tis}}}}
 data:
   train: {{type: episodes, seed: 7, items: 100000}}
   eval: {{type: episodes, seed: 1000000000, items: 2}}
-environment: {{source: {{type: http, url: "{url}"}}, max_turns: 4, max_turn_tokens: 16, step_s: 60}}
+environment: {{source: {{type: http, url: "{url}"}}, max_turns: 3, max_turn_tokens: 12, step_s: 60}}
 reward: {{source: {{type: environment}}}}
-rollout: {{samples_per_prompt: 2, max_prompt_tokens: 32, max_response_tokens: 128, max_num_seqs: 64, kv_cache_mb: 32}}
+rollout: {{samples_per_prompt: 2, max_prompt_tokens: 32, max_response_tokens: 96, max_num_seqs: 64, kv_cache_mb: 32}}
 sync: {{transport: shm}}
 log: {{tensorboard: false}}
 train: {{steps: {steps}, prompts_per_step: 16, mini_batches: 4, epochs: 2, micro_batch_tokens: 2048, eval_at_start: false, eval_every: 0}}
