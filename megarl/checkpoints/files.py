@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import BinaryIO, Protocol
 
 _COLLECTED = 16 << 20  # bytes written at a time, a multiple of every device's block
+_CACHED = 1 << 20  # the same where they go into the page cache
 _CHUNK = 4 << 20  # bytes read at a time
 _BLOCK = 4096  # of a disk
 
@@ -43,7 +44,8 @@ class HashedFile:
     def __init__(self, path: Path, cached: bool = False) -> None:
         self.path, self.size, self._cached = path, 0, cached
         self._file, self._hash = path.open("xb", buffering=0), hashlib.sha256()
-        self._collected, self._filled = mmap.mmap(-1, _COLLECTED), 0  # O_DIRECT asks for memory that begins with a page
+        self._room = _CACHED if cached else _COLLECTED
+        self._collected, self._filled = mmap.mmap(-1, self._room), 0  # O_DIRECT asks for memory that begins with a page
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -53,11 +55,11 @@ class HashedFile:
         self._hash.update(left)
         self.size += size
         while left and self._error is None:
-            taken = left[: _COLLECTED - self._filled]
+            taken = left[: self._room - self._filled]
             self._collected[self._filled : self._filled + len(taken)] = taken
             self._filled += len(taken)
             left = left[len(taken) :]
-            if self._filled == _COLLECTED:
+            if self._filled == self._room:
                 self._attempt(self._write_collected, direct=not self._cached)
         return size
 

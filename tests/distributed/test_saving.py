@@ -22,6 +22,7 @@ from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord, StoredFile, read_record
 from megarl.checkpoints.steps import encode, read_manifest
 from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.errors import SaveError
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint import sharded
 from megarl.parallel.checkpoint.dcp import ChunkFinder
@@ -337,7 +338,7 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
     for tensor in given:
         writer.put("m", tensor)
-    writer.written()
+    assert writer.written(60.0)
     whole.untyped_storage().resize_(0)
     writer.close()
     written = writer.finish()
@@ -346,6 +347,26 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     for place, wanted in zip(written.locations["m"], [expected[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), expected[::7]], strict=True):
         with StoredFile(tmp_path / "m" / place.file) as file:
             assert torch.equal(ChunkFinder().find(file, place, "m").read(), wanted)
+
+
+def test_nobody_reads_what_stayed_still_once_a_write_has_failed(tmp_path: Path) -> None:
+    """So that the memory may be given back; and after a save was given up, nothing that is written later counts."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "__0_0.distcp").write_bytes(b"")  # in the way of one of the two threads
+    (tmp_path / "m" / "__0_1.distcp").write_bytes(b"")
+    writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
+    for _ in range(4):
+        writer.put("m", torch.ones(1 << 20))
+    assert writer.written(60.0) and not any(thread.is_alive() for thread in writer._threads)
+    with pytest.raises(FileExistsError):
+        writer.finish()
+    (tmp_path / "n").mkdir()
+    other = StagedWriter(tmp_path, 1, 1 << 30)
+    other.put("n", torch.ones(5))
+    other.give_up()
+    other.close()
+    with pytest.raises(SaveError, match="given up"):
+        other.finish()
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,6 +220,11 @@ def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tens
         with zipfile.ZipFile(window) as entries:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
                 raise ValueError("is compressed, which torch writes never")
+        window.seek(0)
+        records = cast(Any, torch._C).PyTorchFileReader(window)
+        # torch (2.13, serialization.py:2135) swaps the bytes of a storage on `meta`, which has none
+        if records.has_record("byteorder") and records.get_record("byteorder") != sys.byteorder.encode():
+            raise ValueError(f"is not in this machine's byte order, {sys.byteorder}")
         window.seek(0)
         layout = torch.load(window, map_location="meta", weights_only=True)
         if isinstance(layout, Tensor):

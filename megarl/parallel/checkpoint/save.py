@@ -54,7 +54,7 @@ class Saver:
         self._plans: dict[str, torch_dist.SavePlan] = {}
         self._memory = StagingMemory()
         self._saves = 0
-        self._pending: tuple[threading.Thread, SaveBarrier, int] | None = None
+        self._pending: tuple[threading.Thread, SaveBarrier, StagedWriter, int] | None = None
 
     def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, Content]) -> Staged:
         """Saves a step; returns when its tensors are copied, or, if not asynchronous, when everything lies on the disk.
@@ -89,14 +89,15 @@ class Saver:
             models[name].wake()
             for tensor in planned[name]:
                 staged.put(name, tensor)
-            if still:
-                staged.written()  # before the next model takes this one's place in memory
+            if still and not staged.written(self._grid.timeout_s):  # before the next model takes this one's place in memory
+                staged.give_up()
+                raise SaveError(f"checkpoint: step {step} was not saved: {writer.path}: not written in {self._grid.timeout_s:g} s")
         staged.close()
         barrier = SaveBarrier(self._grid, self._root, self._saves)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
-        self._pending, self._saves = (thread, barrier, step), self._saves + 1
+        self._pending, self._saves = (thread, barrier, staged, step), self._saves + 1
         if not self._settings.asynchronous:
             self.wait()
         return Staged(size, time.perf_counter() - begun)
@@ -105,11 +106,12 @@ class Saver:
         """Waits until the last save is complete. Raises SaveError where it failed, on every rank, once."""
         if self._pending is None:
             return
-        thread, barrier, step = self._pending
+        thread, barrier, staged, step = self._pending
         self._pending = None
         fault, lost = barrier.verdict(2 * self._grid.timeout_s)
         if fault:
-            self._memory = StagingMemory()  # what was given up may still be read
+            staged.give_up()
+            self._memory = StagingMemory()  # a thread may still read what is there
             raise (ContentLost if lost else SaveError)(f"checkpoint: step {step} was not saved: {fault}")
         thread.join()
 

@@ -87,7 +87,7 @@ def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
     state: Sharded = {}
     for number, one in enumerate(_held(trainable)):
         shape = one.parameter.shape
-        places = one.local() if one.whole else [torch.empty(shape.numel()) for _ in STATES]
+        places = one.local() if one.whole else [torch.empty(shape.numel(), dtype=torch.float32) for _ in STATES]
         state[str(number)] = {
             name: _like(sharded[one.parameter], name, place.view(shape)) for name, place in zip(STATES, places, strict=True)
         }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.files import FileRecord, HashedFile
+from megarl.errors import SaveError
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint.dcp import Location, memory_of
 
@@ -100,11 +101,24 @@ class StagedWriter:
         locations.append(None)
         self._queue.put((model, len(locations) - 1, tensor))
 
-    def written(self) -> None:
-        """Waits until all that was put is written, or a write has failed."""
+    def written(self, timeout_s: float) -> bool:
+        """Waits until nobody reads any more what was put: it is written, or a write has failed. False where that is not so in time."""
         self._begin.set()
         with self._room:
-            self._room.wait_for(lambda: self._error or not self._held)
+            if not self._room.wait_for(lambda: self._error or not self._held, timeout_s):
+                return False
+        if self._error is None:
+            return True
+        self.close()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def give_up(self) -> None:
+        """Lets what is not written yet be; `finish` raises. What is put may change from now on, and must not be taken for a checkpoint."""
+        with self._room:
+            self._error = self._error or SaveError("was given up")
+            self._room.notify_all()
 
     def close(self) -> None:
         """Says that nothing more comes."""
@@ -133,6 +147,8 @@ class StagedWriter:
                     files[model] = HashedFile(self._directory / model / name)
                 file = files[model]
                 offset = file.size
+                if self._error is not None:
+                    break
                 torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
                 file.check()
                 self._locations[model][index] = Location(name, offset, file.size - offset)
@@ -154,4 +170,4 @@ class StagedWriter:
 
 def _alone(tensor: Tensor) -> Tensor:
     """The same memory, while the tensor is alive, as a storage of its own: torch.save writes the whole storage that a tensor lies in."""
-    return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
+    return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)

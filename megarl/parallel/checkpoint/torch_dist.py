@@ -155,7 +155,7 @@ class _Copy:
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
     """Reads every stored chunk that the wanted tensors touch, once, a few at a time."""
-    reads: dict[Location, tuple[str, list[_Copy]]] = {}
+    reads: dict[Location, tuple[str, tuple[int, ...], list[_Copy]]] = {}
     stored = tensors(metadata)
     chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
     for leaf in wanted:
@@ -165,7 +165,8 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
             data.zero_()  # rows that pad the vocabulary here and not there
         for chunk, source, target in chunks[leaf.key].overlaps(shard):
             info = metadata.storage_data[MetadataIndex(leaf.key, chunk.offsets)]
-            copies = reads.setdefault(Location(info.relative_path, info.offset, info.length), (leaf.key, []))[1]
+            location = Location(info.relative_path, info.offset, info.length)
+            copies = reads.setdefault(location, (leaf.key, tuple(chunk.sizes), []))[2]
             copies.append(_Copy(source, data[target]))
             missing -= copies[-1].target.numel()
         if missing and not leaf.allow_shape_mismatch:
@@ -181,11 +182,15 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
 
 
 @torch.no_grad()
-def _read_part(folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, list[_Copy]]], finder: ChunkFinder) -> None:
+def _read_part(
+    folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, tuple[int, ...], list[_Copy]]], finder: ChunkFinder
+) -> None:
     with StoredFile(folder / locations[0].file, in_order=True) as file:
         for location in locations:
-            key, copies = reads[location]
+            key, sizes, copies = reads[location]
             stored = finder.find(file, location, key)
+            if tuple(stored.layout.shape) != sizes:
+                raise ConfigError(f"checkpoint: {file.path}: {key} is {list(stored.layout.shape)}, declared {list(sizes)}")
             if len(copies) == 1 and stored.read_into(copies[0].target):
                 continue
             chunk = stored.read()

@@ -7,6 +7,7 @@ import copyreg
 import hashlib
 import os
 import pickle
+import sys
 import time
 import tracemalloc
 import zipfile
@@ -398,3 +399,14 @@ def test_tensors_of_one_length_are_not_taken_for_each_other() -> None:
             for tensor, place in zip(tensors, places, strict=True):
                 found = finder.find(file, place, "w").read()
                 assert torch.equal(found, tensor) and (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_a_tensor_of_another_byte_order_is_refused() -> None:
+    """Torch would swap the bytes of a storage that has none yet, and crash."""
+    other = b"big" if sys.byteorder == "little" else b"little"
+    torch.save(torch.zeros(4), "mine")
+    with zipfile.ZipFile("mine") as mine, zipfile.ZipFile("theirs", "w", zipfile.ZIP_STORED) as theirs:
+        for entry in mine.namelist():
+            theirs.writestr(entry, other if entry.endswith("byteorder") else mine.read(entry))
+    with StoredFile(Path("theirs")) as file, pytest.raises(ConfigError, match="theirs: w: ValueError: is not in this machine's byte order"):
+        ChunkFinder().find(file, Location("theirs", 0, Path("theirs").stat().st_size), "w")
