@@ -92,7 +92,8 @@ class OptimizerSettings(Section):
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: how it falls."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, ...}`."""
+    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, optimizer_offload_fraction:
+    1.0}` holds the moments in host memory."""
     ddp: dict[str, Any] = {}
     """Any fields of megatron.core's DistributedDataParallelConfig, checked against its fields; `{overlap_grad_reduce: true, ...}`."""
 

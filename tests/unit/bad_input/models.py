@@ -51,8 +51,14 @@ TABLE = [
     Case(
         "an optimizer that is offloaded from the CPU to the CPU",
         "train",
-        given("optimizer.megatron={optimizer_cpu_offload: true}"),
+        given("optimizer.megatron={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"),
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "an optimizer of which nothing is offloaded",
+        "train",
+        given("optimizer.megatron={optimizer_cpu_offload: true}"),
+        r"^optimizer\.megatron\.optimizer_cpu_offload=True: optimizer_offload_fraction=0, Megatron's default, offloads nothing; 1\.0 all$",
     ),
     Case(
         "a field that Megatron has not",
