@@ -28,6 +28,7 @@ class FittingLayout:
     replicas: int  # engines; 0: a stage without them
     engine_tp: int
     bytes: float  # of the worst rank
+    host: float  # bytes of host memory of a node; 0: not planned
     live: float  # sequences of the greatest length in an engine
     seconds: float  # of a step
     changes: tuple[str, ...]  # overrides that make it of the configuration
@@ -53,7 +54,8 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
                 worst = max(group.worst.total for group in plan.groups)
                 engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
                 tp, live = (engine.tp, engine.live) if engine is not None else (0, 0.0)
-                found.append(FittingLayout(tried.layout, replicas, tp, worst, live, plan.times.step, overrides(config, tried)))
+                host, changes = plan.host.total if plan.host is not None else 0, overrides(config, tried)
+                found.append(FittingLayout(tried.layout, replicas, tp, worst, host, live, plan.times.step, changes))
         if found:
             quickest = min(one.seconds for one in found)
             found.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
