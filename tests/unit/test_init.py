@@ -167,6 +167,11 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
             f"megarl: error: model.path: no such directory: {folder}/Qwen/Qwen3-0.6B (a name of the Hugging Face Hub? "
             "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B)",
         ),
+        (
+            wrote(folder, SUMS, Path("models/Qwen3-30B-A3B")),
+            f"megarl: error: model.path: no such directory: {folder}/models/Qwen3-30B-A3B (of the Hugging Face Hub? "
+            "hf download ORGANISATION/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B)",
+        ),
         (wrote(folder, SUMS, folder / "endless"), "megarl: error: model.path: config.json lacks max_position_embeddings"),
         (
             wrote(folder, SUMS, tiny_model, "--out", "none/own.yaml"),
