@@ -64,7 +64,15 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
 
 
 def nearest(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str | None:
-    """Of the layouts that do not fit, with all remedies, the one that needs the least of a GPU: its overrides, and what it needs."""
+    """Of the layouts that do not fit the one that needs the least of a GPU, as a line: its overrides, and what it needs; None: there is none.
+
+    Args:
+        config: of the run.
+        models: of `models_of`.
+        device: whose speed the times follow from.
+        memory_gb: of each GPU.
+        gpus: how many there are.
+    """
     plans = [each for way in ways(config, gpus) for each in _plans(way, models, device, memory_gb, gpus)]
     if not plans:
         return None
