@@ -29,7 +29,7 @@ class StepSettings(Section):
     mini_batches: PositiveInt = 1
     """Parts of a rollout, with an optimizer step on each."""
     epochs: Passes = 1
-    """Passes of the policy over them."""
+    """Passes of the policy over these parts of one rollout (PPO's epochs), not over the data, which `steps` counts."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
     the first step where a single update follows, whose own log-probs they then are, and nothing else asks for them (a reference, a
