@@ -196,6 +196,9 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     resumes = (config.directory / "checkpoints").is_dir()
     with first_items(sys.maxsize if resumes else LOOKED_AT) as look:
         work(config)
+        warnings = find("megarl.plan.fits:warnings")(config)
+    for warning in warnings:
+        say(f"megarl: warning: {warning}")
     say(f"megarl: {path} passes every check{f' (of generated prompts the first {LOOKED_AT:,} were drawn)' if look.cut else ''}")
     return 0
 

@@ -28,7 +28,7 @@ class ModelSettings(Section):
     trust_remote_code: Literal[False] = False
     """Not offered: code in a model directory is never run."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's TransformerConfig, checked against its fields."""
+    """Any fields of megatron.core's TransformerConfig that megarl does not set itself, checked against its fields."""
     drop_mtp: bool = False
     """Leave out a checkpoint's multi-token prediction layers, which are not trained; without it such a checkpoint is refused."""
 
@@ -37,7 +37,7 @@ class Layout(Section):
     """How the model ranks share one model. The data-parallel size is what is left: ranks / (tp * pp * cp)."""
 
     ranks: Annotated[int, Field(gt=0, le=1 << 20)] = 1
-    """Processes that hold the model together."""
+    """GPUs that train the model, with a process on each (on a CPU: processes); dp = ranks / (tp * pp * cp)."""
     tp: PositiveInt = 1
     """Tensor parallel size; sequence parallelism goes with it whenever tp > 1."""
     pp: PositiveInt = 1

@@ -52,7 +52,8 @@ class ClusterSettings(Section):
     deterministic: bool = False
     """GPUs: only algorithms that repeat their bits, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
-    """Size of Ray's object store, which is reserved at the start; Ray needs 75 MB."""
+    """Size of Ray's object store on each node, which is reserved at the start; Ray needs 75 MB. It holds a step's responses, with
+    routing.replay=r3 their experts too: what `megarl plan` calls its payload."""
     start_timeout_s: Seconds = 300.0
     """Longest time for Ray, ranks and engines to start."""
     phase_timeout_s: Seconds = 3600.0

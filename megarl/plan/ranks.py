@@ -135,9 +135,8 @@ def _parts(held: States) -> dict[str, float]:
 def recompute_of(settings: ModelSettings) -> Recompute:
     """What `model` says is computed again; `model.megatron` may say it more exactly."""
     fields = settings.megatron
-    kind = fields.get("recompute_granularity", settings.recompute) or "none"
-    together = int(fields.get("recompute_num_layers") or 1) if kind == "full" else 1
-    return Recompute(kind, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
+    together = int(fields.get("recompute_num_layers") or 1) if settings.recompute == "full" else 1
+    return Recompute(settings.recompute, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
 
 
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:

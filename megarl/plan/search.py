@@ -64,7 +64,7 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
 
 
 def nearest(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str | None:
-    """Of the layouts that do not fit the one that needs the least of a GPU, as a line: its overrides, and what it needs; None: there is none.
+    """Of the layouts that do not fit the one that needs the least of a GPU: its overrides, and what it needs; None where there is none.
 
     Args:
         config: of the run.

@@ -41,6 +41,8 @@ def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = Non
         yield _found(found)
         yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
     yield from (f"assumed: {note}" for note in plan.notes)
+    if plan.host is not None and plan.host.payload.warning is not None:
+        yield f"warning: {plan.host.payload.warning}"
     yield from (f"does not fit: {fault}" for fault in plan.faults)
     if closest is not None:
         yield f"no layout fits these GPUs; the nearest, {closest}"
@@ -111,9 +113,9 @@ def _host(plan: Plan) -> Table:
         f"{host.routes / GB:.1f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
-        f"{host.step / GB:.1f}"
-        + (f" x {host.batches} steps" if host.batches > 1 else "")
-        + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
+        f"{host.payload.step / GB:.1f}"
+        + (f" x {host.payload.batches} steps" if host.payload.batches > 1 else "")
+        + (", and it spills" if host.payload.warning else ""),
     )
     return table
 

@@ -73,6 +73,12 @@ TABLE = [
         r"^optimizer\.ddp\.bucket_size: Input should be a valid integer.* \(got 'many'\)$",
     ),
     Case(
+        "recomputation beside model.recompute",
+        "train",
+        given("model.megatron={recompute_granularity: full}"),
+        r"^model\.megatron\.recompute_granularity: set by model\.recompute$",
+    ),
+    Case(
         "an argument of vLLM's that megarl sets",
         "train",
         given("rollout.engine.args={max_model_len: 8}"),

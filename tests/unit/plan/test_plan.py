@@ -20,7 +20,7 @@ from megarl.models.families import family_of
 from megarl.plan.devices import DEVICES, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
-from megarl.plan.fits import check_fits
+from megarl.plan.fits import check_fits, warnings
 from megarl.plan.parameters import count, model_elements, replicas, shards
 from megarl.plan.search import search
 from megarl.plan.show import tables
@@ -54,7 +54,7 @@ def test_the_large_examples_fit(published: Path, example: str) -> None:
     config = load(EXAMPLES / example, [f"model.path={published / model}"], TrainConfig)
     plan = planned(config, gpus)
     assert config.cluster.gpu_memory_gb is not None and plan.faults == []
-    assert plan.host is not None and not plan.host.spills
+    assert plan.host is not None and plan.host.payload.warning is None
     only = "PLAN ONLY" in (EXAMPLES / example).read_text()
     assert bool(plan.notes) == only, "an example that assumes what no run has says so"
 
@@ -162,10 +162,10 @@ def test_engines_are_ahead_where_the_mode_says_so_and_they_have_gpus_of_their_ow
     sync, *others = [planned(config) for config in configs]
     assert sync.times is not None and not sync.times.ahead
     assert [other.times for other in others] == [replace(sync.times, ahead=True)] * 3
-    hosts = [plan.host for plan in (sync, *others) if plan.host is not None]
-    assert [host.batches for host in hosts] == [1, 2, 3, 4] and len({host.step for host in hosts}) == 1
-    store = hosts[0].step / hosts[0].nodes * 2.5
-    assert [replace(host, store=store).spills for host in hosts] == [False, False, True, True]
+    payloads = [plan.host.payload for plan in (sync, *others) if plan.host is not None]
+    assert [payload.batches for payload in payloads] == [1, 2, 3, 4] and len({payload.step for payload in payloads}) == 1
+    store = payloads[0].step / payloads[0].nodes * 2.5
+    assert [replace(payload, store=store).warning is not None for payload in payloads] == [False, False, True, True]
     titles = [[part.title for part in tables(plan, []) if isinstance(part, Table)] for plan in (sync, others[0])]
     assert [any("longer of generate and of score + update" in str(title) for title in each) for each in titles] == [False, True]
     few = [search(config, models_of(config), DEVICES["H100"], 80, 16) for config in configs[:2]]
@@ -189,6 +189,20 @@ def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: 
         ConfigError, match=r"^cluster\.host_memory_gb=[\d.]+: a node needs \d+ GB: .* the experts of a step's tokens \d+\.\d"
     ):
         check_fits(load(GSPO, [*needed, "rollout.samples_per_prompt=64"], TrainConfig))
+
+
+def test_a_store_that_is_too_small_is_warned_of_with_the_size_that_holds(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts of all tokens exceed the default of 200 MB; `megarl plan` says so, and so does a check (tests/unit/test_cli.py)."""
+    given = [f"model.path={published / 'Qwen3-30B-A3B'}", "routing.replay=r3", "cluster.object_store_mb=200"]
+    [warning] = warnings(load(GSPO, given, TrainConfig))
+    assert (
+        match := re.fullmatch(r"cluster\.object_store_mb=200: .* take 4\.1 GB, more than 2 x 0\.2: .*; (\d+) holds them", warning)
+    ) is not None
+    enough, too_small = int(match[1]), int(match[1]) - 1
+    for size, line in ((enough, None), (too_small, f"warning: cluster.object_store_mb={too_small}: ")):
+        assert main(["plan", str(GSPO), *given, f"cluster.object_store_mb={size}"]) == 0
+        said = capsys.readouterr().out
+        assert line in said if line else "warning: " not in said
 
 
 def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:
