@@ -39,8 +39,7 @@ class StageMemory:
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    weights: float  # of the models on the device, with what CUDA takes
-    resident: float  # with gradients and optimizer
+    resident: float  # of the models on the device: weights, gradients and optimizer, with what CUDA takes
     waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
     host: float  # of what waits in host memory by `placement.offload`
     offloaded: float  # of optimizers that work in host memory
@@ -120,7 +119,6 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
         phase=phase,
         parts={**phases[phase], "context": context},
-        weights=(held[0] if work.offload else everything).weights + context,
         resident=(held[0] if work.offload else everything).total + context,
         waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,10 +14,12 @@ from megarl.config import Layout, LearnConfig, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import GB, NODE, Device
+from megarl.plan.engines import plan_engine
 from megarl.plan.remedies import overrides, ways
 from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
+ENGINES = (1, 2, 4, 8)  # GPUs of an engine
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
         gpus: how many there are: each a rank's or an engine's, or where these take turns, both.
         most: how many are returned.
     """
+    engines = [tp for tp in ENGINES if _has_room(config, models["model"], memory_gb, tp)]
     for way in ways(config, gpus):
         found = []
-        for tried, plan in _plans(way, models, device, memory_gb, gpus):
+        for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
             if not plan.faults and plan.times is not None:
                 worst = max(group.worst.total for group in plan.groups)
                 engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
@@ -73,7 +76,8 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
         memory_gb: of each GPU.
         gpus: how many there are.
     """
-    plans = [each for way in ways(config, gpus) for each in _plans(way, models, device, memory_gb, gpus)]
+    last = ways(config, gpus)[-2:]  # with all that spares memory, engines apart and not
+    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, ENGINES)]
     if not plans:
         return None
     tried, plan = min(plans, key=lambda each: each[1].need)
@@ -81,17 +85,25 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
     return f"{' '.join(overrides(config, tried))} {needs}"
 
 
+def _has_room(config: RunSettings, hf: dict[str, Any], memory_gb: float, tp: int) -> bool:
+    """Whether engines over so many GPUs could do anything, whatever the ranks are."""
+    if not isinstance(config, TrainConfig):
+        return False
+    rollout = config.rollout.model_copy(update={"tp": tp})
+    return plan_engine(hf, rollout, rollout.dtype or config.model.dtype, memory_gb * GB).room
+
+
 def _plans(
-    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int
+    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, engines: Sequence[int]
 ) -> Iterator[tuple[TrainConfig | LearnConfig, Plan]]:
-    for tried in _candidates(config, models["model"], gpus):
+    for tried in _candidates(config, models["model"], gpus, engines):
         try:
             yield tried, build(tried, models, device, memory_gb, gpus, remedies=False)
         except ConfigError:  # does not divide the model
             continue
 
 
-def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int) -> Iterator[TrainConfig | LearnConfig]:
+def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[int]) -> Iterator[TrainConfig | LearnConfig]:
     """The configuration with other layouts on so many GPUs, and other engines."""
     n = family_of(hf).sizes(hf)
     experts = n.experts or 1
@@ -113,7 +125,7 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int) -> Iterator[
     offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
     for ranks in sorted(splits):
         engine_gpus = gpus if shared else gpus - ranks
-        for layout, engine_tp, offload in product(_layouts(ranks, experts, sequences), (1, 2, 4, 8), sorted(offloads)):
+        for layout, engine_tp, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
             if engine_gpus % engine_tp == 0:
                 rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
                 placement = config.placement.model_copy(update={"offload": offload})

@@ -217,7 +217,7 @@ def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> s
 def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
     found, share = [], plan.memory * engine.share
     held = f"weights {engine.weights / GB:.1f} GB and buffers {engine.overhead / GB:.1f} GB"
-    if engine.cache < engine.token * engine.longest:
+    if not engine.room:
         found.append(
             f"rollout.tp={engine.tp}: {held} leave "
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
