@@ -55,6 +55,18 @@ TABLE = [
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
     ),
     Case(
+        "layers in eight bits",
+        "train",
+        given("model.megatron={fp8: hybrid}"),
+        r"^model\.megatron\.fp8: set by model\.path, model\.dtype, layout or megarl itself \(to None\)$",
+    ),
+    Case(
+        "a kernel of attention that there is not",
+        "train",
+        given("model.megatron={attention_backend: flash3}"),
+        r"^model\.megatron\.attention_backend: 'flash3' is none of auto, flash, fused, unfused$",
+    ),
+    Case(
         "a field that Megatron has not",
         "sft",
         given("optimizer.ddp={overlap_grad_reduction: true}"),
