@@ -56,6 +56,10 @@ class Layout(Section):
         """Data parallel size of the dense layers."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp` parts of a batch a rank works on."""
+        return rank // (self.tp * self.cp) % self.dp
+
     @model_validator(mode="after")
     def _divides(self) -> Layout:
         dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp

@@ -47,14 +47,19 @@ class WorkerGroup:
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
-        return self.group.start("forward", ray.put(plan), score)
+        return self.group.start_each("forward", self._dealt(plan), score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
         found: dict[int, float] = {}
-        for part in self.group.call("rewards", ray.put(plan), timeout_s=self.timeout_s):
+        for part in self.group.wait(self.group.start_each("rewards", self._dealt(plan)), "rewards", self.timeout_s):
             found |= part
         return found
+
+    def _dealt(self, plan: StepPlan | ScoringPlan) -> list[Any]:
+        """For each rank a reference to its part of the plan."""
+        parts = [ray.put(plan.part(dp_rank)) for dp_rank in range(self.layout.dp)]
+        return [parts[self.layout.dp_rank(rank)] for rank in range(self.layout.ranks)]
 
     def columns(self, *names: str) -> Columns:
         """Per-token numbers of the scored plan, as references."""
