@@ -95,7 +95,7 @@ class PromptFormat(Section):
     @model_validator(mode="after")
     def _system_has_a_template(self) -> PromptFormat:
         if self.system is not None and not self.chat:
-            raise ValueError("data.system: data.chat=false has no system message; say it in data.template")
+            raise ValueError("data.system: data.chat=false has no system message; put it in data.template")
         return self
 
 
@@ -238,10 +238,10 @@ def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
     """ValueError where there is nothing to evaluate on, or two sets have one name."""
     names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
     if not names:
-        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+        raise ValueError("data.eval: required, but missing (or list sets in eval)")
     for name in names:
         if names.count(name) > 1 or name.endswith("_base"):
-            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'reserved for the results of model.base'}")
 
 
 class PairsData(PromptFormat):

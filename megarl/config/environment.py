@@ -99,5 +99,5 @@ class EnvironmentSettings(Section):
     @model_validator(mode="after")
     def _tools_once(self) -> EnvironmentSettings:
         if isinstance(self.source, ToolsEnvironment) and len(set(self.source.tools)) < len(self.source.tools):
-            raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is named twice")
+            raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is listed twice")
         return self

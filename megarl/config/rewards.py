@@ -96,7 +96,7 @@ class SumReward(Section):
     def _named(cls, parts: list[RewardPart]) -> list[RewardPart]:
         names = [part.name for part in parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"two parts have one name ({', '.join(names)})")
+            raise ValueError(f"two parts have the same name ({', '.join(names)})")
         return parts
 
 

@@ -66,9 +66,9 @@ class ClusterSettings(Section):
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
         if self.address is not None and self.allocation is not None:
-            raise ValueError(f"cluster.allocation={self.allocation}: has a session of its own; leave out cluster.address={self.address}")
+            raise ValueError(f"cluster.allocation={self.allocation}: has its own session; leave out cluster.address={self.address}")
         if self.host_memory_gb is not None and self.gpu_memory_gb is None:
-            raise ValueError(f"cluster.host_memory_gb={self.host_memory_gb:g}: goes with cluster.gpu_memory_gb, and that is not given")
+            raise ValueError(f"cluster.host_memory_gb={self.host_memory_gb:g}: needs cluster.gpu_memory_gb, which is not set")
         if self.address is not None and self.interface is None:
             raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
         return self

@@ -164,7 +164,7 @@ class _ScoringProcess:
         except (EOFError, ConnectionError):
             return self.sandboxed.death()
         except BadMessage:
-            return "worker died: it wrote what is no answer"
+            return "worker died: it wrote an invalid answer"
         return None
 
     def _take(self, message: bytes, scores: dict[int, Score]) -> None:

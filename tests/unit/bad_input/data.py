@@ -171,8 +171,8 @@ TABLE = [
             ("{level: {min: 2, max: 1}}", ": level: min=2 is above max=1$"),
             ("{level: {}}", r": level: a range has the numbers min, max or both \(got \{\}\)$"),
             ("{level: {min: 1, most: 2}}", r": level: a range has the numbers min, max or both \(got \{'min': 1, 'most': 2\}\)$"),
-            ("{level: [[1]]}", r": level: must be texts, numbers, true or false, or a mapping of min and max \(got \[\[1\]\]\)$"),
-            ("{level: }", r": level: must be texts, numbers, true or false, or a mapping of min and max \(got None\)$"),
+            ("{level: [[1]]}", r": level: must be strings, numbers, true or false, or a mapping of min and max \(got \[\[1\]\]\)$"),
+            ("{level: }", r": level: must be strings, numbers, true or false, or a mapping of min and max \(got None\)$"),
             ("[level]", ": Input should be an object"),
         )
     ),

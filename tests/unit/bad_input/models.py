@@ -298,7 +298,7 @@ TABLE = [
         "an index of long names",
         "train",
         wrote("model.safetensors.index.json", json.dumps({"weight_map": {"a": LONG}}).encode()),
-        r"index\.json names 'x{100}.*, which is no file of the directory$",
+        r"index\.json names 'x{100}.*, which is not a file in the directory$",
     ),
     Case("a dtype that is a number", "train", config_json({"torch_dtype": 16}), says("torch_dtype", "16", "valid string")),
     Case(
@@ -367,7 +367,7 @@ TABLE = [
         "a template of a power",
         "train",
         template("{{ 10 ** 10 ** 9 }}"),
-        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take for ever$",
+        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take forever$",
     ),
     Case(
         "a template of roles", "sft", template("{% for m in messages %}{{ m.role }}{% endfor %}"), r"^data\.chat: .*leaves the prompt out"

@@ -131,7 +131,7 @@ TABLE = [
     Case("no samples", "samples", drawn("--most", "0"), "^samples: --most 0: must be 1 or more$"),
     Case("a long run", "samples", tool(LONG), "^samples: x+: File name too long$"),
     Case("an escape sequence for a run", "samples", tool("\x1b[2J"), r"^samples: no such directory: \\x1b\[2J$"),
-    Case("an option's value that argparse loses", "samples", drawn("--search=--"), "^--search=--: -- is no value of an option$"),
+    Case("an option's value that argparse loses", "samples", drawn("--search=--"), "^--search=--: -- is not a valid option value$"),
     # --- compare, and how a job stands
     *(
         Case(f"{verb} metrics: {name}", verb, of(run("metrics.jsonl", spoil), *before), rf"metrics\.jsonl:1: {line}")
@@ -212,7 +212,7 @@ TABLE = [
     ),
     Case("long data", "init", tool("MODEL", f"HERE/{LONG}", "--out=HERE/own.yaml"), "^init: .*x+: File name too long$"),
     Case("a place that cannot be written", "init", own("--cpu", "--out=/proc/own.yaml"), "^init: /proc/own.yaml: No such file"),
-    Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is no file of the directory$"),
+    Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is not a file in the directory$"),
     Case("a long file of prompts", "generate", tool("MODEL", "--file", LONG), "^--file: x+: File name too long$"),
     Case("a long model", "generate", tool(f"HERE/{LONG}", "x"), "^MODEL: .*x+: File name too long$"),
     Case(

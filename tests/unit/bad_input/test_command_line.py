@@ -70,7 +70,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "^sync.transport=nccl with placement.engines=shared: on one GPU only",
         ),
         ("placement.reference.ranks=2", "^placement.reference: algorithm.kl_coef=0 keeps no reference"),
-        ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is no reward model"),
+        ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is not a reward model"),
         ("algorithm.kl_coef=0.1 placement.reference.ranks=32", "^placement.reference.ranks=32: 32 data-parallel ranks for 16 sequences"),
         ("reward.source.type=reward_model reward.source.path=/nowhere", "^reward.source.path: .*/nowhere"),
         (
@@ -82,7 +82,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("train.on_alarm=pause", "^train.on_alarm: .*'continue' or 'stop'"),
         ("model.weights=/nowhere", "^model.weights: no such directory: /nowhere"),
         ("model.weights=MODEL", "^model.weights: .* is not a step directory"),
-        ("data.train.type=null", r"^data.train.type: required, and missing \(one of 'reasoning_gym', 'file', 'mixture', 'episodes'\)$"),
+        ("data.train.type=null", r"^data.train.type: required, but missing \(one of 'reasoning_gym', 'file', 'mixture', 'episodes'\)$"),
         ("data.train.file=3", r"^data.train.file: unknown key"),
         ("layout.ranks=3 layout.tp=2", r"^layout.ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),
@@ -113,7 +113,7 @@ def test_a_value_is_refused(override: str, line: str, tmp_path: Path, tiny_model
     [
         (b"train: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
         (b"name: \xff", "is not UTF-8: byte 6"),
-        (b"name: [", "is not YAML"),
+        (b"name: [", "is not accepted as YAML"),
         (b"- 1", "must hold a mapping, not list"),
     ],
 )

@@ -59,7 +59,7 @@ def test_is_refused(case: Case, tmp_path: Path, tiny_model: Path, capsys: pytest
     lines = [line.removeprefix("megarl: error: ") for line in shown.splitlines()]
     assert "Traceback" not in shown and all(len(line) < 2000 for line in lines)
     assert re.search(case.line, lines[-1]), shown
-    assert len(lines) == 1 or "further faults" in lines[-1], shown
+    assert len(lines) == 1 or "further errors" in lines[-1], shown
     assert seconds < CPU_S and grown < MEMORY_MB << 10, f"{seconds:.1f} s, {grown >> 10} MB"
 
 

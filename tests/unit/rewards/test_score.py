@@ -216,7 +216,7 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:
         check(summed(right, {**judged, "source": {**function, "path": "nowhere:f"}}))
     with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.0\.source\.extract: '\(' is no regular expression"):
         check(summed({**right, "source": {"type": "reasoning_gym", "extract": "("}}))
-    with pytest.raises(ValueError, match=r"two parts have one name \(right, right\)"):
+    with pytest.raises(ValueError, match=r"two parts have the same name \(right, right\)"):
         summed(right, right)
 
 
