@@ -144,11 +144,7 @@ def verb_parser(name: str) -> argparse.ArgumentParser:
     )
     top.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the configuration; with `base: other.yaml` it extends another")
     top.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="a.b=c",
-        help="optional: overrides a configuration value, as YAML, such as train.steps=5",
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="optional: a configuration value, as YAML, such as train.steps=5"
     )
     top.add_argument("--check", action="store_true", help="optional: run all checks and stop before any process starts")
     return top

@@ -77,7 +77,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
         with run.phase("save"):
             if config.train.best is not None:
-                run.note(f"ends after step {state.step} with the policy of step {state.best.step}, the best in {config.train.best}")
+                run.note(f"ends after step {state.step}; keeps the policy of step {state.best.step}, the best in {config.train.best}")
                 state.best.leave(run.directory / "model")
             else:
                 models.save("policy", run.directory / "model")

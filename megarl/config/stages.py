@@ -207,8 +207,8 @@ class TrainConfig(TrainingSettings):
         """ValueError where the engine's log-probs as old ones contradict another setting."""
         if self.train.old_logp == "rollout" and self.algorithm.correction is not None:
             raise ValueError(
-                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weights old by rollout log-probs, which "
-                "are then the same; remove one of the two"
+                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weights old by rollout log-probs, "
+                "which are then the same; remove one of the two"
             )
         if self.train.old_logp == "rollout" and self.routing.replay == "r2":
             raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this skips; use r3")
@@ -235,8 +235,8 @@ class TrainConfig(TrainingSettings):
         if self.algorithm.correction is None and self.train.old_logp != "rollout":
             raise ValueError(
                 f"{mode}: responses then come from older weights than those in training, and nothing corrects for it: set "
-                "algorithm.correction (such as {type: tis}), which weights each token by policy over engine, or train.old_logp=rollout, which "
-                "takes the engine's log-probs as the old ones"
+                "algorithm.correction (such as {type: tis}), which weights each token by policy over engine, or train.old_logp=rollout, "
+                "which takes the engine's log-probs as the old ones"
             )
 
     def _check_under_way(self) -> None:

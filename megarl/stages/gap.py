@@ -39,5 +39,5 @@ def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: Rollou
     if not gap <= limit:
         raise RuntimeError(f"{measured}, more than sync.logprob_gap={limit:g}")
     if sync.logprob_gap is None and gap > GAP_WARNING:
-        return f"{measured}, more than the {GAP_WARNING:g} expected of {expected} (sync.logprob_gap sets a limit)"
+        return f"{measured}, more than the {GAP_WARNING:g} expected in {expected} (sync.logprob_gap sets a limit)"
     return None

@@ -88,28 +88,30 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="megarl generate",
         usage="megarl generate MODEL [PROMPT | --file FILE | --chat] [options]",
-        description="Responses of a Hugging Face directory, through the engine that training samples with. A prompt goes through the "
-        "model's chat template where it has one. What a terminal would obey is shown as \\x1b and the like.",
+        description="Asks a model in a Hugging Face directory, through the engine that training samples with. A prompt goes through "
+        "the model's chat template if it has one. What a terminal would obey is shown as \\x1b and the like.",
     )
     top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
-    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="what is asked")
+    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt")
     top.add_argument("--file", type=Path, metavar="FILE", help="prompts: .jsonl, .parquet, or a directory of `datasets`")
-    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="their column (prompt)")
-    top.add_argument("--chat", action="store_true", help="a conversation, a line a turn; /new begins anew, Ctrl-D ends")
-    top.add_argument("--system", metavar="TEXT", help="a system message before each")
+    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="the column of the prompts (default: prompt)")
+    top.add_argument("--chat", action="store_true", help="a conversation, one line per turn; /new starts over, Ctrl-D ends")
+    top.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
     top.add_argument("--template", metavar="TEXT", help='instead of the chat template, such as "Question: {prompt} Answer:"')
-    top.add_argument("--n", type=int, default=1, metavar="N", help="responses to each prompt (1)")
-    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
-    top.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this probability together")
-    top.add_argument("--top-k", type=int, metavar="K", help="draw from so many likeliest tokens")
-    top.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least this share as likely as the likeliest")
+    top.add_argument("--n", type=int, default=1, metavar="N", help="responses per prompt (default 1)")
+    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default 1)")
+    top.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together have probability P")
+    top.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    top.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the most likely one")
     top.add_argument("--stop", action="append", metavar="TEXT", help="ends a response; may be given several times")
     top.add_argument("--max-tokens", type=int, metavar="N", help=f"longest response ({RESPONSE}, or what the model has room for)")
-    top.add_argument("--seed", type=int, default=1, metavar="N", help="of the random draws (1)")
-    top.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (bfloat16 on GPUs, float32 on the CPU)")
-    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (1)")
-    top.add_argument("--cpu", action="store_true", help="on the CPU, though there are GPUs")
-    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines into this file, which must not exist")
+    top.add_argument("--seed", type=int, default=1, metavar="N", help="seed for sampling (default 1)")
+    top.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: bfloat16 on GPUs, float32 on the CPU)"
+    )
+    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default 1)")
+    top.add_argument("--cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines to this file, which must not exist")
     return top
 
 
@@ -118,7 +120,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
     if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
-        why = "a chat is not written" if given.chat else "is there already" if given.out.exists() else "its directory does not exist"
+        why = "a chat is not written" if given.chat else "already exists" if given.out.exists() else "its directory does not exist"
         raise ConfigError(f"--out {given.out}: {why}")
     if given.chat and given.n != 1:
         raise ConfigError(f"--n {given.n}: a chat has one response a turn")
@@ -155,7 +157,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
     if given.chat:
         longest = room - response
     if longest < 1 or longest + response > room:
-        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model takes ({room})")
+        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model supports ({room})")
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
@@ -327,7 +329,7 @@ def chat(speaker: Speaker, system: str | None) -> None:
             [prompt] = tokens_of(job.tokenizer, iter([Row("chat", list(said), "", {})]), system, None, job.settings.max_prompt_tokens)
         except ConfigError as error:
             said.pop()
-            say(f"megarl: {escaped(str(error))} (/new begins anew)")
+            say(f"megarl: {escaped(str(error))} (/new starts over)")
             continue
         [[response]] = speaker.responses([prompt], job.sampling.seed + turn)
         said.append({"role": "assistant", "content": response["response"]})

@@ -176,7 +176,7 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
         if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # it was to take more steps once
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)
         if settings.patience and state.best.path.is_dir():
-            run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
+            run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
             state.best.leave(run.directory / "model")
         elif settings.steps:
             with run.phase("save"):

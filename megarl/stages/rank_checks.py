@@ -123,20 +123,20 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
             f"{section}.max_tokens={learn.max_tokens}"
         )
     if learn.max_tokens > hf["max_position_embeddings"]:
-        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
+        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model supports at most {hf['max_position_embeddings']}")
     if learn.batch_size < config.layout.dp:
         raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
     check_fits(config)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
+        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no eos_token; every response must end with one")
     return tokenizer
 
 
 def check_held_out(count: int, ranks: int) -> None:
     """ConfigError where the held-out source has too little for the data-parallel ranks."""
     if count < ranks:
-        raise ConfigError(f"data.eval: holds {count}, less than one for each of {ranks} data-parallel ranks")
+        raise ConfigError(f"data.eval: has {count} items, less than one for each of {ranks} data-parallel ranks")
 
 
 def check_serve(config: ServeConfig) -> Renderer:
@@ -149,5 +149,5 @@ def check_serve(config: ServeConfig) -> Renderer:
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     if limit > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
+        raise ConfigError(f"serve.max_tokens={limit}: the model supports at most {hf['max_position_embeddings']}")
     return renderer

@@ -85,7 +85,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
                 raise
             number = termination.asked()
             if number is not None:
-                saved = "started again, the run goes on from what it has saved"
+                saved = "started again, the run resumes from what it has saved"
                 raise termination.Terminated(number, f", after {error}; {saved}") from error
             if not ctx.restarts.allow(error):
                 raise
@@ -145,7 +145,7 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
             resume = intact(resume, ctx, newest_of)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
-            ctx.run.note("nothing is saved yet: the run begins anew")
+            ctx.run.note("nothing is saved yet: the run starts over")
         watch.renew()
         if ctx.restart(resume is None):
             told.kind = "node"

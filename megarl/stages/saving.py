@@ -148,7 +148,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
         files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     if faulty:
-        raise ConfigError(f"save.resume: no checkpoint in {root} is whole; with false the run begins anew, and what is there is kept")
+        raise ConfigError(f"save.resume: no checkpoint in {root} is intact; with false the run starts over, and what is there is kept")
     return None
 
 
@@ -196,7 +196,7 @@ def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb:
     if before != items:
         differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
     if differing:
-        raise ConfigError("\n".join([*differing, f"save.resume: true, and {path} was saved otherwise; false starts anew"]))
+        raise ConfigError("\n".join([*differing, f"save.resume=true, but {path} was saved with other settings; false starts over"]))
 
 
 def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
@@ -297,12 +297,12 @@ class Checkpoints:
             return
         self._run.ended_by = self._run.alarm
         self._save_now(state.state(), state)
-        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
+        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run resumes)")
 
     def _end(self, number: int, progress: Mapping[str, Any], state: State) -> NoReturn:
         written = self._save_now(progress, state)
         saved = f"saved at step {progress['step']}" if written else f"NOT saved at step {progress['step']}, see above"
-        raise termination.Terminated(number, f": {saved}; started again, the run goes on") from None
+        raise termination.Terminated(number, f": {saved}; started again, the run resumes") from None
 
     def _save_now(self, progress: Mapping[str, Any], state: State) -> bool:
         """Saves, and waits until it is written. Whether it is: a failure may let the run go on."""
@@ -347,4 +347,4 @@ def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> Save
 
 def passed_over(step: Path, why: str) -> None:
     """Tells that a step directory is not taken."""
-    print(f"megarl: checkpoint {step} is passed over: {why}", flush=True)
+    print(f"megarl: checkpoint {step} is skipped: {why}", flush=True)

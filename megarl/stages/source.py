@@ -97,7 +97,7 @@ class RolloutSource:
             state.sampler.restore(self._sampler)
         except NoEngine:
             fault = next(iter(progress.work.lost.values()))
-            raise WorkerDied(f"{fault}: no engine is left that has the weights of the batch ahead") from fault
+            raise WorkerDied(f"{fault}: no remaining engine has the weights of the batch ahead") from fault
         else:
             state.ahead, state.pool = progress.result(), _rest(progress)
 

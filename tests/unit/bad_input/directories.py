@@ -44,8 +44,8 @@ def step_of(make: Make, *before: str) -> Make:
 
 TABLE = [
     # --- places
-    Case("the run's directory is a file", "train", run_directory, r"^name: .*out/job: .*out/job is no directory that can be written to$"),
-    Case("runs below a file", "eval", below_a_file, r"^run_dir: .*file is no directory that can be written to$"),
+    Case("the run's directory is a file", "train", run_directory, r"^name: .*out/job: .*out/job is not a writable directory$"),
+    Case("runs below a file", "eval", below_a_file, r"^run_dir: .*file is not a writable directory$"),
     *(
         Case(
             f"a long {key}",

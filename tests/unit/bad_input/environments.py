@@ -140,7 +140,7 @@ TABLE = [
         "a stop beyond the vocabulary",
         "eval",
         given("rollout.stop_token_ids=[128]"),
-        r"^rollout\.stop_token_ids: 128, and the model has 128 tokens$",
+        r"^rollout\.stop_token_ids: 128 is not one of the model's 128 tokens$",
     ),
     Case("an empty stop", "eval", given("rollout.stop=['']"), r"^rollout\.stop\.0: String should have at least 1 character"),
 ]

@@ -47,7 +47,7 @@ def test_a_machine_says_how_far_environments_are_shut_in_there(monkeypatch: pyte
         monkeypatch.setattr(process, "level", lambda granted=granted: granted)
         assert str(guarantee(game)).startswith(meaning(granted, network=False))
     strict = game.model_copy(update={"sandbox": SandboxSettings(require="landlock")})
-    with pytest.raises(ConfigError, match=r"^environment\.sandbox\.require: landlock, and this machine grants limits only"):
+    with pytest.raises(ConfigError, match=r"^environment\.sandbox\.require: landlock, and this machine allows only limits"):
         guarantee(strict)
 
 

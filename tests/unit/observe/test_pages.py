@@ -98,7 +98,7 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
     assert any(line.split() == ["seed", "1", "7"] for line in lines) and not any(line.startswith(("sft.", "rollout.")) for line in lines)
     assert sum(line.endswith(" keys that only some have)") for line in lines) == 1
     for arguments, message in (
-        ([tmp_path / "none"], f"megarl: error: compare: {tmp_path / 'none'} is no run: it has no metrics.jsonl"),
+        ([tmp_path / "none"], f"megarl: error: compare: {tmp_path / 'none'} is not a run: it has no metrics.jsonl"),
         ([one, "--picture", tmp_path / "no" / "x.png"], f"megarl: error: compare: --picture: cannot write {tmp_path}/no/x.png: [Errno 2]"),
     ):
         assert main(["compare", *map(str, arguments)]) == 2

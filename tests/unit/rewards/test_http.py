@@ -129,7 +129,7 @@ LIES = {
     "null": (b'{"scores": [1, null]}', r"score 1 of 2: None \(NoneType\), not a finite number"),
     "text": (b'{"scores": ["1", 1]}', r"score 0 of 2: '1' \(str\), not a finite number"),
     "no score": (b'{"scores": [{"value": 1}, 1]}', r"score 0 of 2: a dict without 'score' \(keys: value\)"),
-    "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, and beyond 1e\+09 nothing is taken"),
+    "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, beyond the limit of 1e\+09"),
     "deep": (b"[" * 100_000, "the answer is not JSON"),
     "endless": (b"1" * (1 << 18), "the answer is longer than 196608 bytes for 2 samples"),
 }

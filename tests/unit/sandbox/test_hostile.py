@@ -93,7 +93,7 @@ EXPECTED: dict[str, tuple[float, Beginnings]] = {
     "ten_thousand_parts": (0, "bad return: 10000 parts, more than 64"),
     "a_part_with_a_long_name": (1, None),
     "a_number_too_large": (0, "bad return: "),
-    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, and beyond 1e+09 nothing is taken"),
+    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, beyond the limit of 1e+09"),
     "a_decimal": (0, "bad return: "),
     "a_fraction": (0.5, None),
     "a_complex_number": (0, "bad return: "),
@@ -263,7 +263,7 @@ def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -
 
 def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process, "level", lambda: Level.LIMITS)
-    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine grants limits only"):
+    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine allows only limits"):
         check(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(require="namespaces")))
     with pytest.raises(ConfigError, match=r"^reward\.sandbox\.readable: .*: there is no such file or directory$"):
         check(RewardSettings(source=FunctionReward(path="m:f"), sandbox=SandboxSettings(readable=[tmp_path / "nothing"])))
