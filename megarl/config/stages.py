@@ -20,7 +20,7 @@ from megarl.errors import refuse_all
 
 
 class StepSettings(Section):
-    """One RL step, and how often what happens."""
+    """One RL step, and how often things happen."""
 
     steps: Steps
     """Steps of the policy; those of critic.pretrain_steps come before them."""
@@ -31,15 +31,15 @@ class StepSettings(Section):
     epochs: Passes = 1
     """Passes of the policy over them."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
-    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
-    the first step where a single update follows, whose own log-probs they then are, and nothing else asks for them (a reference, a
-    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip act on engine and trainer at once."""
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, but skipped
+    after the first step if a single update follows, whose own log-probs they then are, and nothing else needs them (a reference, a
+    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
-    """Drop groups of equal rewards, and draw prompts at most so many times to fill the step; null: keep all groups."""
+    """Drop groups of equal rewards, and draw prompts at most this many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
-    """Overlong filter: a response cut by the length limit gets no loss."""
+    """Overlong filter: a response cut off by the length limit gets no loss."""
     eval_every: NonNegativeInt = 0
     """Steps between two evaluations; 0: only before the first and after the last step."""
     eval_at_start: bool = True
@@ -47,9 +47,9 @@ class StepSettings(Section):
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
     best: str | None = None
-    """Metric of evaluations, such as eval/heldout/avg@1: the policy of the evaluation with the highest is left; null: the last policy."""
+    """Metric of evaluations, such as eval/heldout/avg@1: keep the policy of the evaluation with the highest; null: the last policy."""
     patience: NonNegativeInt = 0
-    """This many evaluations in a row that do not raise `best` end the run; 0: all steps are taken."""
+    """End the run after this many evaluations in a row that do not raise `best`; 0: never."""
 
 
 class TrainConfig(TrainingSettings):
@@ -62,11 +62,11 @@ class TrainConfig(TrainingSettings):
     critic: CriticSettings | None = None
     """The value model: required by the algorithms that have one, refused by the others."""
     placement: Placement = Placement()
-    """Models with ranks of their own."""
+    """Models with their own ranks."""
     data: DataSettings
     """Prompts."""
     eval: list[EvalSet] = []
-    """Further sets of prompts that are evaluated."""
+    """More sets of prompts to evaluate on."""
     environment: EnvironmentSettings | None = None
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
@@ -76,9 +76,9 @@ class TrainConfig(TrainingSettings):
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
     routing: RoutingSettings = RoutingSettings()
-    """Experts of a mixture of experts: replay and metrics."""
+    """An MoE's experts: replay and metrics."""
     train: StepSettings
-    """One step, and how often what happens."""
+    """One step, and how often things happen."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

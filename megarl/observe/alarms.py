@@ -145,7 +145,7 @@ class Alarms:
             steps = self._lasts(f"{name} rerouted", share > settings.alarm)
             if steps >= REROUTED_STEPS:
                 found[f"{name}_routing"] = (
-                    f"{name} routing: for {steps} steps {who} have chosen different experts in more than routing.alarm={settings.alarm:.0%} "
+                    f"{name} routing: for {steps} steps {who} chose different experts in more than routing.alarm={settings.alarm:.0%} "
                     f"of the choices, now {share:.0%}; set routing.replay to {remedy}"
                 )
         return found
