@@ -1,4 +1,4 @@
-"""`megarl generate MODEL`: what a model says to a prompt, to those of a file, or in a chat, through the engine that training has."""
+"""`megarl generate MODEL`: a model's responses to a prompt, to those of a file, or in a chat, through the engine used in training."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 TOGETHER = 32  # sequences that the engine decodes at a time
 PROMPTS = 256  # asked in one call
 CACHE_MB = 4096  # of a CPU engine, unless one sequence needs more
-RESPONSE = 512  # tokens, where nothing is said of it and the model has room
-OPTIONS = {  # what the options are called where they are checked
+RESPONSE = 512  # tokens, by default and if the model has room
+OPTIONS = {  # the options' names in the checks
     "model.path": "MODEL",
     "rollout.max_response_tokens": "--max-tokens",
     "max_response_tokens": "--max-tokens",
@@ -57,7 +57,7 @@ OPTIONS = {  # what the options are called where they are checked
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What passed every check."""
+    """A request that passed every check."""
 
     model: Path
     tokenizer: PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class GenerateJob:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers. Raises ConfigError for what cannot be used, RolloutError where the engine fails."""
+    """Runs the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
     given = parser().parse_args(list(arguments))
     try:
         job = check(given)
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(given: argparse.Namespace) -> GenerateJob:
-    """Everything that can be refused before the engine starts. ConfigError, in the words of a configuration."""
+    """Checks everything that can be refused before the engine starts. Raises ConfigError, in the terms of a configuration."""
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
     if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
@@ -179,7 +179,7 @@ def _settings(given: argparse.Namespace, longest: int, response: int, together: 
 
 
 def _in_options(message: str) -> str:
-    """A refusal in the words of the command line."""
+    """A refusal in the terms of the command line."""
     keys = "|".join(re.escape(key) for key in OPTIONS if "." in key)
     return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
 
@@ -196,7 +196,7 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """The rows as the model reads them.
+    """The rows as prompts for the model.
 
     Args:
         tokenizer: of the model.
@@ -206,7 +206,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
         most: tokens that a prompt may have.
 
     Raises:
-        ConfigError: one of them is longer, or cannot be rendered; the template is such that none should be.
+        ConfigError: one of them is longer, or cannot be rendered; the template is unusable.
     """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
@@ -246,7 +246,7 @@ class Speaker:
             os.close(self._log)
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
-        """To each prompt `sampling.n`: text, finish_reason and length in tokens."""
+        """`sampling.n` responses to each prompt: text, finish_reason and length in tokens."""
         job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
         said = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s))
@@ -264,7 +264,7 @@ class Speaker:
 
 
 def answer(speaker: Speaker, out: Path | None) -> None:
-    """Prints, or writes as JSON lines, the responses to all prompts; a file is there whole or not at all."""
+    """Prints, or writes as JSON lines, the responses to all prompts; a file is complete or absent."""
     if out is None:
         for _ in _answered(speaker, None):
             pass
@@ -280,7 +280,7 @@ def answer(speaker: Speaker, out: Path | None) -> None:
 
 
 def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
-    """The rows of all responses, which it writes or prints."""
+    """The rows of all responses, written or printed."""
     prompts, n = speaker.job.prompts, speaker.job.sampling.n
     for first in range(0, len(prompts), PROMPTS):
         part = prompts[first : first + PROMPTS]
@@ -310,7 +310,7 @@ def _spoken(who: str, text: str) -> Iterator[str]:
 
 
 def chat(speaker: Speaker, system: str | None) -> None:
-    """A conversation with the model, until the input ends."""
+    """Chats with the model until the input ends."""
     job, said = speaker.job, list[Message]()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # of what is no UTF-8

@@ -47,7 +47,7 @@ class Conversations:
 class Pairs:
     """Pairs that passed every check."""
 
-    train: list[Preference]  # none where the model is only measured
+    train: list[Preference]  # empty if the model is only measured
     held_out: list[Preference]
 
 
@@ -88,7 +88,7 @@ def check_dpo(config: DpoConfig) -> Pairs:
 
 
 def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
-    """All checks of a stage that learns from pairs; its pairs."""
+    """All checks of a stage that learns from pairs; returns the pairs."""
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
@@ -108,7 +108,7 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
     Args:
         config: of the stage.
         head: of the model that is trained.
-        sides: responses that stay together in a micro-batch.
+        sides: number of responses that stay together in a micro-batch.
 
     Returns:
         The model's tokenizer.
@@ -134,13 +134,13 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
 
 
 def check_held_out(count: int, ranks: int) -> None:
-    """ConfigError where the held-out source has too little for the data-parallel ranks."""
+    """ConfigError if the held-out source has too few items for the data-parallel ranks."""
     if count < ranks:
         raise ConfigError(f"data.eval: has {count} items, less than one for each of {ranks} data-parallel ranks")
 
 
 def check_serve(config: ServeConfig) -> Renderer:
-    """All checks of `megarl serve`; returns what makes prompts of the samples."""
+    """All checks of `megarl serve`; returns the renderer of the samples' prompts."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
     token_of(config.serve.token_env, TOKEN_KEY)
