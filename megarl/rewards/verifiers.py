@@ -74,8 +74,8 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
 
     @cache
     def dataset(name: str, params: str) -> Any:
-        if name in EVALUATING:  # named by a prompt file; `megarl.stages.checks` refuses it in a data source
-            raise ValueError(f"the scorer of {name} evaluates the response as Python, and is not used")
+        if name in EVALUATING:  # named by a prompt file; `megarl.stages.data_checks` refuses it in a data source
+            raise ValueError(f"the scorer of {name} evaluates the response as Python, which is refused")
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
