@@ -384,6 +384,6 @@ def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> No
 def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     meta = {"source_dataset": "string_insertion", "source_params": {}}
-    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, and is not used"):
+    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, which is refused"):
         load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})("q", f"[open({str(touched)!r}, 'w')]", "a", meta)
     assert not touched.exists()
