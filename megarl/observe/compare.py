@@ -123,7 +123,7 @@ def table(runs: Sequence[Told]) -> list[str]:
     for name in metrics(runs):
         how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
         rows.append([f"{name} ({how})", *(_cell(run.series(name)[1], how) for run in runs)])
-    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not at its end" for run in runs)])
+    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not finished" for run in runs)])
     rows.append(["alarms", *(", ".join(run.end.alarms if run.end else ()) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
     sections = [{key.partition(".")[0] for key in run.config} for run in runs]
