@@ -82,7 +82,7 @@ install_cpu_stack() {
     say "uv could not install them (see $venv/setup.log): trying pip"
     pip "$torch+cpu" && pip --require-hashes -r "$hashes" && return
     tail -n 15 "$venv"/setup.log >&2
-    die "the packages of $lock are not to be had; where it is torch's CPU build, give an index that has it in PIP_EXTRA_INDEX_URL"
+    die "could not install the packages of $lock; if torch's CPU build is the problem, set PIP_EXTRA_INDEX_URL to an index that has it"
 }
 
 # Transformer Engine's part for torch is C++ that is compiled here: g++, and CUDA's headers from the packages that torch came with.
