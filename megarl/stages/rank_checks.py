@@ -136,7 +136,7 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
 def check_held_out(count: int, ranks: int) -> None:
     """ConfigError if the held-out source has too few items for the data-parallel ranks."""
     if count < ranks:
-        raise ConfigError(f"data.eval: has {count} items, less than one for each of {ranks} data-parallel ranks")
+        raise ConfigError(f"data.eval: {count} in total, less than one for each of {ranks} data-parallel ranks")
 
 
 def check_serve(config: ServeConfig) -> Renderer:

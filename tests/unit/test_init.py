@@ -91,7 +91,9 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 8 and config.sync.transport == "nccl"
     assert main(wrote(folder, WORDS, tiny_model, "--cpu", "--out", "words.yaml")) == 0
     assert load(folder / "words.yaml", [], TrainConfig).reward.source.type == "function"
-    assert all("cuts scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml"))
+    assert all(
+        "cut off by rollout.max_response_tokens scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml")
+    )
 
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

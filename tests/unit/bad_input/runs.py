@@ -165,7 +165,7 @@ TABLE = [
             f"a job with {given.partition('=')[0]} of two lines",
             "slurm",
             job(given),
-            rf"^slurm: {given.partition('=')[0]} .*is no printable",
+            rf"^slurm: {given.partition('=')[0]} .*is not printable",
         )
         for given in (
             "--partition=a\n#SBATCH --x",
@@ -193,7 +193,7 @@ TABLE = [
         for size in ("nan", "inf", "0.0", "-1.0")
     ),
     Case(
-        "data named over two lines", "init", own("--cpu", name="a\nmodel: x.jsonl"), r"^init: DATA '.*\\nmodel: x\.jsonl' is no printable"
+        "data named over two lines", "init", own("--cpu", name="a\nmodel: x.jsonl"), r"^init: DATA '.*\\nmodel: x\.jsonl' is not printable"
     ),
     Case("data of no UTF-8 name", "init", own("--cpu", name="\udcff.jsonl"), "^init: DATA .* is not printable text on one line$"),
     Case(

@@ -75,7 +75,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("reward.source.type=reward_model reward.source.path=/nowhere", "^reward.source.path: .*/nowhere"),
         (
             "reward.source.type=reward_model reward.source.path=MODEL",
-            "^reward.source.path: .* is a Qwen3MoeForCausalLM, and a reward model",
+            "^reward.source.path: .* is a Qwen3MoeForCausalLM, but a reward model needs a trained scalar head",
         ),
         ("reward.normalise.prompts=65", "^reward.normalise.prompts=65: data.train holds 64 prompts"),
         ("reward.normalise.prompts=1", "^reward.normalise.prompts: .*greater than or equal to 2"),
@@ -163,7 +163,7 @@ def test_a_language_model_is_not_served_as_a_reward_model(tmp_path: Path, tiny_m
     config = tmp_path / "serve.yaml"
     config.write_text(f"name: serve\nmodel: {{path: {tiny_model}, dtype: float32}}\ncluster: {{gpus: false}}\nserve: {{max_tokens: 64}}\n")
     assert cli.main(["serve", str(config)]) == 2
-    assert "a reward model has a trained scalar head" in capsys.readouterr().err
+    assert "a reward model needs a trained scalar head" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model:
             "config.json",
             '"max_position_embeddings": 512',
             '"max_position_embeddings": 20',
-            "takes 20 tokens, and prompt and response may have 28",
+            "supports at most 20 tokens, and prompt and response may have 28",
         ),
         (
             "config.json",

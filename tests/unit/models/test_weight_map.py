@@ -141,7 +141,9 @@ def test_wrong_shape_is_refused_with_both_shapes(path: Path) -> None:
 
 def test_unknown_tensor_is_refused_by_name(path: Path) -> None:
     rewrite(path, **{"model.layers.4.input_layernorm.weight": torch.zeros(128)})
-    with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.4\.input_layernorm\.weight, which Qwen3MoeForCausalLM has not"):
+    with pytest.raises(
+        ConfigError, match=r"holds the tensor model\.layers\.4\.input_layernorm\.weight, which Qwen3MoeForCausalLM does not have"
+    ):
         check_checkpoint(path)
 
 
@@ -172,7 +174,11 @@ def test_critic_may_come_from_a_language_model_or_from_a_classifier_with_one_lab
             {"score.bias": torch.zeros(1)},
             "holds the tensor score.bias, which Qwen3MoeForSequenceClassification does not have (1 such tensors)",
         ),
-        ({}, {"lm_head.weight": torch.zeros(128, 128)}, "holds the tensor lm_head.weight, which Qwen3MoeForSequenceClassification has not"),
+        (
+            {},
+            {"lm_head.weight": torch.zeros(128, 128)},
+            "holds the tensor lm_head.weight, which Qwen3MoeForSequenceClassification does not have",
+        ),
         ({"hidden_size": 64}, {}, "model.embed_tokens.weight has shape [128, 128], expected [128, 64] by config.json"),
         ({"num_labels": 3}, {}, "classifies into 3 labels; a critic or reward model must have exactly 1"),
         ({"num_labels": None}, {}, "classifies into None labels; a critic or reward model must have exactly 1"),

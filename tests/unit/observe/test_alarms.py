@@ -32,7 +32,7 @@ def test_reward_up_and_pass_rate_down() -> None:
     assert given([*rows, evaluated(0.0)]) == [(7, "over_optimisation")]
     [message] = [text for alarms in [Alarms()] for number, row in enumerate(rows) for text in alarms.check(number, row).values()]
     assert message.startswith(
-        "step 7: over-optimisation: the held-out score of heldout is 0.2 and was 0.5, while the reward has risen from 1.5 to 3"
+        "step 7: over-optimisation: the held-out score of heldout is 0.2, down from 0.5, while the reward has risen from 1.5 to 3"
     )
 
 

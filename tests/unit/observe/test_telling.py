@@ -116,7 +116,7 @@ def test_at_its_end_a_run_says_where_all_of_it_is_and_the_next_command(
             run.keep(1, [RECORD])
         (run.directory / "model").mkdir()
     told, kinds = lines(capsys), ", ".join(["report.html", "summary.json", *(["samples"] if kept else []), "model"])
-    where, *after = told[told.index(next(line for line in told if line.startswith("all of it"))) :]
+    where, *after = told[told.index(next(line for line in told if line.startswith("results are in "))) :]
     assert where == f"results are in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
 
 

@@ -39,7 +39,7 @@ REFUSED = [
     (["{model}", "--file", "{here}/none.jsonl"], "--file: no such file"),
     (["{model}", "--file", "{here}/rows.jsonl"], "rows.jsonl:1: no value for --prompt-key 'prompt'; the row has question"),
     (["{model}", "--file", "{here}/empty.jsonl"], "--file: {here}/empty.jsonl holds no prompts"),
-    (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: is there already"),
+    (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: already exists"),
     (["{model}", "x", "--out", "{here}/none/out.jsonl"], "--out {here}/none/out.jsonl: its directory does not exist"),
     (["{model}", "--chat", "--out", "{here}/out.jsonl"], "--out {here}/out.jsonl: a chat is not written"),
 ]
