@@ -1,6 +1,6 @@
-"""Advantages from the rewards of the other responses to a prompt: a baseline that is subtracted and a scale that divides.
+"""Advantages relative to the other responses to a prompt: subtract a baseline, divide by a scale.
 
-Axes: N sequences. All is float64 inside; a reward that is no number makes its whole group no number.
+Axes: N sequences. Everything is float64 inside; a NaN reward makes its whole group NaN.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def leave_one_out_std(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """The standard deviation (n - 1) of the other G - 1 rewards of each sequence's group, float64 [N].
 
     With c the rewards less their group's mean, the others' squares about their own mean add up to sum_j c_j^2 - c_i^2 G / (G - 1). Where
-    the others do not vary (always in a group of two) it is 1: they say nothing of the scale, and a division would give 1e6 (NeMo-RL).
+    the others do not vary (always in a group of two) it is 1: they say nothing about the scale, and dividing would give 1e6 (NeMo-RL).
     """
     _, std, size = group_mean_std(reward_N, group_N)
     whole = std.square() * (size - 1)

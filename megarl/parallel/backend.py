@@ -259,7 +259,7 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed. ConfigError where it does not load, or is not what Megatron-core asks for."""
-    remedy = f"Megatron-core {MEGATRON} builds its layers on GPUs of it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
+    remedy = f"Megatron-core {MEGATRON} builds its GPU layers from it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
