@@ -73,6 +73,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def end_tokens(path: Path) -> set[int]:
+    """The tokens that end a response beside the tokenizer's own end token, as vLLM reads them (vllm/transformers_utils/config.py:1155).
+
+    Of generation_config.json; without that file, of config.json.
+    """
+    ends = _json_object(path / (GENERATION if (path / GENERATION).is_file() else CONFIG)).get("eos_token_id")
+    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
 def _of_the_hub(path: Path) -> str:
     """What to do where the path is a name of the Hub, of which nothing is fetched here."""
     here = Path.cwd()
