@@ -18,7 +18,7 @@ class ModelSettings(Section):
     weights: Place | None = None
     """A step directory of `megarl convert` or of a run: its policy's weights are trained instead of those in `path`."""
     base: Place | None = None
-    """`megarl train` also evaluates these weights (of the same shape), for comparison."""
+    """`megarl train` also evaluates these weights (of the same shape, with the same tokenizer and end tokens), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
     fp32_head: bool = False
