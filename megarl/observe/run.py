@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, DpoConfig, LearnConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump
+from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump, total_steps
 from megarl.errors import Stopped
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
@@ -85,7 +85,7 @@ class Run:
         self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
         self._step = self._learned = 0  # the last step, and how many trained a policy
-        self._console = Console(config.name, _steps(config), self._phases.current)
+        self._console = Console(config.name, total_steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
         self._lock = claim(self.directory, patient=self._config.cluster.allocation is not None)
@@ -115,7 +115,7 @@ class Run:
             self._console.note(f"goes on from the checkpoint of step {self._step}")
         elif self._aside is not None:
             self._console.note(f"what an earlier run of this name left is in {self._aside}")
-        config, steps = self._config, _steps(self._config)
+        config, steps = self._config, total_steps(self._config)
         if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
             self._console.note(f"save.every=0: of {steps} steps none is saved on the way; a run that is killed begins anew")
 
@@ -381,12 +381,6 @@ class Run:
             self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))} "a prompt"')
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
-
-
-def _steps(config: RunSettings) -> int:
-    if isinstance(config, TrainConfig):
-        return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
-    return config.learn.steps if isinstance(config, LearnConfig) else 0
 
 
 def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:

@@ -28,6 +28,7 @@ from megarl.config import (
     RoutingSettings,
     RunSettings,
     TrainConfig,
+    ValueConfig,
     optimizers,
 )
 from megarl.data.gym import all_drawn
@@ -373,7 +374,7 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         read_range(path, key)
 
 
-def check_value(config: TrainConfig) -> Data:
+def check_value(config: ValueConfig) -> Data:
     """All checks of `megarl value`."""
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
