@@ -173,7 +173,7 @@ class ModelGroups:
         engines.refill = lambda: None
         if self.turns is not None:
             self.turns.join(None)
-        opening, engine_places, places = [], engines.places, [*chain(*self.places), *engines.places]
+        engine_places, places = engines.places, [*chain(*self.places), *engines.places]
         moved = lost_nodes(places)
         if moved:
             give_back(places)
@@ -186,14 +186,14 @@ class ModelGroups:
             else:
                 opening = engines.start_lost()
             if self.turns is not None:
-                engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+                engines.ready(opening)
                 self.turns.admit()
                 self.turns.to_ranks(keep_weights=False)
             self.build(created, blank=not beginning)
         except BaseException:
             end(actor for group in created for actor in group.actors)
             raise
-        engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+        engines.ready(opening)
         return moved
 
     @property
