@@ -264,7 +264,13 @@ TABLE = [
         config_json({"num_experts": 10**9}),
         r"^model\.path: config\.json has 2 layers of 1000000000 experts, more than 262144",
     ),
-    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1e\+30", "2147483647")),
+    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1\d+ is", "2147483647")),
+    Case(
+        "10^400 positions",
+        "train",
+        config_json({"max_position_embeddings": 10**400}),
+        says("max_position_embeddings", r"1\d+ is", "2147483647"),
+    ),
     Case("config.json of lists", "train", wrote("config.json", DEEP), r"^model\.path: .*config\.json is not JSON: nested too deeply$"),
     Case(
         "config.json of mappings",
