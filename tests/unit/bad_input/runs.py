@@ -189,7 +189,7 @@ TABLE = [
     Case("a long container", "slurm", job(f"--container={LONG}"), "^slurm: .*x+: File name too long$"),
     # --- init and generate
     *(
-        Case(f"init --gpu-gb {size}", "init", own(f"--gpu-gb={size}"), rf"^init: --gpu-gb {size} is not between 1 and 1,000,000$")
+        Case(f"init --gpu-gb {size}", "init", own(f"--gpu-gb={size}"), rf"^init: --gpu-gb {size}: must be above 0, and 1,000,000 at most$")
         for size in ("nan", "inf", "0.0", "-1.0")
     ),
     Case(
@@ -223,5 +223,5 @@ TABLE = [
     ),
     Case("a key of rows to move the cursor", "config", tool("train", "\x1b[2J"), r"^\\x1b\[2J: megarl train has no such key"),
     Case("a long configuration to plan", "plan", tool(LONG), "File name too long$"),
-    Case("a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan is not between 1 and 1,000,000$"),
+    Case("a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan: must be above 0, and 1,000,000 at most$"),
 ]
