@@ -184,9 +184,11 @@ class Run:
         RewardUnavailable where it has failed on every response of so many calls on end.
         """
         scores = list(scores)
+        if not scores:
+            return
         errors = [score.error for score in scores if score.error is not None]
         self._judged += len(scores) - len(errors)
-        self._useless = self._useless + 1 if scores and len(errors) == len(scores) else 0
+        self._useless = self._useless + 1 if len(errors) == len(scores) else 0
         if self._useless >= USELESS:
             raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times on end: {one_line(errors[-1])}")
         for score in scores:

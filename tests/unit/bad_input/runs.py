@@ -223,5 +223,7 @@ TABLE = [
     ),
     Case("a key of rows to move the cursor", "config", tool("train", "\x1b[2J"), r"^\\x1b\[2J: megarl train has no such key"),
     Case("a long configuration to plan", "plan", tool(LONG), "File name too long$"),
-    Case("a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan: must be above 0, and 1,000,000 at most$"),
+    Case(
+        "a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan: must be above 0, and 1,000,000 at most$"
+    ),
 ]

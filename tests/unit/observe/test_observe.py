@@ -377,7 +377,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig)
         run.failures([broken])
         run.failures([broken])
     with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times on end: KeyError"), Run(config) as run:
-        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [broken], [broken]):
+        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [], [broken]):  # nothing scored says nothing
             run.failures(scores)
     with Run(config) as run:
         run.failures([broken, good])
