@@ -292,7 +292,7 @@ def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for tensor in tensors:
-        writer.put("m", tensor)
+        writer.put("m", tensor, 60.0)
         tensor.zero_()  # the caller goes on
     writer.close()
     written = writer.finish()
@@ -317,7 +317,7 @@ def test_one_save_after_the_other_is_copied_into_the_same_memory(tmp_path: Path)
         writer = StagedWriter(tmp_path / str(save), 0, 1 << 30, memory)
         for number, shape in enumerate(shapes):
             tensor = torch.full(shape, float(10 * save + number), dtype=torch.bfloat16)
-            writer.put("m", tensor)
+            writer.put("m", tensor, 60.0)
             tensor.zero_()
         writer.close()
         places = writer.finish().locations["m"]
@@ -337,7 +337,7 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     given = [whole[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), whole[::7]]
     writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
     for tensor in given:
-        writer.put("m", tensor)
+        writer.put("m", tensor, 60.0)
     assert writer.written(60.0)
     whole.untyped_storage().resize_(0)
     writer.close()
@@ -356,17 +356,30 @@ def test_nobody_reads_what_stayed_still_once_a_write_has_failed(tmp_path: Path) 
     (tmp_path / "m" / "__0_1.distcp").write_bytes(b"")
     writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
     for _ in range(4):
-        writer.put("m", torch.ones(1 << 20))
+        writer.put("m", torch.ones(1 << 20), 60.0)
     assert writer.written(60.0) and not any(thread.is_alive() for thread in writer._threads)
     with pytest.raises(FileExistsError):
         writer.finish()
     (tmp_path / "n").mkdir()
     other = StagedWriter(tmp_path, 1, 1 << 30)
-    other.put("n", torch.ones(5))
+    other.put("n", torch.ones(5), 60.0)
     other.give_up()
     other.close()
     with pytest.raises(SaveError, match="given up"):
         other.finish()
+
+
+def test_a_disk_that_stands_still_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    goes_on, write = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *given: goes_on.wait(60.0) and write(*given))
+    writer = StagedWriter(tmp_path, 0, budget=1 << 10)
+    for _ in range(3):
+        writer.put("m", torch.ones(1 << 8), 0.1)
+    writer.close()
+    goes_on.set()
+    with pytest.raises(SaveError, match=r"the threads that write have made no room in 0\.1 s$"):
+        writer.finish()
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

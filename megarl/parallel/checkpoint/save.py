@@ -88,7 +88,7 @@ class Saver:
         for name in reversed(planned):  # the last one is awake
             models[name].wake()
             for tensor in planned[name]:
-                staged.put(name, tensor)
+                staged.put(name, tensor, self._grid.timeout_s)
             if still and not staged.written(self._grid.timeout_s):  # before the next model takes this one's place in memory
                 staged.give_up()
                 raise SaveError(f"checkpoint: step {step} was not saved: {writer.path}: not written in {self._grid.timeout_s:g} s")
