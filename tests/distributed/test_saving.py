@@ -43,7 +43,7 @@ from tests.distributed.checkpoint_work import (
     verified,
     wait_for_a_rank_that_never_writes,
 )
-from tests.distributed.failing_saves import fail_then_recover
+from tests.distributed.failing_saves import fail_on_one_rank_alone, fail_then_recover
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.whole_steps import newest
@@ -256,6 +256,12 @@ def test_a_full_disk_and_lost_responses_are_told_at_the_next_call_and_harm_nothi
     good = newest(root, lambda entry: None)
     assert good is not None and good.manifest.step == 3
     assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001", "step_000003"]
+
+
+def test_a_save_that_fails_on_one_rank_alone_leaves_the_next_one_whole(pool: Pool, path: Path, tmp_path: Path) -> None:
+    (first, kept), (last, _) = pool.run(fail_on_one_rank_alone, TWO, path, tmp_path)
+    assert first.endswith("ranks [1] did not finish writing in 5 s") and last.endswith("not written in 5 s")
+    assert (tmp_path / "latest").read_text().strip() == "step_000002" and kept == [False, True]
 
 
 def test_a_directory_that_cannot_be_written_to_is_told_on_every_rank(pool: Pool, path: Path, tmp_path: Path) -> None:

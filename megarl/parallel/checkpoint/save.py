@@ -73,7 +73,8 @@ class Saver:
             SaveError: on every rank, where the save before this one failed or, as far as it is known, this one.
         """
         self.wait()
-        begun = time.perf_counter()
+        begun, number = time.perf_counter(), self._saves
+        self._saves += 1  # here, lest what fails on one rank alone leave it with another number than the others
         planned, described = dict[str, list[Tensor]](), dict[str, Any]()
         for name, model in models.items():
             model.wake()
@@ -93,11 +94,11 @@ class Saver:
                 staged.give_up()
                 raise SaveError(f"checkpoint: step {step} was not saved: {writer.path}: not written in {self._grid.timeout_s:g} s")
         staged.close()
-        barrier = SaveBarrier(self._grid, self._root, self._saves)
+        barrier = SaveBarrier(self._grid, self._root, number)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
-        self._pending, self._saves = (thread, barrier, staged, step), self._saves + 1
+        self._pending = (thread, barrier, staged, step)
         if not self._settings.asynchronous:
             self.wait()
         return Staged(size, time.perf_counter() - begun)
