@@ -12,6 +12,7 @@ from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.observe import page, samples
 from megarl.observe.metrics import Mean
+from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.samples import SampleRecord
 from tests.unit.observe.test_observe import config, run_steps  # noqa: F401
@@ -73,6 +74,16 @@ def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
     (marks := Marks()).feed(written)
     assert {tag for tag, _ in marks.tags} <= ALLOWED - {"img"}
     assert all(letter.isprintable() or letter in "\n\t" for letter in written)
+
+
+@pytest.mark.parametrize("name", ["eval/heldout/greedy", "eval/aime/avg@16", "eval/aime/pass@4"])
+def test_the_picture_shows_the_scores_of_every_set(name: str, tmp_path: Path) -> None:
+    row, heights = {"reward/mean": 0.5, "actor/entropy": 1.0, "perf/time_per_step": 1.0, "timing_s/update": 1.0}, []
+    for more in ({}, {name: 0.5}):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row, **more}) + "\n" for step in (1, 2)))
+        draw(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+        heights.append(int.from_bytes((tmp_path / "report.png").read_bytes()[20:24]))
+    assert heights[1] > heights[0], "a fourth panel: a second row"
 
 
 def test_runs_are_compared_by_numbers_and_by_what_differs(
