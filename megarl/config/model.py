@@ -25,8 +25,6 @@ class ModelSettings(Section):
     """The logits of a bfloat16 model are computed in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
-    trust_remote_code: Literal[False] = False
-    """Not offered: code in a model directory is never run."""
     megatron: dict[str, Any] = {}
     """Any fields of megatron.core's TransformerConfig, checked against its fields."""
     drop_mtp: bool = False
