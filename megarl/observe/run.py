@@ -301,14 +301,14 @@ class Run:
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
-        alarm = state.get("ended_by")  # older checkpoints have none
+        alarm = state["ended_by"]
         if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
             raise ConfigError(f"train.on_alarm: stop, and an alarm has ended this run ({alarm}); with continue it goes on")
         path, size = self.directory / METRICS, state["metrics_bytes"]
         if not path.is_file() or path.stat().st_size < size:
             raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
         os.truncate(path, size)
-        self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
+        self._restarts = self._restarts or list(state["restarts"])  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
         for row in self._rows():
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})

@@ -200,7 +200,10 @@ def piped_manifest(room: Room) -> list[str]:
     return checkpoint(spoil, None, "steps", "model.weights=HERE/steps/step_000001")(room)
 
 
-RUN = {"step": 1, "learned": 1, "metrics_bytes": 0, "evaluations": {}, "results": {}, "whole": {}, "warnings": {}}
+RUN = {
+    **{"step": 1, "learned": 1, "metrics_bytes": 0, "evaluations": {}, "results": {}, "whole": {}, "warnings": {}},
+    **{"ended_by": None, "restarts": []},
+}
 TRAINER: dict[str, Any] = {"verb": "train", "progress": {"step": 1, "sampler": {"count": 64}}, "run": RUN, "where": {}, "config": "{}"}
 
 

@@ -13,7 +13,7 @@ from tests.unit.bad_input.configurations import DEEP, LONG
 from tests.unit.bad_input.directories import tool
 
 SAMPLE = {"prompt": "1 + 1?", "answer": "2", "response": "2", "reward": 1.0, "parts": {}, "error": None}
-SAMPLE |= {"finish_reason": "stop", "length": 1, "sample": 0}
+SAMPLE |= {"finish_reason": "stop", "length": 1, "sample": 0, "greedy": False, "turns": 1, "scored": True}
 ROW, SUMMARY = {"step": 1, "reward/mean": 0.5}, {"wall_s": {"rollout": 1.0}, "alarms": {}}
 HUGE = 10**400  # no float
 FILES = {

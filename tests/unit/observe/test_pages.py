@@ -18,7 +18,7 @@ from megarl.observe.samples import SampleRecord
 from tests.unit.observe.test_observe import config, run_steps  # noqa: F401
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'><style>*{}</style>\x1b[2J\u202egnp&lt;"
-RECORD = SampleRecord(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0)
+RECORD = SampleRecord(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0, False, 1, True)
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "b", "br", "table", "tr", "th", "td", "img"),
     *("details", "summary", "pre", "span"),
@@ -119,5 +119,5 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
 def test_a_page_of_many_steps_stays_small(config: TrainConfig) -> None:  # noqa: F811
     with Run(config) as run:
         for step in range(200):
-            samples.write(run.directory, step, [SampleRecord("p", "a", "r" * 100_000, 0.0, {}, None, "stop", 3, 0)] * 20)
+            samples.write(run.directory, step, [SampleRecord("p", "a", "r" * 100_000, 0.0, {}, None, "stop", 3, 0, False, 1, True)] * 20)
     assert (run.directory / "report.html").stat().st_size < 4_000_000
