@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from megarl.checkpoints.files import Content, FileRecord, write_file
 from megarl.checkpoints.step_writer import StepWriter
-from megarl.checkpoints.steps import HF, Manifest
+from megarl.checkpoints.steps import HF, Manifest, versions
 from megarl.config import CheckpointSettings
 from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint import sharded, torch_dist
@@ -187,7 +185,7 @@ class Saver:
         for name, data in extra.items():
             files[name] = write_file(writer.path / name, data)
         layout = self._grid.layout.model_dump()
-        manifest = Manifest(writer.step, self._grid.world, layout, _versions(), models, files)
+        manifest = Manifest(writer.step, self._grid.world, layout, versions(), models, files)
         writer.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
 
 
@@ -195,10 +193,6 @@ def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
     return {**{key: model.hf[key] for key in IDENTITY}, "optimizer": optimizer}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 def _fault(error: Exception) -> str:
