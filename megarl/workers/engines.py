@@ -336,12 +336,12 @@ def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Rest
     return engines
 
 
-def call_seed(run_seed: int, step: int, round_: int = 0) -> int:
-    """The seed of one generate call, which depends on nothing else.
+def call_seed(run_seed: int, step: int, part: int = 0) -> int:
+    """The seed of the draws for some prompts, which depends on nothing else.
 
     Args:
         run_seed: the configuration's `seed`.
-        step: that the responses are for.
-        round_: of dynamic sampling in this step.
+        step: that the responses are for; 0 for evaluations, and for `megarl pairs` which of its files.
+        part: of the step: the round of dynamic sampling, the set of an evaluation, the call for a file of `megarl pairs`.
     """
-    return (run_seed * 1_000_000 + step) * 1_000 + round_
+    return (run_seed * 1_000_000 + step) * 1_000 + part
