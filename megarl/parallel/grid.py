@@ -25,7 +25,6 @@ FAULTS = (dist.DistError, torch.AcceleratorError)  # of a connection or a device
 class Groups:
     """Process groups of this rank. `control` carries small CPU tensors over all ranks (gloo on every backend)."""
 
-    world: dist.ProcessGroup
     control: dist.ProcessGroup
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -111,17 +110,15 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
             create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed)
-    world = dist.group.WORLD
-    control = world if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    assert world is not None and control is not None
-    return _describe(layout, store, timeout_s, world, control)
+    control = dist.group.WORLD if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return _describe(layout, store, timeout_s, control)
 
 
-def _describe(layout: Layout, store: dist.Store, timeout_s: float, world: dist.ProcessGroup, control: dist.ProcessGroup) -> Grid:
+def _describe(layout: Layout, store: dist.Store, timeout_s: float, control: dist.ProcessGroup) -> Grid:
     from megatron.core import parallel_state as state
 
     groups = Groups(
-        world=world,
         control=control,
         tp=state.get_tensor_model_parallel_group(),
         pp=state.get_pipeline_model_parallel_group(),

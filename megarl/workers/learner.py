@@ -168,7 +168,7 @@ class Learner(MegatronWorker):
     def _loss(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> Loss:
         objective = self._spec.objective
         if objective.head == "value":
-            return objective.loss(output_RX[row_T, 0].float(), batch, self._sum_over)
+            return objective.loss(values(output_RX, row_T, batch), batch, self._sum_over)
         logp_T, entropy_T = self._logprobs(output_RX, row_T, batch)
         return objective.loss(logp_T, batch.with_extra(entropy=entropy_T.detach()), self._sum_over)
 

@@ -21,7 +21,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back, lost_nodes
 from megarl.cluster.shared_files import nodes_of
-from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig
+from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig, total_steps
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
 from megarl.restarts import Restarts
@@ -173,7 +173,7 @@ class ModelGroups:
         engines.refill = lambda: None
         if self.turns is not None:
             self.turns.join(None)
-        opening, engine_places, places = [], engines.places, [*chain(*self.places), *engines.places]
+        engine_places, places = engines.places, [*chain(*self.places), *engines.places]
         moved = lost_nodes(places)
         if moved:
             give_back(places)
@@ -186,14 +186,14 @@ class ModelGroups:
             else:
                 opening = engines.start_lost()
             if self.turns is not None:
-                engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+                engines.ready(opening)
                 self.turns.admit()
                 self.turns.to_ranks(keep_weights=False)
             self.build(created, blank=not beginning)
         except BaseException:
             end(actor for group in created for actor in group.actors)
             raise
-        engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+        engines.ready(opening)
         return moved
 
     @property
@@ -361,7 +361,7 @@ def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
     """What the ranks that hold the models of these roles are told of the run's training."""
     train, critic, source = config.train, config.critic, config.reward.source
-    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * (train.steps + critic.pretrain_steps)
+    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
     wished = None if critic is None else critic.micro_batch_tokens
     return RLSpec(
         algorithm=config.algorithm,

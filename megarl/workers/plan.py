@@ -104,11 +104,11 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     responses, algorithm = batch.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
-    keep_N = algorithm.keep(reward_N, group_N)
-    if config.train.drop_truncated:
-        keep_N &= torch.tensor([response.finished for response in responses])
+    # An episode whose environment failed at once has nothing to learn from. What is dropped takes nobody's place in the algorithm's choice.
+    dropped = config.train.drop_truncated
+    keep_N = torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
+    keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
-    keep_N &= count_N > 0  # an episode whose environment failed at once has nothing to learn from
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = loss_weights(algorithm, count_N, split)

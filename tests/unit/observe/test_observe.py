@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from megarl.config import ConfigError, LogSettings, TrainConfig, load
-from megarl.observe import summary
+from megarl.observe import processes, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
 from megarl.observe.estimates import estimated
@@ -193,6 +193,22 @@ def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
     assert "reward" not in memory.mb()
 
 
+@pytest.mark.parametrize(
+    ("command", "parent", "kind"),
+    [
+        ("ray::RolloutWorker.respond", "ray", "rollout"),
+        ("ray::RolloutWorker.respond", "rollout", "engine_core"),
+        ("VLLM::EngineCore", "rollout", "engine_core"),
+        ("python -P -m megarl.environments.worker 7", "rollout", "environment"),
+        ("python -P -m megarl.environments.python_tool 9", "environment", "environment"),
+        ("a game of the user's", "environment", "environment"),
+        ("python -P -m megarl.rewards.worker 7", "driver", "reward"),
+    ],
+)
+def test_what_an_engine_has_started_is_the_engine_or_an_environment(command: str, parent: str, kind: str) -> None:
+    assert processes._kind(command.split(), parent) == kind
+
+
 def test_a_summary_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     summary.write_json(path, {"a": 1})
@@ -361,7 +377,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig)
         run.failures([broken])
         run.failures([broken])
     with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times in a row: KeyError"), Run(config) as run:
-        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [broken], [broken]):
+        for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [], [broken]):  # nothing scored says nothing
             run.failures(scores)
     with Run(config) as run:
         run.failures([broken, good])

@@ -211,6 +211,16 @@ def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config
     assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
 
 
+def test_of_what_is_dropped_none_is_the_best_of_its_group(config: TrainConfig) -> None:
+    """The longest response has the highest reward, and is cut; another one is empty."""
+    config = changed(config, train={"prompts_per_step": 2, "mini_batches": 1, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
+    config = TrainConfig.model_validate(yaml.safe_load(config.model_dump_json()) | {"algorithm": {"type": "raft"}})
+    responses = [response(0, 0, 4), response(0, 1, 8, finished=False), response(1, 0, 0), response(1, 1, 5)]
+    batch = RolloutBatch(responses, [Score(value) for value in (0.5, 1.0, 1.0, 0.0)], None, {})
+    plan = plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+    assert plan.keep_N.tolist() == [True, False, False, True]
+
+
 @pytest.mark.parametrize(("aggregation", "weights"), [("token-mean", [1 / 6, 1 / 6]), ("seq-mean-token-mean", [1 / 8, 1 / 4])])
 def test_the_critic_averages_as_it_is_told(config: TrainConfig, aggregation: str, weights: list[float]) -> None:
     tree = yaml.safe_load(
