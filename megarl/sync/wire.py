@@ -153,7 +153,7 @@ def share_cuda(bytes_B: Tensor) -> list[Any]:
     """
     assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
     storage = bytes_B.untyped_storage()
-    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), bytes_B.device, storage.nbytes())
+    alias: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), bytes_B.device, storage.nbytes())
     return list(alias._share_cuda_())
 
 
