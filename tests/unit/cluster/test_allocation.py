@@ -11,17 +11,19 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
 
 from megarl.cluster.allocation import Allocation, HeadNode
-from megarl.cluster.preflight import Report, faults
+from megarl.cluster.preflight import Report, faults, report
+from megarl.cluster.shared_files import content, fresh_file
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
 
 ROOT = Path(__file__).resolve().parents[3]
-GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536, free_gb={"its own disk": 100.0}, shared=True)
+GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536, free_gb={"its own disk": 100.0}, unseen=())
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
@@ -140,13 +142,27 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
         (replace(GOOD, gpus=7), "has 7 GPUs of 8"),
         (replace(GOOD, files=256), "lets a process open 256 files of 1024"),
         (replace(GOOD, free_gb={"its own disk": 0.25}), "its own disk has 0.2 GB free of 1"),
-        (replace(GOOD, shared=False), "does not see the run's directory as the driver does"),
+        (replace(GOOD, unseen=["the run's directory"]), "does not see the run's directory as the driver does"),
         ("does not answer", "does not answer"),
     ],
 )
 def test_a_node_that_is_unlike_the_head_or_lacks_something_is_named(wrong: Report | str, why: str) -> None:
     assert faults({"a": GOOD, "b": wrong, "c": GOOD}, "a", gpus=8) == {"b": why}
     assert faults({"a": GOOD, "b": GOOD}, "a", gpus=8) == {}
+
+
+def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.pread(file, 99, 0)))
+    with fresh_file(tmp_path) as canary:
+        written = canary.read_bytes()
+        assert written and synced == [written]
+        known = content(canary)
+    elsewhere = tmp_path / "elsewhere"  # the file as another node of an NFS sees it: first not at all, then empty, then whole
+    late = Timer(0.5, lambda: (elsewhere.touch(), time.sleep(0.5), elsewhere.write_bytes(written)))
+    late.start()
+    assert report(tmp_path, {"the run's directory": (elsewhere, known)}).unseen == []
+    late.join()
 
 
 def test_the_slow_node_is_named_whatever_the_others_take() -> None:
