@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -116,9 +116,10 @@ class Allocation:
 
         def look() -> None:
             while not over.wait(POLL_S):
-                if (self.directory / STOP).exists():
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                    return
+                with suppress(OSError):  # a shared disk may fail for a moment
+                    if (self.directory / STOP).exists():
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                        return
 
         thread = threading.Thread(target=look, name="stop", daemon=True)
         thread.start()

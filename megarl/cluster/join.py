@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ray._private.node import Node
@@ -69,9 +70,12 @@ def main(directory: Path) -> int:
 
 def _wait_for_head(allocation: Allocation) -> HeadNode | None:
     deadline = time.monotonic() + WAIT_S
-    while (head := allocation.head()) is None and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with suppress(OSError):  # a shared disk may fail for a moment
+            if head := allocation.head():
+                return head
         time.sleep(POLL_S)
-    return head
+    return None
 
 
 if __name__ == "__main__":

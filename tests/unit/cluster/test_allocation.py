@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.allocation import Allocation, HeadNode
+from megarl.cluster.join import _wait_for_head
 from megarl.cluster.preflight import Report, faults, report
 from megarl.cluster.shared_files import content, fresh_file
 from megarl.parallel.links import edges, slow
@@ -114,18 +116,34 @@ def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Pa
     assert not Path(scratch).exists() and list(tmp_path.iterdir()) == []
 
 
-def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path) -> None:
+def failing_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The next call of a method of Path fails, as on a shared disk whose server is busy."""
+    usual, calls = getattr(Path, method), list[Path]()
+
+    def once(path: Path, **given: object) -> object:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual(path, **given)
+
+    monkeypatch.setattr(Path, method, once)
+
+
+def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(tmp_path, ("a",), 1, 0)
     head = HeadNode("10.0.0.1:1", "secret", None, 80, 1.0, False)
     assert allocation.head() is None
     allocation.announce(head)
     assert allocation.head() == head and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    failing_once(monkeypatch, "read_text")
+    assert _wait_for_head(allocation) == head
     allocation.withdraw()
     assert allocation.head() is None
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
         (tmp_path / "stop").touch()
+        failing_once(monkeypatch, "exists")
         with allocation.stopped_from_outside():
             deadline = time.monotonic() + 60
             while not got and time.monotonic() < deadline:
