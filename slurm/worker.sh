@@ -3,6 +3,7 @@
 set -euo pipefail
 allocation=$1 python=$2 restarts_left=$3 # how often the job may still be queued again
 ulimit -n "$(ulimit -Hn)"
+ulimit -l "$(ulimit -Hl)" # memory that InfiniBand may pin
 status=0
 "$python" -m megarl.cluster.join "$allocation" || status=$?
 

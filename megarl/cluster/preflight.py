@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import resource
 import shutil
@@ -37,6 +38,7 @@ class Report:
 
     versions: Mapping[str, str]
     gpus: int
+    cpus: int  # that a process may run on
     files: int  # that a process may open
     free_gb: Mapping[str, float]  # of its own disk, and of the shared one
     unseen: Sequence[str]  # what it does not see as the driver does
@@ -54,9 +56,12 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
     """
     begun = time.monotonic()
-    nodes = {node["NodeName"]: node["NodeID"] for node in joined().values()}
-    nodes = {name: nodes[name] for name in allocation.nodes if name in nodes}  # the head first
-    found = faults(_reports(nodes, allocation.directory), allocation.nodes[0], allocation.gpus if gpus else 0)
+    there = {node["NodeName"]: node for node in joined().values()}
+    nodes = {name: there[name]["NodeID"] for name in allocation.nodes if name in there}  # the head first
+    reports = _reports(nodes, allocation.directory)
+    for line in bound(reports, {name: int(there[name]["Resources"]["CPU"]) for name in nodes}):
+        tell(line)
+    found = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
     good = [name for name in nodes if name not in found]
     if len(good) < allocation.needed or allocation.nodes[0] in found:
         raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
@@ -90,7 +95,9 @@ def report(directory: Path, wanted: Mapping[str, tuple[Path, str]]) -> Report:
             versions[name] = "none"
     places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": directory}
     free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items() if place.exists()}
-    return Report(versions, gpus_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, differences(wanted))
+    return Report(
+        versions, gpus_here(), len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, differences(wanted)
+    )
 
 
 def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[str, str]:
@@ -119,6 +126,12 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         if wrong:
             found[name] = "; ".join(wrong)
     return found
+
+
+def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[str]:
+    """A line for each node whose processes may run on fewer CPUs than the job has there, and wait for each other."""
+    held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus[name]}
+    return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in held.items()]
 
 
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:

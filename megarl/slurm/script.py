@@ -54,7 +54,8 @@ def options(job: Job) -> list[str]:
     }
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
     # --no-kill: one lost node does not end the job. No number of tasks: Slurm would give as few nodes as hold them, and none to spare.
-    return [*given, "--exclusive", "--no-kill", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
+    # --propagate: the limits of the machine it is submitted from (files, locked memory) are none of the nodes'.
+    return [*given, "--exclusive", "--no-kill", "--propagate=NONE", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
 
 
 def settings(job: Job, scripts: Path) -> list[str]:

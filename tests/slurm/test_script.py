@@ -35,6 +35,9 @@ DRIVERS = {
     "left": f"{OTHER} echo $here >$allocation/other; while [[ -e $allocation/head.json ]]; do sleep .1; done; exit 0; fi; "
     "touch $allocation/head.json; sleep 2; rm $allocation/head.json; sleep 4; other=$(<$allocation/other); "
     'echo died >$allocation/bad-$other; echo "$other died" >$allocation/lost; exit 1',
+    # Of two other nodes one leaves: the other one's part goes on, for longer than slurm.conf's WaitTime.
+    "thinned": f"{OTHER} mkdir $allocation/gone && exit 1; while [[ -e $allocation/head.json ]]; do sleep .1; done; "
+    "touch $allocation/stayed; exit 0; fi; touch $allocation/head.json; sleep 6; rm $allocation/head.json; sleep 2; rm $allocation/stayed",
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
@@ -44,6 +47,7 @@ OPTIONS = {
     "spare": {"spare": 2},
     "stepless": {"nodes": 2},
     "left": {"nodes": 2},
+    "thinned": {"nodes": 3},
     "saved": {"max_restarts": 2},
     "evaluated": {"verb": "eval"},
     "chained": {"chain": 3},
@@ -110,6 +114,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "lost": [("COMPLETED", "0:0", "1")],
         "stepless": [("COMPLETED", "0:0", "1")],
         "left": [("COMPLETED", "0:0", "1")],
+        "thinned": [("COMPLETED", "0:0", "0")],
         "warned": [("COMPLETED", "0:0", "1")],
         "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
     }, "\n".join(map(text, jobs))

@@ -19,13 +19,13 @@ import pytest
 
 from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.join import _wait_for_head
-from megarl.cluster.preflight import Report, faults, report
+from megarl.cluster.preflight import Report, bound, faults, report
 from megarl.cluster.shared_files import content, fresh_file
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
 
 ROOT = Path(__file__).resolve().parents[3]
-GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536, free_gb={"its own disk": 100.0}, unseen=())
+GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, files=65536, free_gb={"its own disk": 100.0}, unseen=())
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
@@ -167,6 +167,11 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
 def test_a_node_that_is_unlike_the_head_or_lacks_something_is_named(wrong: Report | str, why: str) -> None:
     assert faults({"a": GOOD, "b": wrong, "c": GOOD}, "a", gpus=8) == {"b": why}
     assert faults({"a": GOOD, "b": GOOD}, "a", gpus=8) == {}
+
+
+def test_a_node_whose_processes_are_bound_to_a_core_is_told() -> None:
+    reports: dict[str, Report | str] = {"a": GOOD, "b": replace(GOOD, cpus=1), "c": "does not answer"}
+    assert bound(reports, dict.fromkeys("abc", 96)) == ["b lets processes run on 1 of its 96 CPUs (--cpu-bind of Slurm's step?)"]
 
 
 def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,14 @@ def test_scripts_are_bash_and_say_what_was_asked_for(name: str, tmp_path: Path) 
         assert done.returncode == 0, done.stdout
     assert all(subprocess.run(["bash", "-n", script]).returncode == 0 for script in scripts)
     options = {word for line in script.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line.removeprefix("#SBATCH "))}
-    assert {"--signal=B:USR1@600", "--no-kill", "--open-mode=append", "--exclusive", f"--gpus-per-node={job.gpus_per_node}"} <= options
+    assert {
+        "--signal=B:USR1@600",
+        "--no-kill",
+        "--open-mode=append",
+        "--exclusive",
+        "--propagate=NONE",
+        f"--gpus-per-node={job.gpus_per_node}",
+    } <= options
     assert "--job-name=a-run" in options
     assert f"--output={job.directory}/slurm/%j.out" in options
     assert ("--requeue" in options) == (job.chain == 1) != ({"--no-requeue", "--dependency=singleton"} <= options)
