@@ -7,10 +7,12 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -52,6 +54,8 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
+# Where kernels that are compiled are kept: else in the home, in which the processes of all nodes would write and lock the same files.
+CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "VLLM_CACHE_ROOT": "vllm"}
 ANSWER_S = 30.0  # longest wait for a cluster that is joined to say that it is there
 SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
@@ -165,6 +169,17 @@ def _scratch() -> Scratch:
     return Scratch(below=SHORT)
 
 
+def _own_caches(below: Path) -> dict[str, str]:
+    """The variables that put caches on this machine, in a folder that outlives the session. None where somebody else has put one there."""
+    folder = below / f"megarl-kernels-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            return {name: str(folder / kind) for name, kind in CACHES.items()}
+    return {}
+
+
 @contextlib.contextmanager
 def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_many: bool = False) -> Iterator[Scratch]:
     """Inside, Ray's processes can be started on this machine; they end with the block, or with this process, and so do their files.
@@ -187,6 +202,8 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
         mend(start_timeout_s, chosen_ports=one_of_many)
         scratch = _scratch()
         temporary = os.environ.get("TMPDIR")
+        if one_of_many:  # for ranks and engines, which inherit them
+            os.environ.update(_own_caches(Path(temporary or SHORT)) | dict(os.environ))
         os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
         command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
         reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])

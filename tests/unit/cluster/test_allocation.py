@@ -20,6 +20,7 @@ import pytest
 from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.join import _wait_for_head
 from megarl.cluster.preflight import Report, bound, faults, report
+from megarl.cluster.session import CACHES, _own_caches
 from megarl.cluster.shared_files import content, fresh_file
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
@@ -96,24 +97,35 @@ CANCELLED = """
 
     with hosting(60, "lo", "0" * 32, one_of_many=True) as scratch:
         with open(scratch.path / "log", "w") as log:
-            other = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=log)
-        while not (scratch.path / "log").read_text():
+            program = "import os, time; print(os.environ['TRITON_CACHE_DIR'], os.environ['VLLM_CACHE_ROOT'], flush=True); time.sleep(600)"
+            other = subprocess.Popen([sys.executable, "-c", program], stdout=log)
+        while not (scratch.path / "log").read_text().endswith("\\n"):
             pass
-        print(scratch.path, other.pid, flush=True)
+        print(scratch.path, other.pid, (scratch.path / "log").read_text(), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached")
 """
 
 
 def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "VLLM_CACHE_ROOT": "/the/users"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CANCELLED)], env=here, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    scratch, pid = done.stdout.split()
+    scratch, pid, *caches = done.stdout.split()
     assert read(f"/proc/{pid}/cmdline") == b"", "it has ended"
-    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == []
+    kept = tmp_path / f"megarl-kernels-{os.geteuid()}"  # for the next start
+    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == [kept] and stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert caches == [str(kept / "triton"), "/the/users"]
+
+
+def test_compiled_kernels_are_kept_in_no_folder_that_somebody_else_has_made(tmp_path: Path) -> None:
+    assert _own_caches(tmp_path).keys() == CACHES.keys()
+    (folder,) = tmp_path.iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert _own_caches(tmp_path) == {}
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
