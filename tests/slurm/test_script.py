@@ -46,6 +46,7 @@ HEADLESS = "touch $allocation/on-$here; [[ ${!#} == *=* ]] && sleep infinity; un
 OPTIONS = {
     "spare": {"spare": 2},
     "stepless": {"nodes": 2},
+    "lost": {"exclude": "n3"},
     "left": {"nodes": 2},
     "thinned": {"nodes": 3},
     "saved": {"max_restarts": 2},
@@ -121,7 +122,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     assert "3 nodes (n1 n2 n3)" in text("spare")
     assert "not queued again after 2 restarts (--max-restarts)" in text("saved")
     first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
-    assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
+    assert {first, second} == {"n1", "n2"} and slurm.job(jobs["lost"][0], "ExcNodeList") == f"n3,{first}"
     assert slurm.job(jobs["stepless"][0], "ExcNodeList") == "(null)"
     [lost] = re.findall(r": (n\d) died: queued again", text("left"))
     assert slurm.job(jobs["left"][0], "ExcNodeList") == lost, text("left")
