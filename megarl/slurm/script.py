@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.slurm.job import Job
 
-TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh")
+TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh", "guard.sh")
 OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
 
 
