@@ -3,6 +3,7 @@
 nodes.json   what the job script knows: the nodes, the head first; how many the run needs; the GPUs of each
 head.json    the driver's, readable by its owner alone: where its Ray session is, and the token that it asks for
 stop         the job script's, once Slurm has signalled it: the run is to be saved and to end
+bad-NODE     the driver's, and of a node that cannot join its own: why it is of no use
 lost         the driver's at its end: what died under it, so that the run is to start again: nodes, or Ray's own servers
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-NODES, HEAD, STOP, LOST = "nodes.json", "head.json", "stop", "lost"
+NODES, HEAD, STOP, LOST, BAD = "nodes.json", "head.json", "stop", "lost", "bad-"
 POLL_S = 0.5
 # Of a launcher, for which Ray's processes and the ranks would take themselves to be its tasks.
 FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
@@ -81,14 +82,21 @@ class Allocation:
 
     def exclude(self, node: str, why: str) -> None:
         """A node is of no use; where it has joined, it leaves."""
-        (self.directory / f"bad-{node}").write_text(why + "\n")
+        (self.directory / f"{BAD}{node}").write_text(why + "\n")
 
     def excluded(self, node: str) -> str | None:
         """Why a node is to leave; None where it is not."""
         try:
-            return (self.directory / f"bad-{node}").read_text().strip()
+            return (self.directory / f"{BAD}{node}").read_text().strip()
         except FileNotFoundError:
             return None
+
+    def all_excluded(self) -> dict[str, str]:
+        """The nodes of no use, as far as one sees now, and why."""
+        with suppress(OSError):  # a shared disk may fail for a moment
+            said = {path.name.removeprefix(BAD): path.read_text().strip() for path in self.directory.glob(f"{BAD}*")}
+            return {node: why for node, why in said.items() if why}  # else it is being written
+        return {}
 
     def lose(self, nodes: Mapping[str, str]) -> None:
         """Tells the job script for want of which nodes the run has failed.

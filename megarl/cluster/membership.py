@@ -28,7 +28,7 @@ class TooFewNodes(Stopped):
 
 
 def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict[str, str]:
-    """Returns when every node of the allocation is there, or, a little later, as many as the run needs.
+    """Returns when every node of the allocation is there that can be, or, a little later, as many as the run needs.
 
     Args:
         allocation: of the job.
@@ -39,26 +39,27 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
         What the other nodes lack.
 
     Raises:
-        TooFewNodes: not so many are there in time.
+        TooFewNodes: not so many are there in time, or will ever be; names those that are to blame.
     """
     begun, enough = time.monotonic(), None
     while True:
         there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in joined().values()}
-        bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
+        missing = [name for name in allocation.nodes if name not in there]
+        unfit = {name: why for name, why in allocation.all_excluded().items() if name in missing}
+        if gpus:
+            unfit |= {name: f"has {has} of {allocation.gpus} GPUs" for name, has in there.items() if has < allocation.gpus}
+        bad = dict.fromkeys(missing, "is missing") | unfit
         whole, now = len(allocation.nodes) - len(bad), time.monotonic()
         enough = (enough or now) if whole >= allocation.needed else None
-        if not bad or (enough is not None and now - enough > SPARE_S):
+        if enough is not None and (bad.keys() == unfit.keys() or now - enough > SPARE_S):
             return bad
+        if len(allocation.nodes) - len(unfit) < allocation.needed:
+            of = f"{len(unfit)} of {len(allocation.nodes)} nodes cannot take part"
+            raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", unfit)
         if enough is None and now - begun > timeout_s:
             of = f"{whole} of {len(allocation.nodes)} nodes have joined within cluster.start_timeout_s={timeout_s:g}"
             raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", bad)
         time.sleep(POLL_S)
-
-
-def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
-    """What each node lacks, if anything; `there`: the GPUs of those that have joined."""
-    short = {name: f"has {there[name]} of {gpus} GPUs" if name in there else "is missing" for name in allocation.nodes}
-    return {name: why for name, why in short.items() if there.get(name, -1) < gpus}
 
 
 def joined() -> dict[str, dict[str, Any]]:

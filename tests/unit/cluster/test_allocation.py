@@ -31,6 +31,7 @@ GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, fi
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
     import os, sys
+    import time
     from contextlib import suppress
     from pathlib import Path
     from ray._private import worker
@@ -44,11 +45,15 @@ HEAD = """
     settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300)
     with suppress(InterruptedError), session.ray_session(settings, actors=1):
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
-        for gpus, needed in ((False, 3), (True, 2)):
+        for gpus, needed, seconds, says in ((False, 3, 0.5, None), (True, 2, 300, None), (False, 3, 300, "c"), (False, 2, 300, "c")):
+            if says:
+                allocation.exclude(says, "cannot join")
+            asked, begun = Allocation(directory, allocation.nodes, needed, allocation.gpus), time.monotonic()
             try:
-                membership.wait_for_nodes(Allocation(directory, allocation.nodes, needed, allocation.gpus), gpus, 0.5)
+                print(">", membership.wait_for_nodes(asked, gpus, seconds), sep="")
             except membership.TooFewNodes as error:
-                print(">", error, sep="")
+                print(">", error, error.bad, sep="")
+            assert time.monotonic() - begun < 100, "nobody waits for what cannot come"
         preflight._leave(allocation, {"b": "is slow"}, 300)
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
         print(">", membership.died({"a", "b"}), sep="")
@@ -81,13 +86,24 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
         join.kill()
     assert join.returncode == 1 and "b leaves: is slow" in said, said
     assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
-    two, missing, unfit, one, dead, lost, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    two, missing, unfit, failed, without, one, dead, lost, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
     assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
-    assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing")
-    assert unfit.endswith("and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs; c is missing")
+    assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing{'c': 'is missing'}")
+    assert unfit.startswith("2 of 3 nodes cannot take part, and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs{")
+    assert failed == "1 of 3 nodes cannot take part, and the run needs 3: c cannot join{'c': 'cannot join'}"
+    assert without == "{'c': 'cannot join'}"
     assert dead == "{'b': 'died'}"
     assert lost == "Ray's gcs_server ended" and not (tmp_path / "bad-a").exists(), "no node is to blame"
     assert not (tmp_path / "head.json").exists()
+
+
+def test_a_node_that_cannot_join_says_why(tmp_path: Path) -> None:
+    (tmp_path / "nodes.json").write_text('{"nodes": ["a", "b"], "needed": 2, "gpus": 0}')
+    allocation = Allocation.read(tmp_path)
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CPUS_ON_NODE": "2", "SLURMD_NODENAME": "b", "TMPDIR": str(tmp_path / "full")}
+    done = subprocess.run([sys.executable, "-m", "megarl.cluster.join", tmp_path], env=here, cwd=ROOT, capture_output=True, timeout=300)
+    assert done.returncode == 1
+    assert allocation.all_excluded() == {"b": f"cannot join: TMPDIR: cannot read {tmp_path}/full: No such file or directory"}
 
 
 # A process of a job, with one that stands for Ray's: it has a log in the session's directory open for writing.

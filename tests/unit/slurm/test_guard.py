@@ -20,7 +20,8 @@ case $* in
             2) exit 1 ;; # it does not answer
             *) nodes=$(<left) ;; # it may have given a node up
         esac
-        echo "JobId=7 JobName=a JobState=RUNNING Restarts=$(cat requeued 2>/dev/null || echo 0) ReqNodeList=$FIRST NodeList=$nodes BatchHost=a"
+        restarts=$(cat requeued 2>/dev/null || echo 0)
+        echo "JobId=7 JobName=a JobState=RUNNING Restarts=$restarts ReqNodeList=$FIRST NodeList=$nodes BatchHost=a"
         ;;
     *)
         echo "$@" >>calls
