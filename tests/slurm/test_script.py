@@ -172,3 +172,19 @@ def test_what_sbatch_refuses_is_said_in_a_line_and_leaves_nothing(slurm: Cluster
     done = slurm.megarl("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--licenses=gold")
     assert done.returncode == 2 and re.fullmatch("megarl: error: slurm: sbatch: .*[Ll]icense.*\n", done.stderr), done.stderr
     assert not list((tmp_path / "runs").rglob("submitted*")) and slurm.say("squeue", "--noheader") == ""
+
+
+def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    submitting = ("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--hold")
+    assert slurm.megarl(*submitting, "name=other").returncode == 0, "another run"
+    said = slurm.megarl(*submitting)
+    [number] = re.findall(r"submitted job (\d+)", said.stdout)
+    run = tmp_path / "runs" / "job"
+    assert f"job {number}: pending" in slurm.megarl("slurm", "status", run).stdout
+    again = slurm.megarl(*submitting)
+    assert (again.returncode, again.stderr) == (2, f"megarl: error: slurm: job {number} of {run} is pending (scancel {number} ends it)\n")
+    slurm.say("scancel", "--me")
+    assert f"job {number}: cancelled" in slurm.megarl("slurm", "status", run).stdout
+    assert slurm.megarl(*submitting).returncode == 0
+    slurm.say("scancel", "--me")

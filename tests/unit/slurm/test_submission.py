@@ -161,7 +161,9 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
 ) -> None:
     (tmp_path / "count").write_text(str(2 - taken))
     (tmp_path / "sbatch").write_text(SBATCH.format(count=tmp_path / "count"))
-    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '7|COMPLETING|0:10|1:00|1|n1|{tmp_path}/runs/job/slurm/submitted-1/job.sbatch'\n")
+    for command in ("sbatch", "squeue"):
+        (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     config = load(tmp_path / "job.yaml", [], TrainConfig)
