@@ -42,7 +42,7 @@ def options(job: Job) -> list[str]:
         "output": job.directory / "slurm" / "%j.out",
         "open-mode": "append",
         "nodes": f"{job.nodes}-{job.nodes + job.spare}" if job.spare else job.nodes,
-        "gpus-per-node": job.gpus_per_node or None,
+        "gpus-per-node": job.counted_gpus or None,
         "mem": 0,  # all of each node
         "partition": job.partition,
         "account": job.account,

@@ -86,7 +86,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         (tmp_path / name).chmod(0o755)
     submitting = (sys.executable, "-c", textwrap.dedent(SUBMIT), tmp_path / "job.yaml", tmp_path)
     partition, nowhere, nine, *lines = slurm.say(*submitting).splitlines()
-    assert partition == "Partition(name='main', nodes=3, cpus=(2, 2, 2), gpus=(8, 8, 8))"
+    assert partition == "Partition(name='main', nodes=3, sizes=((2, 8), (2, 8), (2, 8)))"
     assert nowhere == "slurm: --partition nowhere: this cluster has main, high, many"
     assert nine == "slurm: --gpus-per-node 9: a node of partition main has 8"
     jobs = {line.split()[0]: line.split()[1:] for line in lines}

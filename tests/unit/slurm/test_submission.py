@@ -31,6 +31,7 @@ JOB = Job(
     verb="train",
     nodes=4,
     gpus_per_node=8,
+    counts_gpus=True,
     spare=0,
     partition=None,
     account=None,
@@ -175,7 +176,7 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
 
 
 def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
-    partition = Partition("main", nodes=3, cpus=(64, 64, 64), gpus=(8, 8, 4))
+    partition = Partition("main", nodes=3, sizes=((64, 8), (64, 8), (64, 4)))
     check_partition(replace(JOB, nodes=2), partition)
     with pytest.raises(ConfigError, match="--gpus-per-node 16: a node of partition main has 8"):
         check_partition(replace(JOB, gpus_per_node=16), partition)
@@ -203,6 +204,23 @@ def test_whatever_slurm_says_of_its_partitions_is_one_line(name: str, tmp_path: 
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(ConfigError, match=rf"^slurm: .*{line}.*$"):
         check_partition(replace(JOB, gpus_per_node=0), partition_of(replace(JOB, gpus_per_node=0)))
+
+
+@pytest.mark.parametrize(("types", "gpus"), [("(null)", ""), ("gpu,shard", "gpu:h100:2")])
+def test_slurm_is_asked_for_gpus_where_it_counts_them_and_nodes_without_do_not_matter(
+    types: str, gpus: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n[ $2 = config ] && echo 'GresTypes               = {types}' || echo '{PARTITION}'\n")
+    nodes = [f"96|{gpus}", "1|(null)" if gpus else "96|(null)"]
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf '%s\\n' '{nodes[0]}' '{nodes[1]}'\n")
+    for command in ("scontrol", "sinfo"):
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    places = ("cluster.gpus=true", "sync.transport=nccl", "rollout.kv_cache_mb=null")
+    assert main([str(tmp_path / "job.yaml"), *places, "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert ("#SBATCH --gpus-per-node=2\n" in said) == bool(gpus) and "\ngpus=2\n" in said
 
 
 @pytest.mark.parametrize(
