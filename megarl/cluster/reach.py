@@ -44,16 +44,18 @@ def reach(
         The times of all ranks of the nodes that reach each other; and what is wrong with the others.
 
     Raises:
-        TooFewNodes: of the nodes that are needed not all reach each other; names those that do not.
+        TooFewNodes: of the nodes that are needed not all reach each other, or work alone; names those that do not.
     """
     try:
         return _measured([nodes[name] for name in names], per_node, gpus, timeout_s), {}
     except Exception as error:  # a link that hangs is another error to each backend
         reason = one_line(f"{type(error).__name__}: {error}", SHOWN)
-        broken = _broken(names, nodes, gpus, timeout_s)
-        if not broken:
-            raise
-        bad = to_blame(names, broken, partial(_unreached, nodes=nodes, gpus=gpus, timeout_s=timeout_s))
+        bad = _failing_alone(names, nodes, per_node, gpus, timeout_s)
+        if not bad:
+            broken = _broken(names, nodes, gpus, timeout_s)
+            if not broken:
+                raise
+            bad = to_blame(names, broken, partial(_unreached, nodes=nodes, gpus=gpus, timeout_s=timeout_s))
         good = [name for name in names if name not in bad]
         if names[0] in bad or len(good) < needed:
             raise TooFewNodes(f"not all nodes reach each other ({reason})", bad) from error
@@ -145,6 +147,12 @@ def without_fabric(times: Sequence[LinkTimes], nodes: int, fabric: Path = Path("
     return f"no node sends more than {best:.1f} GB/s to the next one, as over TCP, though {fabric} lists devices: {advice}"
 
 
+def _failing_alone(names: Sequence[str], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float) -> dict[str, str]:
+    """The nodes that fail by themselves, with all their ranks, and how: one GPU is enough. Where all of them do, no node is to blame."""
+    faults = _faults([(name,) for name in names], nodes, per_node, gpus, timeout_s) if len(names) > 1 else {}
+    return {name: f"fails alone: {why}" for (name,), why in faults.items()} if len(faults) < len(names) else {}
+
+
 def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
     """The neighbours that do not reach each other, where a test of all nodes together has failed."""
     from megarl.parallel.links import edges
@@ -154,17 +162,25 @@ def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_
 
 
 def _unreached(links: Sequence[Link], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
-    """Those that do not work; each is tested alone, all at the same time, and so no node may be in two."""
+    """Those that do not work."""
+    faults = _faults(links, nodes, 1, gpus, timeout_s)
+    return [link for link in links if link in faults]
 
-    def works(link: Link) -> bool:
+
+def _faults(
+    groups: Sequence[tuple[str, ...]], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float
+) -> dict[tuple[str, ...], str]:
+    """What the test of each group fails with, if it does; all at the same time, and so no node may be in two."""
+
+    def fault(group: tuple[str, ...]) -> str | None:
         try:
-            _measured([nodes[name] for name in link], 1, gpus, timeout_s)
-        except Exception:
-            return False
-        return True
+            _measured([nodes[name] for name in group], per_node, gpus, timeout_s)
+        except Exception as error:
+            return one_line(f"{type(error).__name__}: {error}", SHOWN)
+        return None
 
-    with ThreadPoolExecutor(len(links)) as threads:
-        return [link for link, well in zip(links, threads.map(works, links), strict=True) if not well]
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return {group: why for group, why in zip(groups, threads.map(fault, groups), strict=True) if why is not None}
 
 
 def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[Sequence[Link]], list[Link]]) -> dict[str, str]:

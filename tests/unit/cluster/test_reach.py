@@ -18,15 +18,15 @@ HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
 
 
 class Links:
-    """Times of nodes that reach each other; those that are to hang do."""
+    """Times of nodes that reach each other; those that are to hang do: links, or one of a node's two GPUs, of which pairs use the other."""
 
     def __init__(self, *hang: str) -> None:
         self.hang, self.tests = [set(link) for link in hang], list[str]()
 
     def __call__(self, nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
         self.tests.append("".join(nodes))
-        rounds = edges(len(nodes)) if len(nodes) > 2 else [[(0, 1)]]
-        if any({nodes[a], nodes[b]} in self.hang for pairs in rounds for a, b in pairs):
+        links = [{nodes[a], nodes[b]} for pairs in edges(len(nodes)) for a, b in pairs]
+        if any(link in self.hang for link in links) or (per_node > 1 and any({name} in self.hang for name in nodes)):
             raise WorkerLate(HANGS)
         return list(nodes)
 
@@ -34,7 +34,7 @@ class Links:
 def outcome(monkeypatch: pytest.MonkeyPatch, names: str, needed: int, *hang: str) -> Any:
     links = Links(*hang)
     monkeypatch.setattr(reach, "_measured", links)
-    return reach.reach(list(names), {name: name for name in names}, needed, 1, False, 300.0), links.tests
+    return reach.reach(list(names), {name: name for name in names}, needed, 2, False, 300.0), links.tests
 
 
 def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,18 @@ def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_node_whose_links_hang_is_done_without_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, "bc", "cd")
     assert times == list("abde") and alone == {"c": "does not reach b, d"}
-    assert tests[0] == "abcde" and sorted(tests[1:-1]) == ["ab", "bc", "cd", "de", "ea"] and tests[-1] == "abde"
+    assert tests[0] == "abcde" and sorted(tests[1:6]) == list("abcde") and tests[-1] == "abde"
+    assert sorted(tests[6:-1]) == ["ab", "bc", "cd", "de", "ea"]
+
+
+def test_a_node_with_one_sick_gpu_fails_alone_and_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    (times, alone), tests = outcome(monkeypatch, "abcde", 4, "c")
+    assert times == list("abde") and alone == {"c": f"fails alone: WorkerLate: {HANGS}"} and len(tests) == 1 + 5 + 1
+    with pytest.raises(TooFewNodes) as refused:
+        outcome(monkeypatch, "ab", 2, "b")
+    assert refused.value.bad.keys() == {"b"}
+    with pytest.raises(WorkerLate, match=HANGS):  # what every node fails with is no node's fault
+        outcome(monkeypatch, "ab", 1, "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +72,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_others_tell_which_one_is_to_g
 ) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, *hang)
     assert alone == bad and times == [name for name in "abcde" if name not in bad]
-    assert len(tests) == 1 + 5 + 2 + 1
+    assert len(tests) == 1 + 5 + 5 + 2 + 1
 
 
 def test_what_a_node_does_not_reach_that_is_left_out_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
