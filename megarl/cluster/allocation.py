@@ -102,12 +102,14 @@ class Allocation:
         """Tells the job script for want of which nodes the run has failed.
 
         Args:
-            nodes: their names, with what became of them.
+            nodes: their names, with what became of them; of those that are excluded already one knows better.
         """
-        for node, why in nodes.items():
+        known = self.all_excluded()
+        lost = {node: known.get(node, why) for node, why in nodes.items()}
+        for node, why in lost.items():
             self.exclude(node, why)
-        if nodes:
-            self.fail("".join(f"{node}: {why}\n" for node, why in nodes.items()))
+        if lost:
+            self.fail("".join(f"{node}: {why}\n" for node, why in lost.items()))
 
     def fail(self, why: str) -> None:
         """Tells the job script that the run has failed by no fault of its own."""

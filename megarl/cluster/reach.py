@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actor_group import ActorGroup, end
@@ -65,6 +67,28 @@ def reach(
 def on(node: str) -> dict[str, Any]:
     """Options of what runs on this node, and takes nothing of it."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, within_s: float) -> dict[str, Any]:
+    """What a function gives on each node, asked of all at the same time; a text that says so where there is no answer.
+
+    Args:
+        nodes: Ray's ids by name.
+        ask: the function.
+        *arguments: of it.
+        within_s: for all answers.
+    """
+    task: Any = ray.remote(ask)
+    asked = {name: task.options(**on(node), max_retries=0).remote(*arguments) for name, node in nodes.items()}
+    deadline, found = time.monotonic() + within_s, dict[str, Any]()
+    for name, reference in asked.items():
+        try:
+            found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except RayTaskError as error:
+            found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
+        except RayError as error:
+            found[name] = f"does not answer within {within_s:g} s ({type(error).__name__})"
+    return found
 
 
 class Linked:

@@ -16,14 +16,19 @@ from threading import Timer
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.cluster import fitness
 from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.join import _wait_for_head
 from megarl.cluster.preflight import Report, bound, faults, report
 from megarl.cluster.session import CACHES, _own_caches
 from megarl.cluster.shared_files import content, fresh_file
+from megarl.parallel import backend
+from megarl.parallel.backend import touch_gpus
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
+from tests.unit.cluster.nodes import bubblewrap
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, files=65536, free_gb={"its own disk": 100.0}, unseen=())
@@ -54,7 +59,12 @@ HEAD = """
             except membership.TooFewNodes as error:
                 print(">", error, error.bad, sep="")
             assert time.monotonic() - begun < 100, "nobody waits for what cannot come"
-        preflight._leave(allocation, {"b": "is slow"}, 300)
+        for sick in "ab":  # in the place of a test of its GPUs
+            preflight.unfit = lambda *_: {sick: "GPU 1: has fallen off the bus"}
+            try:
+                preflight.send_away(allocation, True, {}, 300)
+            except membership.TooFewNodes as error:
+                print(">", error, sep="")
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
         print(">", membership.died({"a", "b"}), sep="")
         server = worker._global_node.all_processes["gcs_server"][0].process
@@ -84,17 +94,105 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
         said, _ = join.communicate(timeout=60)
     finally:
         join.kill()
-    assert join.returncode == 1 and "b leaves: is slow" in said, said
+    assert join.returncode == 1 and "b leaves: GPU 1: has fallen off the bus" in said, said
     assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
-    two, missing, unfit, failed, without, one, dead, lost, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    lines = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    two, missing, unfit, failed, without, first, one, dead, lost, foreign = lines
     assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
     assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing{'c': 'is missing'}")
     assert unfit.startswith("2 of 3 nodes cannot take part, and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs{")
     assert failed == "1 of 3 nodes cannot take part, and the run needs 3: c cannot join{'c': 'cannot join'}"
+    assert first == "the first node cannot go on: a GPU 1: has fallen off the bus"
     assert without == "{'c': 'cannot join'}"
     assert dead == "{'b': 'died'}"
     assert lost == "Ray's gcs_server ended" and not (tmp_path / "bad-a").exists(), "no node is to blame"
     assert not (tmp_path / "head.json").exists()
+
+
+# The head of two nodes, one of which does not see the model.
+FAILING = """
+    import os, sys
+    from pathlib import Path
+    from megarl.cluster import membership, session
+    from megarl.config import ClusterSettings, ConfigError
+    from megarl.errors import Unfit
+
+    directory, model = map(Path, sys.argv[1:])
+    settings, usual = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300), os.environ["TMPDIR"]
+    for temporary, fault in (("/missing", None), (usual, Unfit("CUDA shows no GPU")), (usual, ConfigError("model.megatron: refused"))):
+        os.environ["TMPDIR"] = temporary
+        try:
+            with session.ray_session(settings, 1, {"model.path": model}):
+                print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+                raise fault
+        except Exception as error:
+            lost = directory / "lost"
+            print(">", type(error).__name__, ": ", error, "; ", lost.read_text().strip() if lost.exists() else "no node is lost", sep="")
+            lost.unlink(missing_ok=True)
+            (directory / "bad-a").unlink(missing_ok=True)
+"""
+
+
+def test_what_a_node_lacks_is_no_fault_of_the_configuration(tmp_path: Path) -> None:
+    (allocation := tmp_path / "allocation").mkdir()
+    (allocation / "nodes.json").write_text('{"nodes": ["a", "b"], "needed": 1, "gpus": 0}')
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").touch()
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CPUS_ON_NODE": "2", "TMPDIR": str(tmp_path)}
+    blind = [bubblewrap(), "--dev-bind", "/", "/", "--tmpfs", str(model), "--die-with-parent", sys.executable, "-m", "megarl.cluster.join"]
+    join = subprocess.Popen([*blind, str(allocation)], env={**here, "SLURMD_NODENAME": "b"}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        command = [sys.executable, "-c", textwrap.dedent(FAILING), str(allocation), str(model)]
+        done = subprocess.run(command, env={**here, "SLURMD_NODENAME": "a"}, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, left = join.communicate(timeout=60)
+    finally:
+        join.kill()
+    assert f"b leaves: does not see model.path={model} as the driver does" in left, left
+    missing = "TMPDIR: cannot read /missing: No such file or directory"
+    assert [line[1:] for line in done.stdout.splitlines() if line.startswith(">")] == [
+        f"ClusterError: {missing}; a: {missing}",
+        "joined ['a']",
+        "ClusterError: CUDA shows no GPU; no node is lost",
+        "joined ['a']",
+        "ConfigError: model.megatron: refused; no node is lost",
+    ]
+
+
+ALL = {"a": "GPU 0: no driver", "b": "GPU 0: no driver"}
+ANSWERS: list[tuple[dict[str, str | None], dict[str, str]]] = [
+    ({"a": None, "b": None}, {}),
+    ({"a": None, "b": "GPU 3: ECC error"}, {"b": "GPU 3: ECC error"}),
+    ({**ALL}, {}),  # what all of several nodes lack is the fault of none
+    ({**ALL, "c": None}, ALL),
+    ({"a": "GPU 3: ECC error"}, {"a": "GPU 3: ECC error"}),
+    ({"a": "transformer-engine: does not load"}, {}),  # of one node nobody can tell
+    ({}, {}),
+]
+
+
+@pytest.mark.parametrize(("said", "found"), ANSWERS)
+def test_nodes_are_to_blame_for_what_others_have(
+    said: dict[str, str | None], found: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fitness, "answers", lambda nodes, *_, within_s: {name: said[name] for name in nodes})
+    assert fitness.unfit(dict.fromkeys(said, "id"), {}, True, 1.0) == found
+    if said:  # the driver itself does not see the model any more
+        assert fitness.unfit(dict.fromkeys(said, "id"), {"model.path": tmp_path / "m"}, True, 1.0) == {
+            "a": f"does not see model.path={tmp_path}/m"
+        }
+
+
+def test_gpus_are_touched_in_a_process_of_its_own_which_nobody_waits_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fitness.sick_gpus(3, 300.0) is None, "torch for CPUs: no GPU is to blame"
+    assert fitness.sick_gpus(3, 300.0, "import sys; sys.exit(f'GPU {sys.argv[1]}: ECC error')") == "GPU 3: ECC error"
+    assert fitness.sick_gpus(3, 300.0, "import os; os.abort()") == "GPU test: ended with status -6"
+    assert fitness.sick_gpus(3, 0.5, "import time; time.sleep(600)") == "GPU test: no answer within 0.5 s"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert str(touch_gpus(2)).startswith("GPU 0: ") and touch_gpus(0) is None
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(backend, "TAKEN", ("division by zero",))
+    assert touch_gpus(2) is None, "others have them"
 
 
 def test_a_node_that_cannot_join_says_why(tmp_path: Path) -> None:
@@ -209,8 +307,9 @@ def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: 
         written = canary.read_bytes()
         assert written and synced == [written]
         known = content(canary)
-    elsewhere = tmp_path / "elsewhere"  # the file as another node of an NFS sees it: first not at all, then empty, then whole
-    late = Timer(0.5, lambda: (elsewhere.touch(), time.sleep(0.5), elsewhere.write_bytes(written)))
+    elsewhere = tmp_path / "elsewhere"  # the file as another node of an NFS sees it: first empty, then whole
+    elsewhere.touch()
+    late = Timer(1.0, elsewhere.write_bytes, [written])
     late.start()
     assert report(tmp_path, {"the run's directory": (elsewhere, known)}).unseen == []
     late.join()
