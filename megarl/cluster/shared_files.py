@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
-from megarl.errors import ConfigError
+from megarl.errors import Unfit
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
 POLL_S = 0.5
@@ -42,7 +42,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
         timeout_s: for all answers.
 
     Raises:
-        ConfigError: naming key, path and node.
+        Unfit: naming key, path and node.
         WorkerDied: a node was lost meanwhile.
         WorkerLate: a node has not answered in time.
     """
@@ -68,7 +68,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
                 raise task_fault(error, f"node {nodes[node]}", DOING) from error
             for key in differing:
                 path = written.get(key) or read[key]
-                raise ConfigError(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
+                raise Unfit(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[l
     Raises:
         NoNodes: the session has no room, and cannot grow.
         WorkerLate: the cluster that was joined has no room in time.
-        ConfigError: a machine besides this one does not see the run's files.
+        Unfit: a machine besides this one does not see the run's files.
     """
     places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
     if config.cluster.address is not None or config.cluster.allocation is not None:
