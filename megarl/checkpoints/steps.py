@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +63,11 @@ class Manifest:
 
 
 _KINDS = TypeAdapter(Manifest)
+
+
+def versions() -> dict[str, str]:
+    """What writes step directories here, for their manifests."""
+    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def verify(path: Path, contents: bool = True) -> Entry:
         unfinished = _UNFINISHED.fullmatch(path.name)
         if unfinished is None:
             raise ConfigError(f"checkpoint: {path} is not a step directory")
-        return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: a save that did not finish left it",), None)
+        return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: left by an unfinished save",), None)
     step = int(matched[1])
     try:
         manifest = read_manifest(path)

@@ -146,16 +146,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "colocate": ("placement.engines",),
     "use_rollout_routing_replay": ("routing.replay",),
 }
-# Names of what has no key.
+# Names of other systems for what has no key, and why.
 NO_KEY = {
     "use_remove_padding": "always so: no batch has padding",
+    "trust_remote_code": "code in a model directory is never run",
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_dropout", "use_peft", "peft_config"), "not here: all weights are trained"),
 }
 MOST_LEAVES = 1000  # of an unknown section that are looked at
 
 
 def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str], value: Any = None) -> str:
-    """What follows "unknown key": the key that was meant, or nothing.
+    """What follows "unknown key": the key that was meant, why there is none, or nothing.
 
     Args:
         key: the parts of the dotted key.

@@ -141,7 +141,7 @@ def _assumptions(plan: Plan) -> str:
 def _found(found: Sequence[FittingLayout]) -> Table:
     engines = ["GB node", "engines", "live"] if found[0].replicas else []
     sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
-    table = _table("layouts that fit, the quickest first", "", *sizes, "GB rank", *engines, "s step")
+    table = _table("layouts that fit, fastest first", "", *sizes, "GB rank", *engines, "s step")
     for number, one in enumerate(found, 1):
         theirs = [f"{one.host / GB:.0f}", f"{one.replicas} x tp {one.engine_tp}", f"{one.live:.0f}"] if engines else []
         layout = [str(getattr(one.layout, size)) for size in sizes]

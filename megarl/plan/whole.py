@@ -137,7 +137,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         faults=[],
     )
     if engine is not None and engine.tp > NODE:
-        plan.notes.append(f"rollout.tp={engine.tp} reaches over nodes of {NODE} GPUs, and an engine starts on one node alone: a plan only")
+        plan.notes.append(f"rollout.tp={engine.tp} spans nodes of {NODE} GPUs, but an engine starts only on one node: a plan only")
     plan.faults.extend(_faults(plan, asked, config if remedies else None, models))
     room = config.cluster.host_memory_gb
     if host is not None and room is not None and host.total > room * GB:
@@ -192,8 +192,8 @@ def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) 
         if (stage := group.worst).total + plan.asleep > plan.memory
     ]
     if plan.gpus < asked:
-        what = "ranks ask" if plan.shared or plan.engine is None else "ranks and engines ask"
-        found.append(f"layout: {what} for {asked} GPUs, and there are {plan.gpus}")
+        what = "ranks" if plan.shared or plan.engine is None else "ranks and engines"
+        found.append(f"layout: {what} need {asked} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
         found += _engine_faults(plan, plan.engine, has)
     return found

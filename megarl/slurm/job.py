@@ -24,6 +24,7 @@ class Job:
     verb: str
     nodes: int
     gpus_per_node: int
+    counts_gpus: bool  # Slurm knows of the nodes' GPUs, and is asked for them
     spare: int
     partition: str | None
     account: str | None
@@ -40,6 +41,11 @@ class Job:
     python: str
 
     @property
+    def counted_gpus(self) -> int:
+        """What Slurm is asked for, of each node."""
+        return self.gpus_per_node if self.counts_gpus else 0
+
+    @property
     def size(self) -> str:
         """In words."""
         gpus = f" of {self.gpus_per_node} GPUs" if self.gpus_per_node else ""
@@ -53,7 +59,7 @@ class Job:
             return None
         match = CLOCK.fullmatch(self.time)
         if match is None:
-            raise ConfigError(f"slurm: --time {self.time!r} is no time limit (minutes, H:MM:SS or D-HH:MM:SS)")
+            raise ConfigError(f"slurm: --time {self.time!r} is not a time limit (minutes, H:MM:SS or D-HH:MM:SS)")
         part = {name: int(value or 0) for name, value in match.groupdict().items()}
         minutes = 60 * (24 * part["d"] + part["dh"] + part["h"]) + part["dm"] + part["m"]
         return 60 * minutes + part["ds"] + part["s"]

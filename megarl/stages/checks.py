@@ -28,10 +28,11 @@ from megarl.config import (
     RoutingSettings,
     RunSettings,
     TrainConfig,
+    ValueConfig,
     optimizers,
 )
 from megarl.data.gym import all_drawn
-from megarl.data.tokenizer import check_same_tokenizer
+from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
@@ -73,7 +74,7 @@ def check_directory(run_dir: Path, directory: Path) -> None:
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         key = "name" if run_dir.is_dir() else "run_dir"
-        raise ConfigError(f"{key}: {directory}: {there} is no directory that can be written to")
+        raise ConfigError(f"{key}: {directory}: {there} is not a writable directory")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -90,7 +91,7 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
     if settings.weights is None:
         return
     if head != "lm":
-        raise ConfigError(f"model.weights={settings.weights}: a language model's, and a model with a scalar head is trained here")
+        raise ConfigError(f"model.weights={settings.weights}: weights of a language model, and a model with a scalar head is trained here")
     if not settings.weights.is_dir():
         raise ConfigError(f"model.weights: no such directory: {settings.weights}")
     try:
@@ -116,9 +117,9 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
-        raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
+        raise ConfigError(f"cluster: the open-file limit is {files} (ulimit -n); Ray and the engines need at least {LEAST_FILES}")
     if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
-        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
+        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need at least {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
     if settings.allocation is not None:
@@ -193,7 +194,9 @@ def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSett
     key = replayed[0][0]
     for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
         if megatron.get(name):
-            raise ConfigError(f"{key}: model.megatron.{name}={megatron[name]!r}: experts are chosen, or dropped, where no replay reaches")
+            raise ConfigError(
+                f"{key}: model.megatron.{name}={megatron[name]!r}: experts are then chosen, or dropped, where replay has no control"
+            )
     if sinkhorn:
         raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
 
@@ -221,7 +224,7 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     if longest > limit:
         raise ConfigError(
             f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
-            f"{longest} tokens, and the model takes {limit}"
+            f"{longest} tokens, and the model supports at most {limit}"
         )
 
 
@@ -229,7 +232,7 @@ def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     """ConfigError where a token that is to end responses is not one of the model's."""
     for token in rollout.stop_token_ids:
         if token >= int(hf["vocab_size"]):
-            raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
+            raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {hf['vocab_size']} tokens")
 
 
 def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
@@ -251,23 +254,29 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     check_same_tokenizer(path, key, policy.path, "model.path")
+    _check_longest(hf, path, key, rollout)
+
+
+def _check_longest(hf: dict[str, Any], path: Path, key: str, rollout: RolloutSettings) -> None:
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
+        raise ConfigError(
+            f"{key}: {path} supports at most {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}"
+        )
 
 
 def check_trained_head(path: Path, key: str) -> None:
     """ConfigError where the directory holds a language model: a fresh head's scores say nothing."""
     hf = directory.read_config(path)
     if family_of(hf).head_of(hf) != "value":
-        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, and a reward model has a trained scalar head (`megarl rm`)")
+        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, but a reward model needs a trained scalar head (`megarl rm`)")
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
     hf, data = check_model(config), list[Data]()
     refuse_all(
-        lambda: check_base(config.model, hf),
+        lambda: check_base(config, hf),
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config.model, config.routing, config.critic),
@@ -290,13 +299,45 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     return data[0]
 
 
-def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
-    """ConfigError where `model.base` is not whole, or another architecture."""
-    if settings.base is None:
+def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """Checks `model.base`, from which the engines start: all but the weights, which a sync replaces, stays with them for the whole run.
+
+    Args:
+        config: of the run.
+        hf: config.json of `model.path`.
+
+    Raises:
+        ConfigError: it is not whole, or not of the policy's shape; its responses would end or be read otherwise.
+    """
+    base, path = config.model.base, config.model.path
+    if base is None:
         return
-    base = check_checkpoint(settings.base, key="model.base", drop_mtp=settings.drop_mtp)
-    if base["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {settings.base} is of another architecture than model.path={settings.path}")
+    its = check_checkpoint(base, key="model.base", drop_mtp=config.model.drop_mtp)
+    if its["architectures"] != hf["architectures"]:
+        raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
+    left, right = _beside_weights(base, its), _beside_weights(path, hf)
+    for what in [*right, *left]:
+        if left.get(what) != right.get(what):
+            raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
+    _check_longest(its, base, "model.base", config.rollout)
+    check_same_tokenizer(base, "model.base", path, "model.path")
+    # Prompts are rendered by the driver; what an environment answers, where the engine is.
+    if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
+        raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
+
+
+def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """What an engine reads in a directory, by name: shapes of tensors, numbers of the model, and which tokens end a response."""
+    family = family_of(hf)
+    rope, fields = family.rope(hf), family.fields(hf)
+    turned = {
+        "rope_type": rope.kind,
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.fraction,
+        "factor": rope.numbers.get("factor"),
+    }
+    shapes = {f"the shape of {name}": list(shape) for name, shape in family.expected(hf).items()}
+    return {"eos_token_id": sorted(directory.end_tokens(path)), **fields, **turned, **shapes}
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
@@ -315,7 +356,7 @@ def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
         raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")
     if transport == "cuda_ipc" and engines == "apart":
         raise ConfigError(
-            "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
+            "sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have separate GPUs (use nccl, or "
             "placement.engines=shared)"
         )
 
@@ -337,11 +378,13 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         read_range(path, key)
 
 
-def check_value(config: TrainConfig) -> Data:
+def check_value(config: ValueConfig) -> Data:
     """All checks of `megarl value`."""
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
     data = check_train(config, "value")
     if len(data.eval) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has only {len(data.eval)}"
+        )
     return data

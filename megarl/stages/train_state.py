@@ -1,4 +1,4 @@
-"""Where an RL run stands between two steps: all of it that no model holds and no metric shows."""
+"""The state of an RL run between two steps: everything that is not in a model or a metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.observe.metrics import Last, Mean, Metric
 from megarl.observe.run import BEST
 from megarl.rewards.scale import RewardScale
 from megarl.stages import in_flight
-from megarl.stages.best import NOTHING, Best
+from megarl.stages.best import Best
 from megarl.stages.pretraining import ValuePretraining
 from megarl.stages.rollout import Group, StepGroups
 from megarl.stages.saving import AHEAD
@@ -25,30 +25,38 @@ from megarl.workers.response_file import ResponseFile
 BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
 
 
+def measure(config: TrainConfig) -> list[Any]:
+    """What `train.best` compares: the metric, the set that it is of and the reward that scores it, as plain values for JSON."""
+    best = config.train.best
+    sets = {"heldout": config.data.eval, **{one.name: one for one in config.eval}}
+    asked = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
+    return [best, *(None if one is None else one.model_dump(mode="json") for one in asked)]
+
+
 class TrainState:
     """Counters, sampler, KL coefficient, reward scale and value pretraining of a run.
 
     Args:
         config: of the run.
         prompts: of data.train.
-        stages: as which experts are kept (`ExpertsWanted.stages`).
+        stages: over which experts are split (`ExpertsWanted.stages`).
 
     Attributes:
         step: steps so far, of the policy or of the critic alone.
-        learned: those in which the policy learned.
+        learned: steps in which the policy learned.
         evaluated: the step after which the policy was last evaluated.
-        kl_coef: weight of the KL to the reference, which `algorithm.kl_target` steers.
-        scale: of the rewards, where `reward.normalise` asks for one.
-        ahead: the batch of the next step, where it is there already.
+        kl_coef: weight of the KL to the reference, adapted by `algorithm.kl_target`.
+        scale: of the rewards, with `reward.normalise`.
+        ahead: the batch of the next step, if it exists already.
         pool: further groups that have begun, and wait.
-        best: the best evaluation, where `train.best` says which that is.
+        best: the best evaluation, with `train.best`.
     """
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], stages: in_flight.Stages = ()) -> None:
         self.step = self.learned = self.evaluated = 0
         self.kl_coef = config.algorithm.kl_coef
         self.scale: RewardScale | None = None
-        self.best = Best(config.directory / BEST)
+        self.best = Best(config.directory / BEST, measure(config))
         self.ahead: StepGroups | None = None
         self.pool: list[Group] = []
         self.sampler = Sampler(len(prompts), config.seed, config.data.shuffle)
@@ -56,11 +64,11 @@ class TrainState:
         self._algorithm, self._prompts, self._stages = config.algorithm, prompts, stages
 
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
-        """The next `count` prompts, each with its place among all."""
+        """The next `count` prompts, each with its index among all."""
         return [(place, self._prompts[place]) for place in self.sampler.take(count)]
 
     def policy_learned(self, plan: StepPlan, kl_N: np.ndarray) -> dict[str, Metric]:
-        """Counts a step of the policy and adapts the KL coefficient; the metrics of both.
+        """Counts a step of the policy and adapts the KL coefficient; returns the metrics of both.
 
         kl_N: each response's KL to the reference in nats.
         """
@@ -87,22 +95,21 @@ class TrainState:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where the prompts are others."""
+        """Restores `state`. ValueError if the prompts are different."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
-        scale = state.get("scale")  # older checkpoints have none
-        self.scale = None if scale is None else RewardScale(*scale)
-        self.best.restore(state.get("best", NOTHING))
+        self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
+        self.best.restore(state["best"])
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 
     def files(self) -> dict[str, ResponseFile]:
-        """The batch that is ahead, and what has begun beside it."""
+        """The batch ahead, and the groups that have begun besides it."""
         there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
         return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
-        """Gets them back."""
+        """Restores them."""
         there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
         self.ahead = there.get(BATCH)
         self.pool = there[REST].groups if REST in there else []

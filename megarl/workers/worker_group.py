@@ -12,9 +12,11 @@ import numpy as np
 import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.allocation import Allocation
 from megarl.cluster.demand import Role, files
 from megarl.cluster.placement import ProcessKind
-from megarl.cluster.reserve import reserve
+from megarl.cluster.preflight import send_away
+from megarl.cluster.reserve import lost_nodes, reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
@@ -47,14 +49,19 @@ class WorkerGroup:
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
-        return self.group.start("forward", ray.put(plan), score)
+        return self.group.start_each("forward", self._dealt(plan), score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
         found: dict[int, float] = {}
-        for part in self.group.call("rewards", ray.put(plan), timeout_s=self.timeout_s):
+        for part in self.group.wait(self.group.start_each("rewards", self._dealt(plan)), "rewards", self.timeout_s):
             found |= part
         return found
+
+    def _dealt(self, plan: StepPlan | ScoringPlan) -> list[Any]:
+        """For each rank a reference to its part of the plan."""
+        parts = [ray.put(plan.part(dp_rank)) for dp_rank in range(self.layout.dp)]
+        return [parts[self.layout.dp_rank(rank)] for rank in range(self.layout.ranks)]
 
     def columns(self, *names: str) -> Columns:
         """Per-token numbers of the scored plan, as references."""
@@ -191,9 +198,17 @@ def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[l
     Raises:
         NoNodes: the session has no room, and cannot grow.
         WorkerLate: the cluster that was joined has no room in time.
-        ConfigError: a machine besides this one does not see the run's files.
+        Unfit: a machine besides this one does not see the run's files.
     """
     places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
     if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places
+
+
+def must_move(config: RunSettings, places: Sequence[Any]) -> bool:
+    """Whether what has failed cannot start again in these places: a node is gone. In a Slurm job those that are unfit go first."""
+    cluster = config.cluster
+    if not lost_nodes(places) and cluster.allocation is not None:
+        send_away(Allocation.read(cluster.allocation), cluster.gpus, files(config)[0], cluster.start_timeout_s)
+    return lost_nodes(places)

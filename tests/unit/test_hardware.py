@@ -72,7 +72,7 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
     [
         (
             ["sync.transport=cuda_ipc"],
-            "^sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have",
+            "^sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have",
         ),
     ],
 )

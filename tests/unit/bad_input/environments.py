@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.unit.bad_input.cases import Case, Make, given, template
+from pathlib import Path
+
+from tests.unit.bad_input.cases import Case, Make, base, given, template
 
 WORLDS = "tests.unit.environments.worlds"
 EPISODES = ("data.train={type: episodes, seed: 1, items: 64}", "reward={source: {type: environment}}")
@@ -23,6 +25,11 @@ def world(name: str, params: str = "{}") -> Make:
     return given(says(params, name), *EPISODES)
 
 
+def reworded(copy: Path) -> None:
+    file = copy / "chat_template.jinja"
+    file.write_text("be brief: " + file.read_text())
+
+
 TOOLS = "environment={source: {type: tools, tools: [calculator]}}"
 SOURCE = r"^environment\.source"
 TABLE = [
@@ -31,6 +38,12 @@ TABLE = [
         "train",
         given("environment={source: {type: function, path: 'no_such_module:Game'}}", *EPISODES),
         SOURCE + r"\.path: cannot import module 'no_such_module': ModuleNotFoundError",
+    ),
+    Case(
+        "a base of another chat template",
+        "train",
+        base(reworded, says("{}"), *EPISODES),
+        r"^model\.base: its chat template, which renders what the environment says, is another than that of ",
     ),
     Case("an environment without a step", "train", world("NoStep"), SOURCE + r"\.path: .*:NoStep has no method step$"),
     Case(
@@ -114,13 +127,13 @@ TABLE = [
         "a template that tells of no tools",
         "train",
         given(TOOLS),
-        SOURCE + r"\.tools: the model's chat template tells nothing of 'calculator'",
+        SOURCE + r"\.tools: the model's chat template does not mention 'calculator'",
     ),
     Case(
         "a template with other calls",
         "train",
         template(CALLS.replace("tool_call", "call") + SAID, TOOLS),
-        SOURCE + r"\.tools: the model's chat template has another format of calls",
+        SOURCE + r"\.tools: the model's chat template uses another call format",
     ),
     Case(
         "a template that cannot be continued",
@@ -132,15 +145,15 @@ TABLE = [
         "a part of the distribution",
         "train",
         given("rollout.top_p=0.9"),
-        r"^rollout\.top_p=0\.9: responses then come from a part of the policy's",
+        r"^rollout\.top_p=0\.9: responses then come from a truncated policy",
     ),
-    Case("the likeliest tokens", "train", given("rollout.top_k=20"), r"^rollout\.top_k=20: responses then come from a part"),
-    Case("likely tokens", "train", given("rollout.min_p=0.1"), r"^rollout\.min_p=0\.1: responses then come from a part"),
+    Case("the likeliest tokens", "train", given("rollout.top_k=20"), r"^rollout\.top_k=20: responses then come from a truncated"),
+    Case("likely tokens", "train", given("rollout.min_p=0.1"), r"^rollout\.min_p=0\.1: responses then come from a truncated"),
     Case(
         "a stop beyond the vocabulary",
         "eval",
         given("rollout.stop_token_ids=[128]"),
-        r"^rollout\.stop_token_ids: 128, and the model has 128 tokens$",
+        r"^rollout\.stop_token_ids: 128 is not one of the model's 128 tokens$",
     ),
     Case("an empty stop", "eval", given("rollout.stop=['']"), r"^rollout\.stop\.0: String should have at least 1 character"),
 ]

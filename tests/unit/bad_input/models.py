@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.unit.bad_input.cases import (
     Case,
+    base,
     config_json,
     given,
     header,
@@ -32,6 +36,16 @@ def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
 
 
+def larger(copy: Path) -> None:
+    shutil.rmtree(copy)
+    build(copy, layers=3, hidden=128, experts=8, expert_hidden=64, seed=1)
+
+
+def with_json(file: str, **changes: Any) -> Callable[[Path], object]:
+    """A change of values in a JSON file."""
+    return lambda copy: (copy / file).write_text(json.dumps({**json.loads((copy / file).read_text()), **changes}))
+
+
 COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ROUTERS = "model.megatron.moe_"
 TABLE = [
@@ -46,7 +60,7 @@ TABLE = [
         "bfloat16 moments",
         "train",
         given("optimizer.megatron={exp_avg_dtype: bfloat16}"),
-        r"^optimizer\.megatron\.exp_avg_dtype: checkpoints hold main weights and moments in float32, and know no others$",
+        r"^optimizer\.megatron\.exp_avg_dtype: checkpoints store main weights and moments in float32 only$",
     ),
     Case(
         "an optimizer that is offloaded from the CPU to the CPU",
@@ -59,6 +73,18 @@ TABLE = [
         "train",
         given("optimizer.megatron={optimizer_cpu_offload: true}"),
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: optimizer_offload_fraction=0, Megatron's default, offloads nothing; 1\.0 all$",
+    ),
+    Case(
+        "layers in eight bits",
+        "train",
+        given("model.megatron={fp8: hybrid}"),
+        r"^model\.megatron\.fp8: set by model\.path, model\.dtype, layout or megarl itself \(to None\)$",
+    ),
+    Case(
+        "a kernel of attention that there is not",
+        "train",
+        given("model.megatron={attention_backend: flash3}"),
+        r"^model\.megatron\.attention_backend: 'flash3' is none of auto, flash, fused, unfused$",
     ),
     Case(
         "a field that Megatron has not",
@@ -113,7 +139,7 @@ TABLE = [
         "replay past fused routers",
         "train",
         given("routing.replay=r2", f"{ROUTERS}router_fusion=true"),
-        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are chosen, or dropped, where no replay reaches$",
+        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are then chosen, or dropped, where replay has no control$",
     ),
     Case(
         "replay and dropped tokens",
@@ -182,7 +208,7 @@ TABLE = [
     Case("99 of 8 experts", "train", config_json({"num_experts_per_tok": 99}), says("num_experts_per_tok", "99", "its 8 experts")),
     Case("no expert", "train", config_json({"num_experts_per_tok": 0}), says("num_experts_per_tok", "0")),
     Case("experts as a text", "train", config_json({"num_experts_per_tok": "2"}), says("num_experts_per_tok", "'2'")),
-    Case("experts as a list", "sft", config_json({"num_experts": [8]}), says("num_experts", r"\[8\]", "no positive integer")),
+    Case("experts as a list", "sft", config_json({"num_experts": [8]}), says("num_experts", r"\[8\]", "not a positive integer")),
     Case("epsilon as a text", "train", config_json({"rms_norm_eps": "tiny"}), says("rms_norm_eps", "'tiny'", "valid number")),
     Case("epsilon as NaN", "train", config_json({"rms_norm_eps": float("nan")}), says("rms_norm_eps", "nan", "finite|greater")),
     Case("epsilon below 0", "train", config_json({"rms_norm_eps": -1e-6}), says("rms_norm_eps", "-1e-06", "greater than 0")),
@@ -262,7 +288,13 @@ TABLE = [
         config_json({"num_experts": 10**9}),
         r"^model\.path: config\.json has 2 layers of 1000000000 experts, more than 262144",
     ),
-    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1e\+30", "2147483647")),
+    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1\d+ is", "2147483647")),
+    Case(
+        "10^400 positions",
+        "train",
+        config_json({"max_position_embeddings": 10**400}),
+        says("max_position_embeddings", r"1\d+ is", "2147483647"),
+    ),
     Case("config.json of lists", "train", wrote("config.json", DEEP), r"^model\.path: .*config\.json is not JSON: nested too deeply$"),
     Case(
         "config.json of mappings",
@@ -292,13 +324,15 @@ TABLE = [
     Case("weights are a pipe", "train", pipe("model.safetensors"), r"^model\.path: .* has neither model\.safetensors nor "),
     Case("a tokenizer of lists", "train", model(deep_tokenizer), r"^model\.path: no usable tokenizer in "),
     Case("a tokenizer of nothing", "train", wrote("tokenizer.json", b"{}"), r"^model\.path: no usable tokenizer in "),
-    Case("a header of lists", "train", header(DEEP), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
-    Case("a header of mappings", "train", header(b'{"a": ' * 50_000), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
+    Case("a header of lists", "train", header(DEEP), r"^model\.path: .*its header is not a JSON object: nested too deeply$"),
+    Case(
+        "a header of mappings", "train", header(b'{"a": ' * 50_000), r"^model\.path: .*its header is not a JSON object: nested too deeply$"
+    ),
     Case(
         "a header with a name twice",
         "train",
         header(b'{"a": 1, "a": 2}'),
-        r"^model\.path: .*its header is no JSON object: 'a' is there twice$",
+        r"^model\.path: .*its header is not a JSON object: 'a' is there twice$",
     ),
     Case(
         "an index of lists",
@@ -310,7 +344,7 @@ TABLE = [
         "an index of long names",
         "train",
         wrote("model.safetensors.index.json", json.dumps({"weight_map": {"a": LONG}}).encode()),
-        r"index\.json names 'x{100}.*, which is no file of the directory$",
+        r"index\.json names 'x{100}.*, which is not a file in the directory$",
     ),
     Case("a dtype that is a number", "train", config_json({"torch_dtype": 16}), says("torch_dtype", "16", "valid string")),
     Case(
@@ -337,6 +371,34 @@ TABLE = [
         "train",
         wrote("tokenizer_config.json", b'{"eos_token": 3}'),
         r"^model\.path: no usable tokenizer in ",
+    ),
+    # --- what the engines start from
+    *(
+        Case(f"a base {name}", "train", base(change), rf"^model\.base: {line}")
+        for name, change, line in (
+            ("of another architecture", dense, ".* has a different architecture from model.path="),
+            ("of another size", larger, "num_layers is 3 in .*base and 2 in model.path="),
+            (
+                "of other end tokens",
+                with_json("generation_config.json", eos_token_id=[1, 60]),
+                r"eos_token_id is \[1, 60\] in .*base and \[1\] in model.path=",
+            ),
+            (
+                "of another tokenizer",
+                with_json("tokenizer_config.json", eos_token="<|pad|>"),
+                r"its tokenizer differs from model.path's: eos_token is '<\|pad\|>' in .*base and '<\|end\|>' in ",
+            ),
+            (
+                "of another RoPE",
+                with_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+                r"rope_theta is 500000\.0 in .*base and ",
+            ),
+            (
+                "with less room",
+                with_json("config.json", max_position_embeddings=16),
+                ".*base supports at most 16 tokens, and prompt and response may have 28",
+            ),
+        )
     ),
     # --- chat templates
     Case(
@@ -379,7 +441,7 @@ TABLE = [
         "a template of a power",
         "train",
         template("{{ 10 ** 10 ** 9 }}"),
-        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take for ever$",
+        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take forever$",
     ),
     Case(
         "a template of roles", "sft", template("{% for m in messages %}{{ m.role }}{% endfor %}"), r"^data\.chat: .*leaves the prompt out"

@@ -17,6 +17,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.convert import engine, plan
+from megarl.convert.conversion_directory import ConversionDirectory
+from megarl.errors import ConfigError
 from tests.unit.convert.converting import WEIGHTS, convert, refused, stored
 
 
@@ -78,7 +80,7 @@ def test_a_killed_conversion_goes_on_where_it_was(
     assert done and not (out / "step_000000").exists()
     monkeypatch.setattr(plan, "_LEAST", 1 << 19)
     monkeypatch.setattr(plan, "_MOST", 1 << 19)
-    assert "begun otherwise (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
+    assert "started with other settings (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
     damaged = (
         tmp_path / ".out.partial" / WEIGHTS if direction == "megatron-to-hf" else out / "step_000000.partial" / "policy" / "__0_0.distcp"
     )
@@ -117,6 +119,20 @@ def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path)
     assert stored(tmp_path / "back") == stored(models["qwen3_moe"])
 
 
+def test_a_process_that_begins_as_another_one_finishes_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, link = ConversionDirectory(tmp_path / "out", tmp_path / "out.partial", tmp_path / "out.journal"), os.link
+
+    def finished(one: Path, other: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "weights").touch()
+        link(one, other)
+
+    monkeypatch.setattr(os, "link", finished)
+    with pytest.raises(ConfigError, match="out already exists: not overwritten$"):
+        directory.begin({"source": "x"})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     models: dict[str, Path], direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -132,5 +148,5 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
         line = refused(capsys, direction, source, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large; the same command goes on from here" in line
+    assert "File too large; the same command continues from here" in line
     convert(direction, source, tmp_path / "out")

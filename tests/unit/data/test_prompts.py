@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from examples import make_data
-from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
+from megarl.config import ConfigError, ConversationSource, EpisodeSource, FileSource, MixtureSource, ReasoningGymSource
 from megarl.config.data import PromptPart
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.gym import all_drawn, first_items
@@ -123,11 +123,11 @@ def test_datasets_on_disk_give_the_same_prompts(load: Load, tmp_path: Path) -> N
     (tmp_path / "cut" / "data-00000-of-00001.arrow").write_bytes(data[: len(data) // 2])
     (tmp_path / "other").mkdir()
     for bad, message in (
-        (ordered, r".*ordered was saved with an order of its own; flatten_indices\(\) before"),
+        (ordered, r".*ordered was saved with an index mapping; call flatten_indices\(\) before"),
         (FileSource(path=tmp_path / "dict"), r".*dict holds several splits \(train\): name one, such as .*dict/train$"),
         (outside, ".*state.json: it names a file elsewhere"),
         (cut, ".*00001.arrow is not readable as Arrow after row 0: "),
-        (FileSource(path=tmp_path / "other"), r".*other is no directory of `datasets` \(save_to_disk\): state.json"),
+        (FileSource(path=tmp_path / "other"), r".*other is not a directory of `datasets` \(save_to_disk\): state.json"),
     ):
         with pytest.raises(ConfigError, match=rf"^data\.train\.path: {message}"):
             load(bad)
@@ -260,6 +260,13 @@ def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreT
         tokenizer.chat_template = kept
 
 
+def test_a_billion_episodes_are_made_when_they_are_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:
+    source = EpisodeSource(seed=7, items=1_000_000_000)
+    episodes = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
+    assert len(episodes) == source.items and [one.id for one in episodes[2:4]] == [2, 3]
+    assert (episodes[-1].id, episodes[-1].seed, episodes[-1].text) == (999_999_999, 1_000_000_006, "episode 1000000006")
+
+
 def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path: no tokenizer in .*"):
         load_tokenizer(tmp_path)
@@ -367,7 +374,7 @@ def test_a_faulty_conversation_is_refused_with_file_and_line(
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = "{%- for m in messages[-1:] -%}<|{{ m.role }}|>{{ m.content }}{%- endfor -%}<|assistant|>"
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template renders what comes before it otherwise"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template changes the messages before it"):
         conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
     forgetful.chat_template = None
     with pytest.raises(ConfigError, match=r"^data\.train: the tokenizer has no chat template"):
