@@ -22,7 +22,7 @@ KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its targe
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, this many steps in a row
 FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
 SMOOTHED = 3  # steps whose mean reward counts
-STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this in a run whose engines are ahead, this many steps in a row
+STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this with engines ahead, this many steps in a row
 REROUTED_STEPS = 3  # a share of experts above routing.alarm, this many steps in a row
 
 
