@@ -71,8 +71,8 @@ class Batch:
     def __len__(self) -> int:
         return len(self.input_T)
 
-    def take(self, index_T: Tensor) -> Batch:
-        """The sub-bag of the given entries, in the given order."""
+    def take(self, index_T: Tensor | slice) -> Batch:
+        """The sub-bag of the given entries, in the given order; of a slice, as views."""
         return replace(
             self,
             input_T=self.input_T[index_T],

@@ -55,7 +55,7 @@ VERBS = {
     "value": Verb(
         "value pretraining",
         f"critic/, {NUMBERS}",
-        "megarl.config:TrainConfig",
+        "megarl.config:ValueConfig",
         "megarl.stages.checks:check_value",
         "megarl.value_trainer:pretrain_value",
     ),

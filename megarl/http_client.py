@@ -46,7 +46,7 @@ def connected(place: SplitResult, within_s: float, sockets: set[socket.socket] |
     assert place.hostname is not None, "as the configuration has checked"
     begun, late = time.monotonic(), threading.Event()
     connection = kind(place.hostname, place.port, timeout=within_s)
-    connection.connect()
+    _connect(connection, within_s)
     open_socket: socket.socket = connection.sock
     sockets = set() if sockets is None else sockets
 
@@ -69,6 +69,32 @@ def connected(place: SplitResult, within_s: float, sockets: set[socket.socket] |
         connection.close()
     if late.is_set():
         raise TimeoutError
+
+
+def _connect(connection: http.client.HTTPConnection, within_s: float) -> None:
+    """Connects, or raises TimeoutError after these seconds.
+
+    In a thread: no call looks up a name in a bounded time, and each of the name's addresses would have all of it.
+    """
+    faults, given_up = list[Exception](), threading.Event()
+
+    def work() -> None:
+        try:
+            connection.connect()
+        except Exception as error:
+            faults.append(error)
+        if given_up.is_set():
+            connection.close()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(within_s)
+    if thread.is_alive():
+        given_up.set()
+        connection.close()
+        raise TimeoutError
+    if faults:
+        raise faults[0]
 
 
 def shut(open_socket: socket.socket) -> None:

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
     if not 0 < given.gpu_gb <= MOST:
-        raise ConfigError(f"init: --gpu-gb {given.gpu_gb} is not between 1 and {MOST:,}")
+        raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MOST:,} at most")
     for name, path in (("MODEL", given.model), ("DATA", given.data), ("--out", given.out)):
         if not str(path).isprintable():
             raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")

@@ -76,7 +76,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
         checkpoints.finish()
 
         with run.phase("save"):
-            if config.train.best is not None:
+            if config.train.best is not None and state.best.kept:
                 run.note(f"ends after step {state.step}; keeps the policy of step {state.best.step}, the best in {config.train.best}")
                 state.best.leave(run.directory / "model")
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from megarl import termination
-from megarl.config import TrainConfig
+from megarl.config import ValueConfig
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import check_value
 from megarl.stages.context import RunContext, open_context
@@ -22,7 +22,7 @@ from megarl.workers.plan import RolloutBatch
 CRITIC = "critic/"
 
 
-def pretrain_value(config: TrainConfig) -> None:
+def pretrain_value(config: ValueConfig) -> None:
     """Trains the critic of an RL configuration on rollouts of its policy, which is frozen; leaves it in runs/<name>/critic.
 
     Beside the metrics of each step's own rollouts, which the critic has not seen when they are taken, `heldout/...` are those of one set of

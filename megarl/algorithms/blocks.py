@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megarl.algorithms.ops import Average
 from megarl.batch import Batch
@@ -20,19 +20,7 @@ def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
     """The entries of each block and views of the batch's data for them; one empty block if there are none."""
     for start in range(0, max(1, len(batch)), ENTRIES):
         here = slice(start, start + ENTRIES)
-        yield (
-            here,
-            replace(
-                batch,
-                input_T=batch.input_T[here],
-                target_T=batch.target_T[here],
-                mask_T=batch.mask_T[here],
-                seq_T=batch.seq_T[here],
-                position_T=batch.position_T[here],
-                extra_T={name: value[here] for name, value in batch.extra_T.items()},
-                in_order=False,
-            ),
-        )
+        yield here, batch.take(here)
 
 
 @dataclass(frozen=True)

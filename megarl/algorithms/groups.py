@@ -16,11 +16,8 @@ Baseline = Annotated[
     Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the others in it.")
 ]
 Scale = Annotated[
-    Literal["none", "group", "leave_one_out", "batch", "centred"],
-    Field(
-        description="Divides the centred rewards: the standard deviation of nothing, the group's rewards, the others' rewards in it, all "
-        "rewards of the step, all centred rewards of the step."
-    ),
+    Literal["none", "group", "batch"],
+    Field(description="Divides the centred rewards: the standard deviation of nothing, the group's rewards, all rewards of the step."),
 ]
 
 
@@ -38,12 +35,7 @@ class GroupRelative(PolicyAlgorithm):
         centred_N = (group_centred if self.baseline == "group" else leave_one_out)(reward_N, group_N)
         if self.scale == "none":
             return centred_N.float()
-        if self.scale == "group":
-            std_N = group_mean_std(reward_N, group_N)[1]
-        elif self.scale == "leave_one_out":
-            std_N = leave_one_out_std(reward_N, group_N)
-        else:
-            std_N = batch_std(reward_N if self.scale == "batch" else centred_N)
+        std_N = group_mean_std(reward_N, group_N)[1] if self.scale == "group" else batch_std(reward_N)
         return (centred_N / (std_N + self.scale_eps)).float()
 
 
@@ -75,19 +67,6 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """
     size = group_mean_std(reward_N, group_N)[2]
     return group_centred(reward_N, group_N) * size / (size - 1).clamp(min=1)
-
-
-def leave_one_out_std(reward_N: Tensor, group_N: Tensor) -> Tensor:
-    """The standard deviation (n - 1) of the other G - 1 rewards of each sequence's group, float64 [N].
-
-    With c the rewards less their group's mean, the others' squares about their own mean add up to sum_j c_j^2 - c_i^2 G / (G - 1). Where
-    the others do not vary (always in a group of two) it is 1: they say nothing about the scale, and dividing would give 1e6 (NeMo-RL).
-    """
-    _, std, size = group_mean_std(reward_N, group_N)
-    whole = std.square() * (size - 1)
-    square = whole - group_centred(reward_N, group_N).square() * size / (size - 1).clamp(min=1)
-    others = (square / (size - 2).clamp(min=1)).clamp(min=0).sqrt()
-    return torch.where((square <= 1e-12 * whole) | (size <= 2), torch.ones_like(others), others)
 
 
 def batch_std(value_N: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +63,11 @@ class Manifest:
 
 
 _KINDS = TypeAdapter(Manifest)
+
+
+def versions() -> dict[str, str]:
+    """What writes step directories here, for their manifests."""
+    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,17 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import DpoConfig, LearnConfig, RmConfig, SftConfig, StepSettings, TrainConfig, optimizers
+from megarl.config.stages import (
+    DpoConfig,
+    LearnConfig,
+    RmConfig,
+    SftConfig,
+    StepSettings,
+    TrainConfig,
+    ValueConfig,
+    optimizers,
+    total_steps,
+)
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -109,8 +119,10 @@ __all__ = [
     "TrainConfig",
     "TrainRolloutSettings",
     "TrainingSettings",
+    "ValueConfig",
     "alone",
     "dump",
     "load",
     "optimizers",
+    "total_steps",
 ]

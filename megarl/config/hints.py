@@ -127,12 +127,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_rollout_routing_replay": ("routing.replay",),
 }
 
+# Names of other systems for what is not offered, and why.
+REFUSED = {"trust_remote_code": "code in a model directory is never run"}
+
 
 MOST_LEAVES = 1000  # of an unknown section that are looked at
 
 
 def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str], value: Any = None) -> str:
-    """What follows "unknown key": the key that was meant, or nothing.
+    """What follows "unknown key": the key that was meant, why there is none, or nothing.
 
     Args:
         key: the parts of the dotted key.
@@ -141,6 +144,8 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
         value: what is given there; of a mapping, as verl's `actor_rollout_ref`, the keys inside are looked at too.
     """
     name = key[-1]
+    if name in REFUSED:
+        return f" ({REFUSED[name]})"
     there = _aliases(name, everywhere)
     if there:
         return f" (here it is {' or '.join(there)})"

@@ -18,15 +18,13 @@ class ModelSettings(Section):
     weights: Place | None = None
     """A step directory of `megarl convert` or of a run: its policy's weights are used instead of those in `path`."""
     base: Place | None = None
-    """`megarl train` also evaluates these weights (of the same architecture), for comparison."""
+    """`megarl train` also evaluates these weights (of the same shape, with the same tokenizer and end tokens), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
     fp32_head: bool = False
     """Compute a bfloat16 model's logits in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
-    trust_remote_code: Literal[False] = False
-    """Not offered: code in a model directory is never run."""
     megatron: dict[str, Any] = {}
     """Any fields of megatron.core's TransformerConfig, checked against its fields."""
     drop_mtp: bool = False
@@ -55,6 +53,10 @@ class Layout(Section):
     def dp(self) -> int:
         """Data parallel size of the dense layers."""
         return self.ranks // (self.tp * self.pp * self.cp)
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp` parts of a batch a rank works on."""
+        return rank // (self.tp * self.cp) % self.dp
 
     @model_validator(mode="after")
     def _divides(self) -> Layout:

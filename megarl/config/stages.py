@@ -291,6 +291,10 @@ class LearnSettings(Section):
     """This many measurements in a row without a better one end the stage, with the model of the best one; 0: all steps are taken."""
 
 
+class ValueConfig(TrainConfig):
+    """`megarl value`: the critic of an RL run alone. train.steps is not read."""
+
+
 class LearnConfig(TrainingSettings):
     """What the supervised stages have in common."""
 
@@ -365,6 +369,14 @@ class DpoConfig(LearnConfig):
     """Pairs."""
     dpo: LearnSettings
     """The stage's steps."""
+
+
+def total_steps(config: RunSettings) -> int:
+    """Steps of a whole run, or of its critic: with value pretraining, and with those of the policy, where it learns."""
+    if isinstance(config, TrainConfig):
+        pretraining = 0 if config.critic is None else config.critic.pretrain_steps
+        return pretraining + (0 if isinstance(config, ValueConfig) else config.train.steps)
+    return config.learn.steps if isinstance(config, LearnConfig) else 0
 
 
 def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:

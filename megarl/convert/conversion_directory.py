@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ class ConversionDirectory:
         """Opens it, anew or where processes have worked on the same plan. ConfigError: `final` is there, or the plan was another."""
         if self.final.is_dir() and not any(self.final.iterdir()):
             self.final.rmdir()
-        if self.final.exists():
-            raise ConfigError(f"convert: {self.final} already exists: not overwritten")
+        self._check_final()
         self.journal.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(parents=True, exist_ok=True)
         file, mine = self.journal / _PLAN, self.journal / f"{_PLAN}.{os.getpid()}"
@@ -54,6 +53,17 @@ class ConversionDirectory:
                 ) from None
         finally:
             mine.unlink()
+        try:
+            self._check_final()
+        except ConfigError:  # another process has completed it meanwhile, and what is here now is new
+            with suppress(OSError):
+                self.partial.rmdir()
+            shutil.rmtree(self.journal, ignore_errors=True)
+            raise
+
+    def _check_final(self) -> None:
+        if self.final.exists():
+            raise ConfigError(f"convert: {self.final} already exists: not overwritten")
 
     @property
     def checked(self) -> bool:

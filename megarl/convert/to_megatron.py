@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from megarl.checkpoints.files import FileRecord, HashedFile, read_record, write_file
 from megarl.checkpoints.step_writer import point
-from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name
+from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name, versions
 from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
@@ -149,7 +147,7 @@ class ToMegatron(Conversion):
         report = json.dumps(self._report(hashes), indent=1).encode()
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
         identity = {key: self._source.config[key] for key in ("model_type", "vocab_size")}
-        manifest = Manifest(STEP, 0, {}, _versions(), {self._model: {**identity, "optimizer": None}}, files)
+        manifest = Manifest(STEP, 0, {}, versions(), {self._model: {**identity, "optimizer": None}}, files)
         _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 
     def _metadata(self, written: list[tuple[Shard, Location]]) -> dict[str, FileRecord]:
@@ -219,7 +217,3 @@ def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:
 def _rewrite(path: Path, data: bytes) -> FileRecord:
     path.unlink(missing_ok=True)
     return write_file(path, data)
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}

@@ -19,7 +19,7 @@ class _Late(BaseException):
 
 
 @contextmanager
-def in_time(seconds: float) -> Iterator[Callable[[], None]]:
+def within_cpu_time(seconds: float) -> Iterator[Callable[[], None]]:
     """TimeoutError where the block takes more CPU time; calling what it gives starts the time anew.
 
     Python sees to it between two of its own steps: one long step in C is waited for.

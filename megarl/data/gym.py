@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError, ReasoningGymSource
-from megarl.data.bounds import in_memory, in_time
+from megarl.data.bounds import in_memory, within_cpu_time
 from megarl.data.tokenizer import first_line
 from megarl.errors import hint
 from megarl.imports import gym_factory
@@ -51,7 +51,7 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
         excluded = {entry["question"] for entry in read_gym(source.exclude, f"{key}.exclude")[0]}
     make, entries = _maker(source, key), list[dict[str, Any]]()
     try:
-        with in_memory(ROOM_MB + source.items / ITEMS_PER_MB), in_time(ITEM_S) as again:
+        with in_memory(ROOM_MB + source.items / ITEMS_PER_MB), within_cpu_time(ITEM_S) as again:
             dataset = make()
             for index in range(_drawn(source)):
                 again()

@@ -11,6 +11,7 @@ from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource,
 from megarl.data.files import read_file
 from megarl.data.gym import read_gym
 from megarl.data.large import LargeFile, large_table
+from megarl.data.lazy import LazySequence
 from megarl.data.mixture import Mixture
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 
@@ -31,7 +32,7 @@ def load_prompts(
     system: str | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> Sequence[Prompt]:
-    """Every prompt of a source, tokenised; episodes as they are. Those of a large file are made when they are asked for.
+    """Every prompt of a source, tokenised; episodes as they are. These, and those of a large file, are made when they are asked for.
 
     Args:
         source: where they come from.
@@ -52,8 +53,7 @@ def load_prompts(
             template, a template without "{prompt}".
     """
     if isinstance(source, EpisodeSource):
-        seeds = range(source.seed, source.seed + source.items)
-        return [Prompt(number, f"episode {seed}", (), "", {}, episode=seed) for number, seed in enumerate(seeds)]
+        return _Episodes(source)
     if isinstance(source, MixtureSource):
         rest = (tokenizer, chat, template, max_prompt_tokens)
         parts = [
@@ -65,6 +65,20 @@ def load_prompts(
     if isinstance(source, FileSource) and (table := large_table(source, key)) is not None:
         return LargeFile(table, source, key, renderer)
     return renderer.all(_rows(source, key))
+
+
+class _Episodes(LazySequence[Prompt]):
+    """Those of a source: there may be a billion."""
+
+    def __init__(self, source: EpisodeSource) -> None:
+        self._seeds = range(source.seed, source.seed + source.items)
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def _at(self, places: Sequence[int]) -> list[Prompt]:
+        seeds = [self._seeds[place] for place in places]
+        return [Prompt(place, f"episode {seed}", (), "", {}, episode=seed) for place, seed in zip(places, seeds, strict=True)]
 
 
 class _PromptMixture(Mixture[Prompt]):

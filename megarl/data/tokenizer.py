@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
-from megarl.data.bounds import in_memory, in_time
+from megarl.data.bounds import in_memory, within_cpu_time
 from megarl.imports import uncollected
 from megarl.light_transformers import light_transformers
 
@@ -102,7 +102,7 @@ def render_chats(
         TimeoutError, MemoryError: the template loops or swells (in the main thread).
         Exception: whatever the template raises.
     """
-    with in_memory(TEMPLATE_MB), in_time(TEMPLATE_S + len(chats) * CHAT_S):
+    with in_memory(TEMPLATE_MB), within_cpu_time(TEMPLATE_S + len(chats) * CHAT_S):
         given = None if tools is None else list(tools)
         return tokenizer.apply_chat_template(list(chats), tools=given, tokenize=False, add_generation_prompt=True)
 

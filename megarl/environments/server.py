@@ -2,8 +2,9 @@
 
     python -m megarl.environments.server MODULE:CLASS [--port 8000] [--host 127.0.0.1]
 
-One object of the class plays each episode; requests are served side by side, those of one episode one after the other. It trusts its
-clients, and runs the class in its own process: put it where that is right.
+One object of the class plays each episode; requests are served side by side, those of one episode one after the other. An episode of which
+nothing has been asked for an hour is ended: its client was late or is gone. It trusts its clients, and runs the class in its own process:
+put it where that is right.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import os
 import sys
 import threading
+import time
 import uuid
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +24,14 @@ from megarl.environments.protocol import begin, end, read_step, waited
 from megarl.imports import find
 
 MOST_BYTES = 16 << 20
+IDLE_S = 3600.0  # twice what an engine may take for a turn (rollout.timeout_s)
+
+
+@dataclass
+class _Episode:
+    environment: Any
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    used: float = field(default_factory=time.monotonic)  # when something was last asked of it
 
 
 class EnvironmentServer(ThreadingHTTPServer):
@@ -32,26 +43,39 @@ class EnvironmentServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], make: Any) -> None:
         super().__init__(address, _Handler)
         self._make = make
-        self._episodes: dict[str, tuple[Any, threading.Lock]] = {}
+        self._episodes: dict[str, _Episode] = {}
 
     def answer(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. Whatever it raises becomes the text of status 500."""
         if what == "reset":
+            self._end_idle()
             environment, name = self._make(), uuid.uuid4().hex
             turn = begin(environment, body["seed"], body.get("task"))
-            self._episodes[name] = environment, threading.Lock()
+            self._episodes[name] = _Episode(environment)
             return {"episode": name, "observation": turn.messages}
         if what == "step":
-            environment, lock = self._episodes[body["episode"]]
-            with lock:
-                turn = read_step(waited(environment.step(body["text"], body["tokens"], body["finished"])))
+            episode = self._episodes[body["episode"]]
+            with episode.lock:
+                turn = read_step(waited(episode.environment.step(body["text"], body["tokens"], body["finished"])))
+                episode.used = time.monotonic()
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
         if what == "close":
-            environment, lock = self._episodes.pop(body["episode"], (None, threading.Lock()))
-            with lock:  # a step that was late may still be under way
-                end(environment)
+            episode = self._episodes.pop(body["episode"], _Episode(None))
+            with episode.lock:  # a step that was late may still be under way
+                end(episode.environment)
             return {}
         raise KeyError(f"/{what}: there are /reset, /step and /close")
+
+    def _end_idle(self) -> None:
+        """Ends the episodes that nobody will end, before there is one more."""
+        now = time.monotonic()
+        for name, episode in list(self._episodes.items()):
+            idle = now - episode.used > IDLE_S and not episode.lock.locked()
+            if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
+                try:
+                    end(episode.environment)
+                except Exception as error:
+                    print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

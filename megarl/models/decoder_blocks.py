@@ -27,7 +27,7 @@ def number(hf: Mapping[str, Any], key: str) -> int:
     if type(hf[key]) is not int or hf[key] < 1:
         raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is not a positive integer")
     if hf[key] > _MOST:
-        raise ConfigError(f"model.path: config.json's {key}={hf[key]:.3g} is more than {_MOST}")
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is more than {_MOST}")
     return hf[key]
 
 

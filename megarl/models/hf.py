@@ -11,12 +11,13 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 from megarl.models.config_json import check_kinds
 from megarl.strict_json import parse_json, read_json
@@ -71,6 +72,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if (path / GENERATION).is_file():  # the engine reads it, too
         check_kinds(_json_object(path / GENERATION), GENERATION)
     return config
+
+
+def end_tokens(path: Path) -> set[int]:
+    """The tokens that end a response beside the tokenizer's own end token, as vLLM reads them (vllm/transformers_utils/config.py:1155).
+
+    Of generation_config.json; without that file, of config.json.
+    """
+    ends = _json_object(path / (GENERATION if (path / GENERATION).is_file() else CONFIG)).get("eos_token_id")
+    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def _of_the_hub(path: Path) -> str:
@@ -191,7 +201,8 @@ class ShardWriter:
     def close(self) -> None:
         """Writes what is left; then all of it lies on the disk."""
         self._flush()
-        _sync(self._folder / file for file in self.shards)
+        for file in self.shards:
+            sync(self._folder / file)
 
     def _flush(self) -> None:
         from safetensors.torch import save_file
@@ -256,10 +267,11 @@ class CheckpointWriter:
             (self.folder / name).write_bytes(data)
         for file in self.folder.glob("*.safetensors"):
             shutil.copymode(self.folder / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
-        _sync(self.folder.iterdir())
-        _sync([self.folder])
+        for file in self.folder.iterdir():
+            sync(file)
+        sync(self.folder)
         os.rename(self.folder, self.path)
-        _sync([self.path.parent])
+        sync(self.path.parent)
 
     def _name_shards(self, shards: Mapping[str, list[str]]) -> None:
         placed: dict[str, str] = {}
@@ -331,12 +343,3 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"model.path: {file} is not a JSON object")
     return value
-
-
-def _sync(files: Iterable[Path]) -> None:
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

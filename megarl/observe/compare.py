@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config import yaml_text
 from megarl.errors import ConfigError
+from megarl.observe.curves import SCORES, held_out, series
 from megarl.observe.report import LAG_SHARES
 from megarl.observe.writers import read_json_lines
 from megarl.stdout import say
@@ -50,11 +51,6 @@ class Told:
     rows: list[dict[str, float]]
     config: Mapping[str, Any]  # dotted keys
     end: Ended | None
-
-    def series(self, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and values."""
-        kept = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        return [step for step, _ in kept], [value for _, value in kept]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,12 +104,7 @@ def _flat(tree: Any, key: str) -> list[tuple[str, Any]]:
 def metrics(runs: Sequence[Told]) -> list[str]:
     """What is shown of them: held-out numbers first, of what any of them has."""
     there = {name for run in runs for row in run.rows for name in row}
-    held_out = sorted(
-        name
-        for name in there
-        if name.startswith("eval/") and name.rpartition("/")[2].startswith(("avg@", "pass@", "greedy", "accuracy", "loss"))
-    )
-    return held_out + [name for name in SHOWN if name in there]
+    return held_out(there, *SCORES, "accuracy", "loss") + [name for name in SHOWN if name in there]
 
 
 def table(runs: Sequence[Told]) -> list[str]:
@@ -122,7 +113,7 @@ def table(runs: Sequence[Told]) -> list[str]:
     rows = [["steps", *(f"{max((row['step'] for row in run.rows), default=0):.0f}" for run in runs)]]
     for name in metrics(runs):
         how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
-        rows.append([f"{name} ({how})", *(_cell(run.series(name)[1], how) for run in runs)])
+        rows.append([f"{name} ({how})", *(_cell(series(run.rows, name)[1], how) for run in runs)])
     rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not finished" for run in runs)])
     rows.append(["alarms", *(", ".join(run.end.alarms if run.end else ()) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
@@ -159,7 +150,7 @@ def draw(runs: Sequence[Told], picture: Path) -> None:
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis, name in zip(axes, names, strict=False):
         for color, run in enumerate(runs):
-            steps, values = run.series(name)
+            steps, values = series(run.rows, name)
             axis.plot(steps, values, color=f"C{color}", marker="." if len(steps) < 60 else None, label=run.name.replace("$", r"\$"))
         axis.set_title(escaped(name), parse_math=False)
     for axis in axes[len(names) :]:

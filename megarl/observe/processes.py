@@ -45,13 +45,15 @@ class PeakMemory:
         self._due = ended + (ended - begun) / SHARE
 
     def mb(self) -> dict[str, float]:
-        """MB by kind: driver, model_worker, rollout, engine_core, reward, ray."""
+        """MB by kind: driver, model_worker, rollout, engine_core, environment, reward, ray."""
         return {kind: round(peak, 1) for kind, peak in sorted(self._peak.items())}
 
 
 def _kind(command: list[str], parent: str) -> str:
     # Ray's worker processes carry their actor's class as title ("ray::ModelWorker.update"), and the raylet is their parent.
     title = " ".join(command)
+    if any(part.startswith("megarl.environments.") for part in command):  # a worker, or a run of the Python tool
+        return "environment"
     if parent in ("rollout", "engine_core"):
         return "engine_core"  # forked: it keeps its parent's title for a while
     if title.startswith(("ray::ModelWorker", "ray::Learner")):

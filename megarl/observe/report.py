@@ -8,27 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observe.alarms import BIAS, PROFILE
+from megarl.observe.curves import SCORES, held_out, series
 from megarl.observe.writers import read_json_lines
 
 LAG_SHARES = tuple(f"rollout/lag_share_from_{1 << octave}" for octave in range(11))  # rollout.max_lag is 1024 at most
+HELD_OUT = "held-out score"
 # One panel each: its title and the metrics that it shows.
-PANELS = (
-    ("reward", ("reward/mean",)),
-    ("held-out score", ("eval/heldout/avg@1", "eval/heldout/greedy")),
-    ("accuracy", ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy")),
-    ("margin", ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin")),
-    ("held-out log-prob minus the reference's", ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift")),
-    ("entropy", ("actor/entropy",)),
-    ("response length", ("response_length/mean", "response_length/max")),
-    ("gradient norm", ("actor/grad_norm", "rm/grad_norm")),
-    ("clipped share", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
-    ("share of tokens by lag, in updates", LAG_SHARES),
-    ("log-prob gap, engine to trainer", ("training/logprob_gap_mean", "training/logprob_gap_max")),
-    ("loss", ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/")))),
-    ("value loss", ("critic/vf_loss",)),
-    ("explained variance", tuple(f"critic/explained_variance{part}" for part in ("", "_early", "_middle", "_late"))),
-    (f"bias of the value by position (alarm above {BIAS:g})", ("critic/position_bias",)),
-)
+PANELS: dict[str, Sequence[str]] = {
+    "reward": ("reward/mean",),
+    HELD_OUT: (),  # those of the run's sets
+    "accuracy": ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy"),
+    "margin": ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin"),
+    "held-out log-prob minus the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
+    "entropy": ("actor/entropy",),
+    "response length": ("response_length/mean", "response_length/max"),
+    "gradient norm": ("actor/grad_norm", "rm/grad_norm"),
+    "clipped share": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
+    "share of tokens by lag, in updates": LAG_SHARES,
+    "log-prob gap, engine to trainer": ("training/logprob_gap_mean", "training/logprob_gap_max"),
+    "loss": ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/"))),
+    "value loss": ("critic/vf_loss",),
+    "explained variance": tuple(f"critic/explained_variance{part}" for part in ("", "_early", "_middle", "_late")),
+    f"bias of the value by position (alarm above {BIAS:g})": ("critic/position_bias",),
+}
 LOGARITHMIC = "log-prob gap, engine to trainer"
 
 
@@ -43,7 +45,8 @@ def draw(metrics: Path, picture: Path) -> None:
     from matplotlib.ticker import LogFormatter
 
     rows = read_json_lines(metrics)
-    panels = [(title, names) for title, names in PANELS if any(name in row for row in rows for name in names)]
+    there = {name for row in rows for name in row}
+    panels = [(title, names) for title, names in {**PANELS, HELD_OUT: held_out(there, *SCORES)}.items() if not there.isdisjoint(names)]
     profiled = [row for row in rows if any(name.startswith(PROFILE) for name in row)]
     profiles = PROFILES if profiled else ()
     columns, used = 3, len(panels) + len(profiles) + 1
@@ -57,7 +60,7 @@ def draw(metrics: Path, picture: Path) -> None:
         _fix(axis)
     for axis, (title, names) in zip(axes, panels, strict=False):
         for name in names:
-            steps, values = _series(rows, name)
+            steps, values = series(rows, name)
             if steps:
                 axis.plot(steps, values, marker="." if len(steps) < 60 else None, label=name)
         if title == LOGARITHMIC:
@@ -102,8 +105,3 @@ def _phases(axis: Any, rows: Sequence[dict[str, float]]) -> None:
     axis.set_title("seconds by phase", y=1.0)
     axis.legend(fontsize="small", loc="upper left", ncols=2)
     axis.set_ylim(0, 1.6 * max(row["perf/time_per_step"] for row in rows) if rows else 1)
-
-
-def _series(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    kept = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in kept], [value for _, value in kept]

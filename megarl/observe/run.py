@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, DpoConfig, LearnConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump
+from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump, total_steps
 from megarl.errors import Stopped
 from megarl.observe import page, report, samples, summary
 from megarl.observe.alarms import Alarms
@@ -85,7 +85,7 @@ class Run:
         self.ended_by: str | None = None  # the alarm that ends this run
         self._events: dict[str, float] = {}  # for the next row
         self._step = self._learned = 0  # the last step, and how many trained a policy
-        self._console = Console(config.name, _steps(config), self._phases.current)
+        self._console = Console(config.name, total_steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
         self._lock = claim(self.directory, patient=self._config.cluster.allocation is not None)
@@ -115,7 +115,7 @@ class Run:
             self._console.note(f"resuming from the checkpoint of step {self._step}")
         elif self._aside is not None:
             self._console.note(f"files of an earlier run with this name were moved to {self._aside}")
-        config, steps = self._config, _steps(self._config)
+        config, steps = self._config, total_steps(self._config)
         if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
             self._console.note(f"save.every=0: none of the {steps} steps is saved as a checkpoint; a killed run starts over")
 
@@ -184,9 +184,11 @@ class Run:
         RewardUnavailable where it has failed on every response of USELESS calls in a row.
         """
         scores = list(scores)
+        if not scores:
+            return
         errors = [score.error for score in scores if score.error is not None]
         self._judged += len(scores) - len(errors)
-        self._useless = self._useless + 1 if scores and len(errors) == len(scores) else 0
+        self._useless = self._useless + 1 if len(errors) == len(scores) else 0
         if self._useless >= USELESS:
             raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times in a row: {one_line(errors[-1])}")
         for score in scores:
@@ -299,7 +301,7 @@ class Run:
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
-        alarm = state.get("ended_by")  # older checkpoints have none
+        alarm = state["ended_by"]
         if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
             raise ConfigError(f"train.on_alarm=stop: an alarm has ended this run ({alarm}); with continue it resumes")
         path, size = self.directory / METRICS, state["metrics_bytes"]
@@ -308,7 +310,7 @@ class Run:
                 f"save.resume: {path} does not have the {size} bytes that step {state['step']} left; restore it, or start over"
             )
         os.truncate(path, size)
-        self._restarts = self._restarts or list(state.get("restarts", []))  # those of this process, where it has gone back itself
+        self._restarts = self._restarts or list(state["restarts"])  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
         for row in self._rows():
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -383,12 +385,6 @@ class Run:
             self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))} "a prompt"')
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
-
-
-def _steps(config: RunSettings) -> int:
-    if isinstance(config, TrainConfig):
-        return config.train.steps + (config.critic.pretrain_steps if config.critic is not None else 0)
-    return config.learn.steps if isinstance(config, LearnConfig) else 0
 
 
 def _timing(phases: Mapping[str, float]) -> dict[str, Metric]:

@@ -44,9 +44,9 @@ class SampleRecord:
     finish_reason: str  # "stop" or "length"
     length: int  # tokens of the response
     sample: int  # which of the responses to the prompt
-    greedy: bool = False
-    turns: int = 1  # of the policy, in an episode; rows of earlier versions lack it
-    scored: bool = True  # False: cut, and scored 0 for it (reward.require_finished); rows of earlier versions lack it
+    greedy: bool
+    turns: int  # of the policy, in an episode
+    scored: bool  # False: cut, and scored 0 for it (reward.require_finished)
 
     @property
     def ending(self) -> str:

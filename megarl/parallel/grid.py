@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.parallel.backend import choose
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ FAULTS = (dist.DistError, torch.AcceleratorError)  # of a connection or a device
 class Groups:
     """Process groups of this rank. `control` carries small CPU tensors over all ranks (gloo on every backend)."""
 
-    world: dist.ProcessGroup
     control: dist.ProcessGroup
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -95,8 +94,8 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    interface = interface_towards(_host(store))
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_towards(_host(store))
+    choose_nccl_interface(interface)
     timeout = timedelta(seconds=timeout_s)
     with backend.few_groups():
         dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)
@@ -111,17 +110,15 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
             create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed)
-    world = dist.group.WORLD
-    control = world if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    assert world is not None and control is not None
-    return _describe(layout, store, timeout_s, world, control)
+    control = dist.group.WORLD if backend.collective == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return _describe(layout, store, timeout_s, control)
 
 
-def _describe(layout: Layout, store: dist.Store, timeout_s: float, world: dist.ProcessGroup, control: dist.ProcessGroup) -> Grid:
+def _describe(layout: Layout, store: dist.Store, timeout_s: float, control: dist.ProcessGroup) -> Grid:
     from megatron.core import parallel_state as state
 
     groups = Groups(
-        world=world,
         control=control,
         tp=state.get_tensor_model_parallel_group(),
         pp=state.get_pipeline_model_parallel_group(),

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser().parse_intermixed_args(arguments)
     for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
         if value is not None and not 0 < value <= MOST:
-            raise ConfigError(f"plan: {option} {value} is not between 1 and {MOST:,}")
+            raise ConfigError(f"plan: {option} {value}: must be above 0, and {MOST:,} at most")
     root: Any = find(VERBS[given.verb].config)
     config: RunSettings = load(given.config, given.overrides, root)
     memory = given.gpu_gb or (DEVICES[given.device].memory_gb if given.device else config.cluster.gpu_memory_gb or MEMORY_GB)

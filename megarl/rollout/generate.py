@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -129,14 +129,15 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
     )
 
 
-def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
+def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
     """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays.
 
     Args:
         said: the response.
         sampling: how it was asked for; has the texts and tokens that end responses.
         tokenizer: of the model.
+        ends: the model's tokens that end a response beside the tokenizer's (`models.hf.end_tokens`).
     """
     tokens = said.tokens[said.prompt_length :].tolist()
-    ends = (tokenizer.eos_token_id, *sampling.stop_token_ids)
-    return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and (not sampling.stop or tokens[-1] in ends))
+    by_token = not sampling.stop or tokens[-1] in (tokenizer.eos_token_id, *ends, *sampling.stop_token_ids)
+    return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and by_token)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from megarl.text import printable
 PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
 LOG_BYTES = 16 << 20  # most that all processes of one log do, however often one takes another's place
 FIRST_USER = 1 << 30  # of the numbers that no account has
-END_S, PRINTS_S = 10.0, 1.0
+END_S, PRINTS_S, STOP_POLL_S = 10.0, 1.0, 0.001
 
 
 def check(settings: SandboxSettings, key: str) -> None:
@@ -93,11 +94,10 @@ class SandboxedProcess:
             code: modules, by dotted name, that it will import beside megarl.
             log: the file to which what it prints is added; None: stderr.
         """
+        way, home, here = _way(settings, code), "/tmp", Path.cwd()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, ANSWER_BYTES)
         self._scratch = Scratch("sandbox-") if level() < Level.NAMESPACES else None
-        way = _way(settings, code)
-        home, here = "/tmp", Path.cwd()
         if self._scratch is not None:
             (inner := self._scratch.path / "home").mkdir()  # who is inside does not reach the lock
             home = str(inner)
@@ -125,6 +125,8 @@ class SandboxedProcess:
             )
         except BaseException:
             self.channel.close()
+            if self._scratch is not None:
+                self._scratch.remove()
             raise
         finally:
             theirs.close()
@@ -174,7 +176,9 @@ class SandboxedProcess:
         if self._scratch is None and self._child.poll() is None:
             # bubblewrap's inner process asks to end with the outer one only once that has let it go on (bubblewrap 0.11, main): both here.
             self._child.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            deadline, state = time.monotonic() + END_S, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+            while os.waitid(os.P_PID, self._child.pid, state) is None and time.monotonic() < deadline:  # the disk may hold it up
+                time.sleep(STOP_POLL_S)
             with suppress(psutil.Error):  # it has ended by itself
                 for inner in psutil.Process(self._child.pid).children():
                     inner.kill()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS, listing
-from megarl.config import yaml_text
+from megarl.cli import VERBS
+from megarl.config import ConfigError, load, total_steps, yaml_text
+from megarl.imports import find
 from megarl.observe.run import METRICS
 from megarl.observe.writers import read_json_lines
 from megarl.slurm.commands import NoAnswer, call
@@ -32,7 +34,7 @@ def _progress(run: Path) -> list[str]:
     numbers = {"reward": "reward/mean", "loss": "sft/loss", "tokens/s": "perf/tokens_per_second", "s/step": "perf/time_per_step"}
     told = [f"{label} {known[name]:.4g}" for label, name in numbers.items() if name in known]
     finished = ", finished" if (run / "summary.json").is_file() else ""
-    return [f"step: {known['step']:g} of {_steps(_config(run)) or '?'}{finished}{''.join(f', {one}' for one in told)}"]
+    return [f"step: {known['step']:g} of {_total(run) or '?'}{finished}{''.join(f', {one}' for one in told)}"]
 
 
 def _saves(run: Path) -> list[str]:
@@ -60,22 +62,26 @@ def _jobs(run: Path) -> list[str]:
             starts[match[1]] = max(starts.get(match[1], 0), int(match[2]))
     numbers = sorted({*starts, *(match[1] for path in logs.glob("*.out") if (match := LOG.fullmatch(path.name)))}, key=int)
     lines = [f"restarts: {sum(starts.values())}{f', logs in {logs}' if starts else ''}"]
-    name = _job_name(run)
     try:
-        queue = call("squeue", "--noheader", "--me", "--states=all", "--format=%i|%j|%T|%M|%l|%D|%R").splitlines()
+        mine = queued(run, "--states=all")
     except NoAnswer as error:
         return [*lines, f"jobs: {', '.join(numbers) or 'none'} ({error})"]
-    mine = [row for line in queue if (row := line.split("|", 6))[0] in numbers or (row[1] == name and row[2] == "PENDING")]
-    for number, _, state, used, limit, nodes, why in mine:
+    for number, state, used, limit, nodes, why in mine:
         lines.append(f"job {number}: {state.lower()}, {used} of {limit}, {nodes} nodes {why}".rstrip())
     return lines if mine else [*lines, "jobs: none in the queue"]
 
 
-def _job_name(run: Path) -> str | None:
-    """Of the last submission."""
+def queued(run: Path, *options: str) -> list[list[str]]:
+    """What squeue says of the jobs whose script lies in the run's directory: number, state, time used, its limit, nodes, reason."""
+    rows = [line.split("|", 6) for line in call("squeue", "--noheader", "--me", *options, "--format=%i|%T|%M|%l|%D|%R|%o").splitlines()]
+    return [said for *said, script in rows if Path(script).resolve().is_relative_to((run / "slurm").resolve())]
+
+
+def _submitted(run: Path, pattern: str) -> str | None:
+    """What the script of the last submission says, at the pattern's group."""
     found = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
     script = read_plain(max(found)[1], MOST_BYTES).decode() if found else ""
-    match = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
+    match = re.search(pattern, script, re.MULTILINE)
     return match[1] if match else None
 
 
@@ -92,9 +98,15 @@ def _config(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _steps(config: dict[str, Any]) -> int | None:
-    sections = [section for section in config.values() if isinstance(section, dict) and "steps" in section]
-    return _count(sections[0], "steps") if sections else None
+def _total(run: Path) -> int | None:
+    """Steps of the whole run; None where its files do not say."""
+    config = _config(run)
+    verb = _submitted(run, r"^verb=(\w+)$") or next((name for name in VERBS if name in config), "")  # the section of its steps
+    try:
+        root: Any = find(VERBS[verb].config)
+        return total_steps(load(run / "config.yaml", [], root))
+    except (ConfigError, KeyError):
+        return None
 
 
 def _count(section: Any, key: str) -> int | None:

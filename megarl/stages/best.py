@@ -14,13 +14,17 @@ from typing import Any
 class Best:
     """Which evaluation was the best so far, and its model in a folder of the run.
 
+    Args:
+        folder: where the model is kept.
+        measure: what the evaluations measure, and on what, as plain values for JSON: numbers of two measures do not compare.
+
     Attributes:
         step: of that evaluation.
         waited: how many have come since.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, measure: Any) -> None:
+        self._folder, self._measure = folder, measure
         self._record: tuple[float, ...] | None = None
         self.step = self.waited = 0
 
@@ -28,6 +32,11 @@ class Best:
     def path(self) -> Path:
         """Where the model is kept."""
         return self._folder / f"{self.step:06d}"
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is one."""
+        return self._record is not None and self.path.is_dir()
 
     def improves(self, step: int, *score: float) -> bool:
         """Takes an evaluation: is it better than all before? Of two with the same first number, the second decides, and so on.
@@ -57,20 +66,16 @@ class Best:
 
     def state(self) -> list[Any]:
         """As plain values for JSON."""
-        return [self._record, self.step, self.waited]
+        return [self._measure, self._record, self.step, self.waited]
 
     def restore(self, state: list[Any]) -> None:
-        """Stands where `state` was taken.
+        """Stands where `state` was taken; at the beginning where that was of another measure.
 
         Where the best model is gone, a better one had come after `state` and taken its place: that one will come again.
         """
-        record, step, waited = state
-        if record is not None and (self._folder / f"{step:06d}").is_dir():
+        measure, record, step, waited = state
+        if measure == self._measure and record is not None and (self._folder / f"{step:06d}").is_dir():
             self._record, self.step, self.waited = tuple(record), step, waited
-
-
-NOTHING: list[Any] = [None, 0, 0]
-"""The state before the first evaluation."""
 
 
 def _discard(model: Path) -> None:

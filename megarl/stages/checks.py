@@ -28,10 +28,11 @@ from megarl.config import (
     RoutingSettings,
     RunSettings,
     TrainConfig,
+    ValueConfig,
     optimizers,
 )
 from megarl.data.gym import all_drawn
-from megarl.data.tokenizer import check_same_tokenizer
+from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
 from megarl.models.families import check_checkpoint, check_layout, family_of
@@ -253,6 +254,10 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     check_same_tokenizer(path, key, policy.path, "model.path")
+    _check_longest(hf, path, key, rollout)
+
+
+def _check_longest(hf: dict[str, Any], path: Path, key: str, rollout: RolloutSettings) -> None:
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
         raise ConfigError(
@@ -271,7 +276,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
     hf, data = check_model(config), list[Data]()
     refuse_all(
-        lambda: check_base(config.model, hf),
+        lambda: check_base(config, hf),
         lambda: check_length(hf, config.rollout),
         lambda: check_stops(hf, config.rollout),
         lambda: check_routing(hf, config.model, config.routing, config.critic),
@@ -294,13 +299,45 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     return data[0]
 
 
-def check_base(settings: ModelSettings, hf: dict[str, Any]) -> None:
-    """ConfigError where `model.base` is not whole, or another architecture."""
-    if settings.base is None:
+def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+    """Checks `model.base`, from which the engines start: all but the weights, which a sync replaces, stays with them for the whole run.
+
+    Args:
+        config: of the run.
+        hf: config.json of `model.path`.
+
+    Raises:
+        ConfigError: it is not whole, or not of the policy's shape; its responses would end or be read otherwise.
+    """
+    base, path = config.model.base, config.model.path
+    if base is None:
         return
-    base = check_checkpoint(settings.base, key="model.base", drop_mtp=settings.drop_mtp)
-    if base["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {settings.base} has a different architecture from model.path={settings.path}")
+    its = check_checkpoint(base, key="model.base", drop_mtp=config.model.drop_mtp)
+    if its["architectures"] != hf["architectures"]:
+        raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
+    left, right = _beside_weights(base, its), _beside_weights(path, hf)
+    for what in [*right, *left]:
+        if left.get(what) != right.get(what):
+            raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
+    _check_longest(its, base, "model.base", config.rollout)
+    check_same_tokenizer(base, "model.base", path, "model.path")
+    # Prompts are rendered by the driver; what an environment answers, where the engine is.
+    if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
+        raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
+
+
+def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """What an engine reads in a directory, by name: shapes of tensors, numbers of the model, and which tokens end a response."""
+    family = family_of(hf)
+    rope, fields = family.rope(hf), family.fields(hf)
+    turned = {
+        "rope_type": rope.kind,
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.fraction,
+        "factor": rope.numbers.get("factor"),
+    }
+    shapes = {f"the shape of {name}": list(shape) for name, shape in family.expected(hf).items()}
+    return {"eos_token_id": sorted(directory.end_tokens(path)), **fields, **turned, **shapes}
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
@@ -341,7 +378,7 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
         read_range(path, key)
 
 
-def check_value(config: TrainConfig) -> Data:
+def check_value(config: ValueConfig) -> Data:
     """All checks of `megarl value`."""
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")

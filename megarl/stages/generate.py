@@ -27,6 +27,7 @@ from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
 from megarl.models.families import check_checkpoint
+from megarl.models.hf import end_tokens
 from megarl.rollout.engine import RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
 from megarl.rollout.registry import check_engine, engine_type
@@ -249,11 +250,11 @@ class Speaker:
         """`sampling.n` responses to each prompt: text, finish_reason and length in tokens."""
         job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
-        said = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s))
+        said, ends = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s)), end_tokens(job.model)
         return [
             [
                 {
-                    "response": text_of(sample, sampling, job.tokenizer),
+                    "response": text_of(sample, sampling, job.tokenizer, ends),
                     "finish_reason": sample.finish_reason,
                     "length": len(sample.tokens) - sample.prompt_length,
                 }

@@ -74,8 +74,6 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
     )
     experts, layers = None, sorted(layer for stage in stages for layer in stage)
     rows = arrays[name] if (name := f"{number}.{EXPERTS}") in arrays else None
-    if (name := f"{number}.routed_experts") in arrays:  # in older checkpoints, of all layers, where the response was not done
-        rows = arrays[name][:, layers]
     if rows is not None:
         experts = [[ray.put(rows[:, [layers.index(layer) for layer in stage]]) for stage in stages]]
     return Response(

@@ -22,7 +22,7 @@ from megarl.lazy_torch import import_meanwhile
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
 from megarl.restarts import Restarts
-from megarl.stages.best import NOTHING, Best
+from megarl.stages.best import Best
 from megarl.stages.context import session
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
@@ -34,10 +34,9 @@ from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, s
 class SupervisedState:
     """Where a supervised run stands between two steps."""
 
-    def __init__(self, sampler: Sampler, best: Path) -> None:
-        self.step, self.sampler = 0, sampler
+    def __init__(self, sampler: Sampler, best: Best) -> None:
+        self.step, self.sampler, self.best = 0, sampler, best
         self.measured = 0  # the last step after which the held-out numbers were taken
-        self.best = Best(best)
 
     def improves(self, accuracy: float, loss: float) -> bool:
         """Records this step's evaluation. Returns whether it is the best so far; at the same accuracy, a lower loss is better."""
@@ -52,8 +51,8 @@ class SupervisedState:
         """Restores `state`. ValueError if it was taken with other data."""
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
-        self.measured = state.get("measured", self.step)  # older checkpoints have neither this nor a best evaluation
-        self.best.restore(state.get("best", NOTHING))
+        self.measured = state["measured"]
+        self.best.restore(state["best"])
 
     def files(self) -> dict[str, LargeContent]:
         """No files: items are drawn when they are needed."""
@@ -95,7 +94,8 @@ def learn(
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
 
         def work(start: ResumePoint | None) -> None:
-            state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), run.directory / BEST)
+            measure = None if config.data.eval is None else config.data.eval.model_dump(mode="json")
+            state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), Best(run.directory / BEST, measure))
             take_steps(stage, ctx, state, start)
 
         recovering(work, resume, ctx, newest(config, config.section, items))
@@ -173,9 +173,9 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
                         state.best.keep(learners.save)
             checkpoints.after_step(state)
         checkpoints.finish()
-        if held_out is not None and state.measured != state.step and not state.best.path.is_dir():  # an earlier start had more steps
+        if held_out is not None and state.measured != state.step and not state.best.kept:  # an earlier start had more steps
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)
-        if settings.patience and state.best.path.is_dir():
+        if settings.patience and state.best.kept:
             run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
             state.best.leave(run.directory / "model")
         elif settings.steps:

@@ -17,7 +17,6 @@ from megarl.checkpoints.files import Content, LargeContent
 from megarl.checkpoints.resume import compare
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
-from megarl.config.loading import absolute
 from megarl.errors import Alarmed, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
@@ -25,8 +24,6 @@ from megarl.shared_memory import MemoryFile
 
 TRAINER = "trainer.json"
 AHEAD = "ahead."  # prefix of the names of `State.files`
-# Keys of `data` in the checkpoints of older supervised runs; at these values they had no effect.
-RETIRED = {"demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}
 
 
 class _Sampler(BaseModel, extra="allow"):
@@ -42,10 +39,12 @@ class _Run(BaseModel, extra="allow"):
     step: int
     learned: int
     metrics_bytes: int
-    evaluations: dict[str, dict[str, Any]] = {}  # older checkpoints have none
+    evaluations: dict[str, dict[str, Any]]
     results: dict[str, dict[str, Any]]
     whole: dict[str, list[Any]]
     warnings: dict[str, str]
+    ended_by: str | None
+    restarts: list[dict[str, Any]]
 
 
 class _Trainer(BaseModel):
@@ -189,7 +188,7 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
 
 
 def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
-    differing = compare(resolved(saved.config, type(config)), config.model_dump(mode="json"))
+    differing = compare(saved.config, config.model_dump(mode="json"))
     before = saved.progress.sampler.count
     if saved.verb != verb:
         differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
@@ -197,15 +196,6 @@ def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb:
         differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
     if differing:
         raise ConfigError("\n".join([*differing, f"save.resume=true, but {path} was saved with other settings; false starts over"]))
-
-
-def resolved(tree: dict[str, Any], root: type[TrainingSettings]) -> dict[str, Any]:
-    """A saved configuration with today's defaults for keys that it lacks; unchanged if it is no longer valid."""
-    data = {name: value for name, value in tree.get("data", {}).items() if RETIRED.get(name, ...) != value}
-    try:
-        return absolute(root.model_validate({**tree, "data": data})).model_dump(mode="json")
-    except ValidationError:
-        return tree
 
 
 class Checkpoints:

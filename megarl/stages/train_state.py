@@ -15,7 +15,7 @@ from megarl.observe.metrics import Last, Mean, Metric
 from megarl.observe.run import BEST
 from megarl.rewards.scale import RewardScale
 from megarl.stages import in_flight
-from megarl.stages.best import NOTHING, Best
+from megarl.stages.best import Best
 from megarl.stages.pretraining import ValuePretraining
 from megarl.stages.rollout import Group, StepGroups
 from megarl.stages.saving import AHEAD
@@ -23,6 +23,14 @@ from megarl.workers.plan import StepPlan
 from megarl.workers.response_file import ResponseFile
 
 BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
+
+
+def measure(config: TrainConfig) -> list[Any]:
+    """What `train.best` compares: the metric, the set that it is of and the reward that scores it, as plain values for JSON."""
+    best = config.train.best
+    sets = {"heldout": config.data.eval, **{one.name: one for one in config.eval}}
+    asked = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
+    return [best, *(None if one is None else one.model_dump(mode="json") for one in asked)]
 
 
 class TrainState:
@@ -48,7 +56,7 @@ class TrainState:
         self.step = self.learned = self.evaluated = 0
         self.kl_coef = config.algorithm.kl_coef
         self.scale: RewardScale | None = None
-        self.best = Best(config.directory / BEST)
+        self.best = Best(config.directory / BEST, measure(config))
         self.ahead: StepGroups | None = None
         self.pool: list[Group] = []
         self.sampler = Sampler(len(prompts), config.seed, config.data.shuffle)
@@ -90,9 +98,8 @@ class TrainState:
         """Restores `state`. ValueError if the prompts are different."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
-        scale = state.get("scale")  # older checkpoints have none
-        self.scale = None if scale is None else RewardScale(*scale)
-        self.best.restore(state.get("best", NOTHING))
+        self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
+        self.best.restore(state["best"])
         self.sampler.restore(state["sampler"])
         self.pretraining.restore(state["pretraining"])
 

@@ -8,7 +8,6 @@ shape may travel as a stack, which costs everyone who handles it as much as one 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.sync import gloo
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
@@ -146,9 +145,15 @@ def place_of(device: torch.device) -> str:
 
 
 def share_cuda(bytes_B: Tensor) -> list[Any]:
-    """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far."""
+    """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far.
+
+    torch keeps what belongs to a handle (an event, a counter) with the storage that was shared, wrapped once more each time: a storage
+    of its own for each handle lets go of it.
+    """
     assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
-    return list(bytes_B.untyped_storage()._share_cuda_())
+    storage = bytes_B.untyped_storage()
+    alias: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), bytes_B.device, storage.nbytes())
+    return list(alias._share_cuda_())
 
 
 def open_cuda(handle: list[Any], device: int) -> Tensor:
@@ -180,7 +185,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     if rendezvous.transport == "gloo":
         return gloo.group(members, rank, rendezvous.world, timeout, interface)
     assert rendezvous.transport == "nccl", rendezvous.transport
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    choose_nccl_interface(interface)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)

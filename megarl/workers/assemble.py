@@ -5,6 +5,7 @@ Axes: T predicted tokens, N responses of the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -199,7 +200,7 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
         "training/logprob_gap_max": Max(float(d.abs().max())),
         "rollout_corr/kl": mean(-d),
         "rollout_corr/k3_kl": mean(torch.expm1(d) - d),
-        "rollout_corr/ratio_gt_2": mean((d.abs() > 0.6931471805599453).double()),
+        "rollout_corr/ratio_gt_2": mean((d.abs() > math.log(2)).double()),
         "rollout_corr/rollout_is_mean": mean(d.exp()),
         "rollout_corr/chi2": mean(torch.expm1(2 * bounded)),
     }

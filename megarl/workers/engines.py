@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ import ray
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import engine_kind
-from megarl.cluster.reserve import lost_nodes
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.response import Response
@@ -24,7 +23,7 @@ from megarl.rollout.registry import ENGINES
 from megarl.workers.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
-from megarl.workers.worker_group import reserve_workers
+from megarl.workers.worker_group import must_move, reserve_workers
 
 PING_S = 60.0  # longest time in which an engine that has nothing to do says that it is there
 
@@ -223,31 +222,40 @@ class Engines:
                 if not self._replaced_any(doing, refill):
                     raise
 
-    def start_again(self, places: Sequence[Any]) -> list[Any]:
-        """Starts all of them anew at other places; returns at once, with what to wait for."""
+    def start_again(self, places: Sequence[Any]) -> dict[int, Any]:
+        """Starts all of them anew at other places; returns at once, with what `ready` waits for."""
         assert self.starter is not None
         end(self.group.actors)
         self.starter.places = places
         self.group.actors[:] = [self.starter.create(index) for index in range(len(places))]
         if self.turns is not None:
             self.turns.begin_again()
-        return self.open()
+        return dict(enumerate(self.open()))
 
-    def start_lost(self) -> list[Any]:
-        """Starts others in the places of those that do not answer; returns at once, with what to wait for. The weights come next.
+    def start_lost(self) -> dict[int, Any]:
+        """Starts others in the places of those that do not answer; returns at once, with what `ready` waits for. The weights come next.
 
         What else has failed is being started again meanwhile: they are a part of that restart, and are not counted.
         """
-        opening = list[Any]()
+        opening = dict[int, Any]()
 
         def failed(index: int, fault: Exception) -> None:
             if self.starter is None or not isinstance(fault, ENGINE_FAULTS):
                 raise fault
-            opening.append(self._start_another(index))
+            opening[index] = self._start_another(index)
 
         calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
         self.group.wait_each(calls, "recovery", PING_S, failed)
         return opening
+
+    def ready(self, opening: Mapping[int, Any]) -> None:
+        """Waits until engines have started. `opening`: what `open` has returned for each, by its number."""
+
+        def failed(_: int, fault: Exception) -> None:
+            raise fault
+
+        assert self.starter is not None
+        self.group.wait_each(opening, "start", self.starter.config.cluster.start_timeout_s, failed)
 
     def _replaced_any(self, doing: str, refill: bool) -> bool:
         """Replaces the engines that do not answer, if there are any."""
@@ -277,7 +285,7 @@ class Engines:
                 if self.starter is None or self._restarts is None or not isinstance(fault, ENGINE_FAULTS):
                     raise fault
                 watch.renew()
-                if lost_nodes(self.starter.places):
+                if must_move(self.starter.config, self.starter.places):
                     raise fault
                 if not opening:
                     if not self._restarts.allow(fault):
@@ -327,12 +335,12 @@ def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Rest
     return engines
 
 
-def call_seed(run_seed: int, step: int, round_: int = 0) -> int:
-    """The seed of one generate call, which depends on nothing else.
+def call_seed(run_seed: int, step: int, part: int = 0) -> int:
+    """The seed of the draws for some prompts, which depends on nothing else.
 
     Args:
         run_seed: the configuration's `seed`.
-        step: that the responses are for.
-        round_: of dynamic sampling in this step.
+        step: that the responses are for; 0 for evaluations, and for `megarl pairs` which of its files.
+        part: of the step: the round of dynamic sampling, the set of an evaluation, the call for a file of `megarl pairs`.
     """
-    return (run_seed * 1_000_000 + step) * 1_000 + round_
+    return (run_seed * 1_000_000 + step) * 1_000 + part

@@ -19,9 +19,9 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
-from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.cluster.reserve import give_back
 from megarl.cluster.shared_files import nodes_of
-from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig
+from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig, total_steps
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
 from megarl.restarts import Restarts
@@ -31,7 +31,7 @@ from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted
 from megarl.workers.turns import Turns
-from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
+from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, must_move, reserve_workers
 
 
 @dataclass
@@ -173,8 +173,8 @@ class ModelGroups:
         engines.refill = lambda: None
         if self.turns is not None:
             self.turns.join(None)
-        opening, engine_places, places = [], engines.places, [*chain(*self.places), *engines.places]
-        moved = lost_nodes(places)
+        engine_places, places = engines.places, [*chain(*self.places), *engines.places]
+        moved = must_move(self.config, places)
         if moved:
             give_back(places)
             self.places, engine_places = places_of(self.config)
@@ -186,14 +186,14 @@ class ModelGroups:
             else:
                 opening = engines.start_lost()
             if self.turns is not None:
-                engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+                engines.ready(opening)
                 self.turns.admit()
                 self.turns.to_ranks(keep_weights=False)
             self.build(created, blank=not beginning)
         except BaseException:
             end(actor for group in created for actor in group.actors)
             raise
-        engines.group.wait(opening, "start", self.config.cluster.start_timeout_s)
+        engines.ready(opening)
         return moved
 
     @property
@@ -361,7 +361,7 @@ def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
     """What the ranks that hold the models of these roles are told of the run's training."""
     train, critic, source = config.train, config.critic, config.reward.source
-    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * (train.steps + critic.pretrain_steps)
+    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
     wished = None if critic is None else critic.micro_batch_tokens
     return RLSpec(
         algorithm=config.algorithm,

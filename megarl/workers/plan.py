@@ -5,8 +5,8 @@ Axes: N responses of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +57,12 @@ class StepPlan:
         """The mini-batches that have a loss token."""
         return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
 
+    def part(self, dp_rank: int) -> StepPlan:
+        """The plan as one data-parallel rank needs it, with the payloads of its own responses: whoever is given a reference to an object
+        tells its owner of it, and again when it lets go."""
+        mine = {n for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for n in micro_batch}
+        return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
+
 
 @dataclass(frozen=True)
 class ScoringPlan:
@@ -64,6 +70,15 @@ class ScoringPlan:
 
     payload_N: Sequence[Any]  # references to Samples
     split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
+
+    def part(self, dp_rank: int) -> ScoringPlan:
+        """As that of a StepPlan."""
+        return replace(self, payload_N=_only({n for micro_batch in self.split[dp_rank] for n in micro_batch}, self.payload_N))
+
+
+def _only(chosen: Set[int], values_N: Sequence[Any]) -> list[Any]:
+    """The values of the chosen responses, None in the places of the others."""
+    return [value if n in chosen else None for n, value in enumerate(values_N)]
 
 
 def members(mini_batch: list[list[list[int]]]) -> list[int]:
@@ -89,11 +104,11 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     responses, algorithm = batch.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
-    keep_N = algorithm.keep(reward_N, group_N)
-    if config.train.drop_truncated:
-        keep_N &= torch.tensor([response.finished for response in responses])
+    # An episode whose environment failed at once has nothing to learn from. What is dropped takes nobody's place in the algorithm's choice.
+    dropped = config.train.drop_truncated
+    keep_N = torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
+    keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
-    keep_N &= count_N > 0  # an episode whose environment failed at once has nothing to learn from
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
     weight_N = loss_weights(algorithm, count_N, split)

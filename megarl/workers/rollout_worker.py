@@ -19,7 +19,8 @@ from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
-from megarl.network import interface_towards
+from megarl.models.hf import end_tokens
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
@@ -168,8 +169,8 @@ class RolloutWorker:
         """
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self._tokenizer, self._timeout_s = load_tokenizer(model), settings.timeout_s
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
+        self._tokenizer, self._ends, self._timeout_s = load_tokenizer(model), end_tokens(model), settings.timeout_s
+        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
         self._responder = Responder(self._engine, settings.timeout_s)
 
@@ -229,7 +230,7 @@ class RolloutWorker:
         for (index, before), said in zip(parts.items(), await self._responder.all(requests, self._timeout_s), strict=True):
             more = added(said) if before else said
             sample, done = whole([*before, more]) if before else said, said.finish_reason != "length" or len(said.tokens) == longest
-            text = text_of(sample, sampling, self._tokenizer) if done else ""
+            text = text_of(sample, sampling, self._tokenizer, self._ends) if done else ""
             told.append(_Said(int(start.id), index, sample, text, added=more, done=done))
         return self._told(told, sampling, experts)
 
@@ -262,7 +263,7 @@ class RolloutWorker:
     async def _generate(self, share: EnginePrompts, sampling: Sampling) -> list[_Said]:
         prompts = [TokenPrompt(start.id, start.tokens) for start in share]
         return [
-            _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer))
+            _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer, self._ends))
             for generated in await generate(self._responder, prompts, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
@@ -274,7 +275,7 @@ class RolloutWorker:
             self._host = playing.environment, open_host(playing.environment)
 
         def said(turn: Sample) -> str:
-            return text_of(turn, sampling, self._tokenizer)
+            return text_of(turn, sampling, self._tokenizer, self._ends)
 
         turns = TurnTokens(self._tokenizer, playing.system)
         played = await play(self._responder, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)

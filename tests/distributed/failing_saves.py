@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from megarl.batch import Sample
 from megarl.checkpoints.files import Content
 from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
 from megarl.response import Response
 from megarl.workers import response_file
@@ -69,3 +71,19 @@ def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str, str
     saver.save(3, part, {})
     saver.wait()
     return said[0], said[1], said[2]
+
+
+def fail_on_one_rank_alone(grid: Grid, path: Path, root: Path) -> tuple[str, list[bool]]:
+    """The last rank does not write step 1 in time; step 2 is saved. What the failure said, and of which of the saves a verdict is kept."""
+    part = {"policy": build_part(grid, path)}
+    saver, said = Saver(root, replace(grid, timeout_s=5.0), settings()), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if grid.rank == grid.world - 1:
+            patch.setattr(StagedWriter, "written", lambda *_: False)
+        try:
+            saver.save(1, part, {})
+        except SaveError as error:
+            said = str(error)
+    saver.save(2, part, {})
+    dist.barrier()
+    return said, [grid.store.check([f"checkpoint/{root}/{number}/verdict"]) for number in (0, 1)]

@@ -125,7 +125,7 @@ def samples_of(rollout: int, rollout_logp: dict[Token, float], *, longest: bool 
 def carried(samples: Sequence[Sample], stages: Sequence[Sequence[int]]) -> list[Response]:
     """The responses with references to what the engine's process puts into the object store."""
     worker: Any = RolloutWorker("engine 0", PLACE, {}, Path(os.devnull))
-    worker._responder, worker._tokenizer, worker._timeout_s = Told(samples), Words(), 1.0
+    worker._responder, worker._tokenizer, worker._ends, worker._timeout_s = Told(samples), Words(), (), 1.0
     wanted = ExpertsWanted(stages, LAYERS, TOPK, share=1.0)
     starts = [Start(n, sample.tokens[: sample.prompt_length].tolist(), 0) for n, sample in enumerate(samples)]
     responses, *values = asyncio.run(worker.respond(starts, Sampling(1, 1.0, LONGEST, 0), wanted))

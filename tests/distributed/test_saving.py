@@ -43,7 +43,7 @@ from tests.distributed.checkpoint_work import (
     verified,
     wait_for_a_rank_that_never_writes,
 )
-from tests.distributed.failing_saves import fail_then_recover
+from tests.distributed.failing_saves import fail_on_one_rank_alone, fail_then_recover
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.whole_steps import newest
@@ -258,6 +258,12 @@ def test_a_full_disk_and_lost_responses_are_told_at_the_next_call_and_harm_nothi
     assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step_000001", "step_000003"]
 
 
+def test_a_save_that_fails_on_one_rank_alone_leaves_the_next_one_whole(pool: Pool, path: Path, tmp_path: Path) -> None:
+    (first, kept), (last, _) = pool.run(fail_on_one_rank_alone, TWO, path, tmp_path)
+    assert first.endswith("ranks [1] did not finish writing in 5 s") and last.endswith("not written in 5 s")
+    assert (tmp_path / "latest").read_text().strip() == "step_000002" and kept == [False, True]
+
+
 def test_a_directory_that_cannot_be_written_to_is_told_on_every_rank(pool: Pool, path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     fixed = tmp_path / "fixed"
@@ -292,7 +298,7 @@ def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for tensor in tensors:
-        writer.put("m", tensor)
+        writer.put("m", tensor, 60.0)
         tensor.zero_()  # the caller goes on
     writer.close()
     written = writer.finish()
@@ -317,7 +323,7 @@ def test_one_save_after_the_other_is_copied_into_the_same_memory(tmp_path: Path)
         writer = StagedWriter(tmp_path / str(save), 0, 1 << 30, memory)
         for number, shape in enumerate(shapes):
             tensor = torch.full(shape, float(10 * save + number), dtype=torch.bfloat16)
-            writer.put("m", tensor)
+            writer.put("m", tensor, 60.0)
             tensor.zero_()
         writer.close()
         places = writer.finish().locations["m"]
@@ -337,7 +343,7 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     given = [whole[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), whole[::7]]
     writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
     for tensor in given:
-        writer.put("m", tensor)
+        writer.put("m", tensor, 60.0)
     assert writer.written(60.0)
     whole.untyped_storage().resize_(0)
     writer.close()
@@ -356,17 +362,30 @@ def test_nobody_reads_what_stayed_still_once_a_write_has_failed(tmp_path: Path) 
     (tmp_path / "m" / "__0_1.distcp").write_bytes(b"")
     writer = StagedWriter(tmp_path, 0, 1 << 30, still=True)
     for _ in range(4):
-        writer.put("m", torch.ones(1 << 20))
+        writer.put("m", torch.ones(1 << 20), 60.0)
     assert writer.written(60.0) and not any(thread.is_alive() for thread in writer._threads)
     with pytest.raises(FileExistsError):
         writer.finish()
     (tmp_path / "n").mkdir()
     other = StagedWriter(tmp_path, 1, 1 << 30)
-    other.put("n", torch.ones(5))
+    other.put("n", torch.ones(5), 60.0)
     other.give_up()
     other.close()
     with pytest.raises(SaveError, match="given up"):
         other.finish()
+
+
+def test_a_disk_that_stands_still_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    goes_on, write = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *given: goes_on.wait(60.0) and write(*given))
+    writer = StagedWriter(tmp_path, 0, budget=1 << 10)
+    for _ in range(3):
+        writer.put("m", torch.ones(1 << 8), 0.1)
+    writer.close()
+    goes_on.set()
+    with pytest.raises(SaveError, match=r"the threads that write have made no room in 0\.1 s$"):
+        writer.finish()
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

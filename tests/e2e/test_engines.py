@@ -106,11 +106,11 @@ def test_engines_that_are_lost_beside_the_ranks_are_a_part_of_their_restart(lab:
         engines = start_engines(two, Restarts(0, lambda _: None, lambda _: None))  # none is allowed
         models.sync(engines, 1)
         straight, first = engines.generate(prompts, sampling), list(engines.group.actors)
-        assert engines.start_lost() == []
+        assert engines.start_lost() == {}
         ray.kill(first[1])
         opening = engines.start_lost()
-        engines.group.wait(opening, "start", 60.0)
-        assert len(opening) == 1 and engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]
+        engines.ready(opening)
+        assert [*opening] == [1] and engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]
         models.sync(engines, 1)
         assert [one.text for one in engines.generate(prompts, sampling)] == [one.text for one in straight]
         for actor in engines.group.actors:

@@ -18,13 +18,15 @@ class SaveBarrier:
     """The barrier of one save. It uses the store: the process groups belong to the main threads, and these are background threads.
 
     Args:
-        grid: of the ranks that save.
+        grid: of the ranks that save; none of them waits for the save before any more.
         root: the directory of the steps.
         number: of the save, the same on all ranks.
     """
 
     def __init__(self, grid: Grid, root: Path, number: int) -> None:
-        self._store = dist.PrefixStore(f"checkpoint/{root}/{number}", grid.store)
+        self._store, before = (dist.PrefixStore(f"checkpoint/{root}/{one}", grid.store) for one in (number, number - 1))
+        if grid.rank == 0:
+            before.delete_key("verdict")
         self._rank, self._ranks = grid.rank, range(grid.world)
 
     def report(self, text: str) -> None:

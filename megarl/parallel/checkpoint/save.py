@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from megarl.checkpoints.files import Content, FileRecord, write_file
 from megarl.checkpoints.step_writer import StepWriter
-from megarl.checkpoints.steps import HF, Manifest
+from megarl.checkpoints.steps import HF, Manifest, versions
 from megarl.config import CheckpointSettings
 from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint import sharded, torch_dist
@@ -73,7 +71,8 @@ class Saver:
             SaveError: on every rank, where the save before this one failed or, as far as it is known, this one.
         """
         self.wait()
-        begun = time.perf_counter()
+        begun, number = time.perf_counter(), self._saves
+        self._saves += 1  # here, lest what fails on one rank alone leave it with another number than the others
         planned, described = dict[str, list[Tensor]](), dict[str, Any]()
         for name, model in models.items():
             model.wake()
@@ -88,16 +87,16 @@ class Saver:
         for name in reversed(planned):  # the last one is awake
             models[name].wake()
             for tensor in planned[name]:
-                staged.put(name, tensor)
+                staged.put(name, tensor, self._grid.timeout_s)
             if still and not staged.written(self._grid.timeout_s):  # before the next model takes this one's place in memory
                 staged.give_up()
                 raise SaveError(f"checkpoint: step {step} was not saved: {writer.path}: not written in {self._grid.timeout_s:g} s")
         staged.close()
-        barrier = SaveBarrier(self._grid, self._root, self._saves)
+        barrier = SaveBarrier(self._grid, self._root, number)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
         thread.start()
-        self._pending, self._saves = (thread, barrier, staged, step), self._saves + 1
+        self._pending = (thread, barrier, staged, step)
         if not self._settings.asynchronous:
             self.wait()
         return Staged(size, time.perf_counter() - begun)
@@ -186,7 +185,7 @@ class Saver:
         for name, data in extra.items():
             files[name] = write_file(writer.path / name, data)
         layout = self._grid.layout.model_dump()
-        manifest = Manifest(writer.step, self._grid.world, layout, _versions(), models, files)
+        manifest = Manifest(writer.step, self._grid.world, layout, versions(), models, files)
         writer.commit(manifest, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
 
 
@@ -194,10 +193,6 @@ def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
     return {**{key: model.hf[key] for key in IDENTITY}, "optimizer": optimizer}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 def _fault(error: Exception) -> str:

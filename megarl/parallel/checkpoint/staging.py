@@ -85,12 +85,13 @@ class StagedWriter:
         for thread in self._threads:
             thread.start()
 
-    def put(self, model: str, tensor: Tensor) -> None:
-        """Takes the tensor, or a copy of it. After a failed write it takes nothing: `finish` tells."""
+    def put(self, model: str, tensor: Tensor, timeout_s: float) -> None:
+        """Takes the tensor, or a copy of it. After a failed write, or where there is no room in time, it takes nothing: `finish` tells."""
         with self._room:
             if self._held + tensor.nbytes > self._budget:
                 self._begin.set()
-            self._room.wait_for(lambda: self._error or not self._held or self._held + tensor.nbytes <= self._budget)
+            if not self._room.wait_for(lambda: self._error or not self._held or self._held + tensor.nbytes <= self._budget, timeout_s):
+                self._error = SaveError(f"{self._directory}: the threads that write have made no room in {timeout_s:g} s")
             if self._error is not None:
                 return
             self._held += tensor.nbytes

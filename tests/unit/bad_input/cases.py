@@ -100,6 +100,17 @@ def model(change: Callable[[Path], object], *overrides: str) -> Make:
     return make
 
 
+def base(change: Callable[[Path], object], *overrides: str) -> Make:
+    """The engines start from a copy of the model that was changed."""
+
+    def make(room: Room) -> list[str]:
+        shutil.copytree(room.model, room.here / "base")
+        change(room.here / "base")
+        return [str(room.config()), f"model.base={room.here}/base", *overrides]
+
+    return make
+
+
 def config_json(changes: Mapping[str, Any], *without: str) -> Make:
     """A model whose config.json says otherwise."""
 
@@ -189,7 +200,10 @@ def piped_manifest(room: Room) -> list[str]:
     return checkpoint(spoil, None, "steps", "model.weights=HERE/steps/step_000001")(room)
 
 
-RUN = {"step": 1, "learned": 1, "metrics_bytes": 0, "evaluations": {}, "results": {}, "whole": {}, "warnings": {}}
+RUN = {
+    **{"step": 1, "learned": 1, "metrics_bytes": 0, "evaluations": {}, "results": {}, "whole": {}, "warnings": {}},
+    **{"ended_by": None, "restarts": []},
+}
 TRAINER: dict[str, Any] = {"verb": "train", "progress": {"step": 1, "sampler": {"count": 64}}, "run": RUN, "where": {}, "config": "{}"}
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.unit.bad_input.cases import (
     Case,
+    base,
     config_json,
     given,
     header,
@@ -32,6 +36,16 @@ def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
 
 
+def larger(copy: Path) -> None:
+    shutil.rmtree(copy)
+    build(copy, layers=3, hidden=128, experts=8, expert_hidden=64, seed=1)
+
+
+def with_json(file: str, **changes: Any) -> Callable[[Path], object]:
+    """A change of values in a JSON file."""
+    return lambda copy: (copy / file).write_text(json.dumps({**json.loads((copy / file).read_text()), **changes}))
+
+
 COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ROUTERS = "model.megatron.moe_"
 TABLE = [
@@ -53,6 +67,18 @@ TABLE = [
         "train",
         given("optimizer.megatron={optimizer_cpu_offload: true}"),
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "layers in eight bits",
+        "train",
+        given("model.megatron={fp8: hybrid}"),
+        r"^model\.megatron\.fp8: set by model\.path, model\.dtype, layout or megarl itself \(to None\)$",
+    ),
+    Case(
+        "a kernel of attention that there is not",
+        "train",
+        given("model.megatron={attention_backend: flash3}"),
+        r"^model\.megatron\.attention_backend: 'flash3' is none of auto, flash, fused, unfused$",
     ),
     Case(
         "a field that Megatron has not",
@@ -250,7 +276,13 @@ TABLE = [
         config_json({"num_experts": 10**9}),
         r"^model\.path: config\.json has 2 layers of 1000000000 experts, more than 262144",
     ),
-    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1e\+30", "2147483647")),
+    Case("10^30 hidden units", "train", config_json({"hidden_size": 10**30}), says("hidden_size", r"1\d+ is", "2147483647")),
+    Case(
+        "10^400 positions",
+        "train",
+        config_json({"max_position_embeddings": 10**400}),
+        says("max_position_embeddings", r"1\d+ is", "2147483647"),
+    ),
     Case("config.json of lists", "train", wrote("config.json", DEEP), r"^model\.path: .*config\.json is not JSON: nested too deeply$"),
     Case(
         "config.json of mappings",
@@ -327,6 +359,34 @@ TABLE = [
         "train",
         wrote("tokenizer_config.json", b'{"eos_token": 3}'),
         r"^model\.path: no usable tokenizer in ",
+    ),
+    # --- what the engines start from
+    *(
+        Case(f"a base {name}", "train", base(change), rf"^model\.base: {line}")
+        for name, change, line in (
+            ("of another architecture", dense, ".* has a different architecture from model.path="),
+            ("of another size", larger, "num_layers is 3 in .*base and 2 in model.path="),
+            (
+                "of other end tokens",
+                with_json("generation_config.json", eos_token_id=[1, 60]),
+                r"eos_token_id is \[1, 60\] in .*base and \[1\] in model.path=",
+            ),
+            (
+                "of another tokenizer",
+                with_json("tokenizer_config.json", eos_token="<|pad|>"),
+                r"its tokenizer differs from model.path's: eos_token is '<\|pad\|>' in .*base and '<\|end\|>' in ",
+            ),
+            (
+                "of another RoPE",
+                with_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+                r"rope_theta is 500000\.0 in .*base and ",
+            ),
+            (
+                "with less room",
+                with_json("config.json", max_position_embeddings=16),
+                ".*base supports at most 16 tokens, and prompt and response may have 28",
+            ),
+        )
     ),
     # --- chat templates
     Case(

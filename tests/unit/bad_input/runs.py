@@ -13,7 +13,7 @@ from tests.unit.bad_input.configurations import DEEP, LONG
 from tests.unit.bad_input.directories import tool
 
 SAMPLE = {"prompt": "1 + 1?", "answer": "2", "response": "2", "reward": 1.0, "parts": {}, "error": None}
-SAMPLE |= {"finish_reason": "stop", "length": 1, "sample": 0}
+SAMPLE |= {"finish_reason": "stop", "length": 1, "sample": 0, "greedy": False, "turns": 1, "scored": True}
 ROW, SUMMARY = {"step": 1, "reward/mean": 0.5}, {"wall_s": {"rollout": 1.0}, "alarms": {}}
 HUGE = 10**400  # no float
 FILES = {
@@ -189,7 +189,7 @@ TABLE = [
     Case("a long container", "slurm", job(f"--container={LONG}"), "^slurm: .*x+: File name too long$"),
     # --- init and generate
     *(
-        Case(f"init --gpu-gb {size}", "init", own(f"--gpu-gb={size}"), rf"^init: --gpu-gb {size} is not between 1 and 1,000,000$")
+        Case(f"init --gpu-gb {size}", "init", own(f"--gpu-gb={size}"), rf"^init: --gpu-gb {size}: must be above 0, and 1,000,000 at most$")
         for size in ("nan", "inf", "0.0", "-1.0")
     ),
     Case(
@@ -223,5 +223,7 @@ TABLE = [
     ),
     Case("a key of rows to move the cursor", "config", tool("train", "\x1b[2J"), r"^\\x1b\[2J: megarl train has no such key"),
     Case("a long configuration to plan", "plan", tool(LONG), "File name too long$"),
-    Case("a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan is not between 1 and 1,000,000$"),
+    Case(
+        "a memory of nothing", "plan", tool("HERE/job.yaml", "--gpu-gb=nan"), "^plan: --gpu-gb nan: must be above 0, and 1,000,000 at most$"
+    ),
 ]

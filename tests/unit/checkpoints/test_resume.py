@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.resume import MAY_DIFFER, compare
-from megarl.config import SftConfig, TrainConfig, load
+from megarl.config import TrainConfig, dump, load, yaml_text
 from megarl.describe import keys
-from megarl.stages.saving import resolved
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart" / "rl.yaml"
 
@@ -21,26 +20,15 @@ def tree(*overrides: str) -> dict[str, Any]:
 
 
 def test_the_same_run_may_be_resumed() -> None:
-    assert compare(tree(), tree()) == []
+    """From the configuration as its checkpoint has it."""
+    config = load(EXAMPLE, [], TrainConfig)
+    assert compare(yaml_text.read(dump(config)), config.model_dump(mode="json")) == []
 
 
-def test_what_an_older_version_did_not_know_has_its_default() -> None:
-    saved = tree()
-    del saved["reward"]["normalise"], saved["train"]["drop_truncated"]
-    assert len(compare(saved, tree())) == 2 and compare(resolved(saved, TrainConfig), tree()) == []
-    saved["train"]["gone"] = 1
-    assert len(compare(resolved(saved, TrainConfig), tree())) == 3, "a key that nobody knows any more is told"
-
-
-def test_relative_paths_are_those_of_where_the_command_ran_and_a_run_that_was_saved_with_them_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_are_those_of_where_the_command_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, here = load(EXAMPLE, ["model.path=models/m", "run_dir=runs"], TrainConfig), Path.cwd()
     assert (config.model.path, config.run_dir, config.model.weights) == (here / "models/m", here / "runs", None)
     assert config.directory == here / "runs" / config.name
-    older = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("models/m")})}).model_dump(mode="json")
-    now = config.model_dump(mode="json")
-    assert compare(older, now) != [] and compare(resolved(older, TrainConfig), now) == []
     monkeypatch.chdir(tmp_path)
     assert load(EXAMPLE, ["model.path=models/m"], TrainConfig).model.path == tmp_path / "models/m"
 
@@ -90,15 +78,6 @@ def test_what_would_make_it_another_run_is_refused_with_both_values(override: st
 def test_another_algorithm_is_one_refusal() -> None:
     [line] = compare(tree(), tree("algorithm={type: reinforce}"))
     assert line.startswith("algorithm.type: ") and "'reinforce' now" in line
-
-
-def test_an_older_supervised_run_goes_on_where_what_it_asked_for_is_still_there() -> None:
-    now = load(EXAMPLE.with_name("sft.yaml"), [], SftConfig).model_dump(mode="json")
-    shuffle = now["data"].pop("shuffle")
-    before = {**now, "data": {**now["data"], "demonstration": "answer", "corrupt_copy": 0.0, "corrupt_last": 0.0}}
-    assert resolved(before, SftConfig)["data"] == {**now["data"], "shuffle": True} and not shuffle
-    before["data"]["corrupt_copy"] = 0.4
-    assert resolved(before, SftConfig) == before, "such data is made elsewhere now"
 
 
 def test_a_key_that_one_side_lacks_is_refused() -> None:

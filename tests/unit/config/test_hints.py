@@ -41,6 +41,7 @@ def test_every_alias_leads_to_a_key() -> None:
         ("train.temperature", " (there is rollout.temperature)"),
         ("data.max_respons_tokens", " (did you mean 'rollout.max_response_tokens'?)"),
         ("train.xyzzy", ""),
+        ("model.trust_remote_code", " (code in a model directory is never run)"),
         ("n-samples-per-prompt", " (here it is rollout.samples_per_prompt)"),
     ],
 )

@@ -17,6 +17,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.convert import engine, plan
+from megarl.convert.conversion_directory import ConversionDirectory
+from megarl.errors import ConfigError
 from tests.unit.convert.converting import WEIGHTS, convert, refused, stored
 
 
@@ -115,6 +117,20 @@ def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path)
     assert len(shares) == 2 and sorted(shares[0] + shares[1]) == sorted(item.weight.name for item in items)
     convert("megatron-to-hf", tmp_path / "out", tmp_path / "back")
     assert stored(tmp_path / "back") == stored(models["qwen3_moe"])
+
+
+def test_a_process_that_begins_as_another_one_finishes_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, link = ConversionDirectory(tmp_path / "out", tmp_path / "out.partial", tmp_path / "out.journal"), os.link
+
+    def finished(one: Path, other: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "weights").touch()
+        link(one, other)
+
+    monkeypatch.setattr(os, "link", finished)
+    with pytest.raises(ConfigError, match="out already exists: not overwritten$"):
+        directory.begin({"source": "x"})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from megarl.data import bounds
-from megarl.data.bounds import in_time
+from megarl.data.bounds import within_cpu_time
 
 SECONDS = 0.1
 
@@ -23,12 +23,12 @@ def burn(seconds: float) -> None:
 
 
 def endless() -> None:
-    with in_time(SECONDS):
+    with within_cpu_time(SECONDS):
         burn(60)
 
 
 def stubborn() -> None:
-    with in_time(SECONDS):
+    with within_cpu_time(SECONDS):
         for _ in range(3):
             with suppress(BaseException):
                 burn(60)
@@ -37,7 +37,7 @@ def stubborn() -> None:
 
 def in_steps() -> float:
     begun = time.thread_time()
-    with in_time(SECONDS) as again:
+    with within_cpu_time(SECONDS) as again:
         for _ in range(6):
             burn(0.4 * SECONDS)
             again()

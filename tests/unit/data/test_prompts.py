@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from examples import make_data
-from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, ReasoningGymSource
+from megarl.config import ConfigError, ConversationSource, EpisodeSource, FileSource, MixtureSource, ReasoningGymSource
 from megarl.config.data import PromptPart
 from megarl.data.conversations import Conversation, answered, load_conversations
 from megarl.data.gym import all_drawn, first_items
@@ -258,6 +258,13 @@ def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreT
             load(write(tmp_path / "a.jsonl", ROW))
     finally:
         tokenizer.chat_template = kept
+
+
+def test_a_billion_episodes_are_made_when_they_are_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:
+    source = EpisodeSource(seed=7, items=1_000_000_000)
+    episodes = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
+    assert len(episodes) == source.items and [one.id for one in episodes[2:4]] == [2, 3]
+    assert (episodes[-1].id, episodes[-1].seed, episodes[-1].text) == (999_999_999, 1_000_000_006, "episode 1000000006")
 
 
 def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:

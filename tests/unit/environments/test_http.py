@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
+from megarl.environments import server as server_module
 from megarl.environments.hosts import open_host
 from megarl.environments.http import HttpHost, check
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -83,6 +84,20 @@ class Crowded(Counting):
 
     async def close(self) -> None:
         Crowded.now -= 1
+
+
+def test_episodes_of_clients_that_are_gone_end_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One whose step is under way does not."""
+    with EnvironmentServer(("127.0.0.1", 0), Counting) as server:
+        gone, waiting, asked = (server.answer("reset", {"seed": seed})["episode"] for seed in (1, 2, 3))
+        assert set(server._episodes) == {gone, waiting, asked}
+        monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+        time.sleep(0.3)
+        server.answer("step", {"episode": asked, "text": "a", "tokens": [1], "finished": True})
+        with server._episodes[waiting].lock:
+            new = server.answer("reset", {"seed": 4})["episode"]
+        assert set(server._episodes) == {waiting, asked, new}
+    assert capsys.readouterr().err == f"episode {gone}, of a client that is gone: ValueError: nobody minds\n"
 
 
 def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> None:

@@ -12,12 +12,13 @@ from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.observe import page, samples
 from megarl.observe.metrics import Mean
+from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.samples import SampleRecord
 from tests.unit.observe.test_observe import config, run_steps  # noqa: F401
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'><style>*{}</style>\x1b[2J\u202egnp&lt;"
-RECORD = SampleRecord(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0)
+RECORD = SampleRecord(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0, False, 1, True)
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "b", "br", "table", "tr", "th", "td", "img"),
     *("details", "summary", "pre", "span"),
@@ -75,6 +76,16 @@ def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
     assert all(letter.isprintable() or letter in "\n\t" for letter in written)
 
 
+@pytest.mark.parametrize("name", ["eval/heldout/greedy", "eval/aime/avg@16", "eval/aime/pass@4"])
+def test_the_picture_shows_the_scores_of_every_set(name: str, tmp_path: Path) -> None:
+    row, heights = {"reward/mean": 0.5, "actor/entropy": 1.0, "perf/time_per_step": 1.0, "timing_s/update": 1.0}, []
+    for more in ({}, {name: 0.5}):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row, **more}) + "\n" for step in (1, 2)))
+        draw(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+        heights.append(int.from_bytes((tmp_path / "report.png").read_bytes()[20:24]))
+    assert heights[1] > heights[0], "a fourth panel: a second row"
+
+
 def test_runs_are_compared_by_numbers_and_by_what_differs(
     config: TrainConfig,  # noqa: F811
     tmp_path: Path,
@@ -108,5 +119,5 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
 def test_a_page_of_many_steps_stays_small(config: TrainConfig) -> None:  # noqa: F811
     with Run(config) as run:
         for step in range(200):
-            samples.write(run.directory, step, [SampleRecord("p", "a", "r" * 100_000, 0.0, {}, None, "stop", 3, 0)] * 20)
+            samples.write(run.directory, step, [SampleRecord("p", "a", "r" * 100_000, 0.0, {}, None, "stop", 3, 0, False, 1, True)] * 20)
     assert (run.directory / "report.html").stat().st_size < 4_000_000

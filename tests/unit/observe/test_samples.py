@@ -11,7 +11,7 @@ import pytest
 from megarl.cli import main
 from megarl.observe.samples import FOLDER, SampleRecord, files, forget_after, line, spread, write
 
-PLAIN = SampleRecord("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0)
+PLAIN = SampleRecord("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0, False, 1, True)
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b31m\nlast"
 
 
@@ -80,26 +80,16 @@ def test_few_responses_of_many_are_of_as_many_prompts_as_possible() -> None:
     assert spread(3, 8) == [0, 1, 2] and spread(3, 0) == []
 
 
-def test_a_cut_response_that_nobody_scored_says_so_and_rows_of_earlier_versions_are_scored(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_response_that_nobody_scored_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = replace(PLAIN, reward=-1.0, parts={"overlong": -1.0}, finish_reason="length", scored=False)
     write(run, 13, [cut])
     said = "3 tokens, cut by the length limit and not scored (reward.require_finished)"
     assert shown(capsys, run, "--step", 13) == [f"--- step 13, training: reward -1 (overlong -1), {said}"]
     assert line(cut) == f"reward -1, {said}: 2+2? -> is it 4"
-    [file] = [one for one in files(run) if one.step == 13]
-    row = json.loads(file.path.read_text())
-    assert row.pop("scored") is False
-    file.path.write_text(json.dumps(row) + "\n")
-    assert [record.scored for record in file.records()] == [True]
 
 
-def test_an_episode_says_its_turns_and_rows_of_earlier_versions_have_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_says_its_turns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, 13, [replace(PLAIN, turns=3)])
     assert shown(capsys, run, "--step", 13) == ["--- step 13, training: reward 1 (raw 0.5), 3 tokens, ended by itself after 3 turns"]
     [file] = [one for one in files(run) if one.step == 13]
-    row = json.loads(file.path.read_text())
-    assert row.pop("turns") == 3 and "after 3 turns: " in line(next(file.records()))
-    file.path.write_text(json.dumps(row) + "\n")
-    assert [record.turns for record in file.records()] == [1]
+    assert "after 3 turns: " in line(next(file.records()))

@@ -18,7 +18,7 @@ from megarl.observe.samples import SampleRecord
 from tests.unit.bad_input.cases import VERBS
 
 ROOTS: dict[str, type[RunSettings]] = {"train": TrainConfig, "sft": SftConfig, "dpo": DpoConfig}
-RECORD = SampleRecord(prompt="1 + 1?", answer="2", response="2", reward=1.0, parts={}, error=None, finish_reason="stop", length=1, sample=0)
+RECORD = SampleRecord("1 + 1?", "2", "2", 1.0, {}, None, "stop", 1, 0, False, 1, True)
 Told = list[str]
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from tests.e2e.job import RL
 
 METRICS = b'{"step": 3, "reward/mean": 0.5}\n'
-GOOD = "name: job\ntrain: {steps: 9}\nsave: {every: 5}\n"
+GOOD = RL.format(runs="runs", model="nowhere").replace("steps: 3,", "steps: 9,") + "save: {every: 5}\n"
 
 
 def status(run: Path) -> int:
@@ -33,6 +34,16 @@ def test_step_and_next_checkpoint_are_those_of_the_files(tmp_path: Path, capsys:
     assert status(run(tmp_path, GOOD)) == 0
     shown = capsys.readouterr().out
     assert "step: 3 of 9, reward 0.5\n" in shown and "next expected: step 5\n" in shown
+
+
+@pytest.mark.parametrize(("verb", "of"), [("train", 13), ("value", 4)])
+def test_steps_of_value_pretraining_count_and_of_value_alone_no_others(
+    verb: str, of: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slurm" / "submitted-1").mkdir(parents=True)
+    (tmp_path / "slurm" / "submitted-1" / "job.sbatch").write_text(f"verb={verb}\n")
+    assert status(run(tmp_path, GOOD.replace("gspo}", "vapo}") + "critic: {pretrain_steps: 4}\n")) == 0
+    assert f"step: 3 of {of}, reward 0.5\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -62,17 +73,3 @@ def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "slurm" / "\N{SUPERSCRIPT TWO}.out").touch()
     assert status(run(tmp_path, GOOD)) == 0
     assert "restarts: 0\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("script", "line"),
-    [(os.mkfifo, "not a plain file"), (Path.mkdir, "not a plain file"), (lambda path: path.write_bytes(b"\xff"), "utf-8")],
-)
-def test_a_script_that_cannot_be_read_is_named(
-    script: Callable[[Path], object], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder := tmp_path / "slurm" / "submitted-1").mkdir(parents=True)
-    script(folder / "job.sbatch")
-    assert status(run(tmp_path, GOOD)) == 2
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"megarl: error: slurm: {tmp_path}") and line in told

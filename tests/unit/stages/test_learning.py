@@ -14,6 +14,7 @@ from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import ConfigError, RmConfig, SftConfig, load
 from megarl.observe.metrics import Last, Metric
 from megarl.stages import learning
+from megarl.stages.best import Best
 from tests.e2e.lab import in_this_session
 from tests.unit.examples.test_configurations import EXAMPLES
 
@@ -100,14 +101,14 @@ def test_without_patience_the_last_model_is_left(tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path) -> None:
-    course = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), tmp_path)
+    course = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), Best(tmp_path, None))
     course.step = 4
     assert course.improves(0.9, 0.3)
     course.step = 6
     assert not course.improves(0.8, 0.2)
     state = json.loads(json.dumps(course.state()))
     for there in (False, True):
-        again = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), tmp_path)
+        again = learning.SupervisedState(learning.Sampler(8, 1, shuffle=True), Best(tmp_path, None))
         if there:
             (tmp_path / "000004").mkdir()
         again.restore(state)

@@ -239,23 +239,6 @@ def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -
         assert set((first % 3).flat) == {0} and first.shape[1] == 1 and [set((rest % 3)[:, n].flat) for n in (0, 1)] == [{1}, {2}]
 
 
-def test_what_is_under_way_in_an_older_checkpoint_keeps_its_experts(make: Any) -> None:
-    """Which were in the samples of what was not done."""
-    loop = make(*MODES["budget"]).run(2)
-    with np.load(io.BytesIO(files_of(loop.state)["ahead.rest.npz"])) as arrays:
-        older = {name.replace(".experts", ".routed_experts"): array for name, array in arrays.items()}
-    file = io.BytesIO()
-    np.savez(file, **older)
-    other = TrainState(loop.ctx.config, PROMPTS, STAGES)
-    other.restore_files(copied({"ahead.rest.npz": file.getvalue()}))
-    both = [[one for group in state.pool for one in group.responses] for state in (loop.state, other)]
-    assert any(one.before for one in both[0])
-    for one, again in zip(*both, strict=True):
-        parts, [kept] = one.experts, again.experts
-        for stage in (0, 1):
-            assert np.array_equal(np.concatenate([part[stage] for part in parts]), kept[stage])
-
-
 def test_a_checkpoint_s_responses_are_fetched_prompt_by_prompt_as_they_are_written(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_the_share_of_the_responses_that_is_configured_is_reported(share: float)
 def test_of_a_call_the_engine_keeps_the_experts_of_that_share() -> None:
     """With the default, one response in a hundred: of three groups of eight one, of fourteen two, always in the same place."""
     loose: Any = RolloutWorker("engine 0", PLACE, {}, NOWHERE)
-    loose._responder, loose._tokenizer, loose._timeout_s = Counting(), Words(), 1.0
+    loose._responder, loose._tokenizer, loose._ends, loose._timeout_s = Counting(), Words(), (), 1.0
     wanted = ExpertsWanted([[0, 2], [1]], layers=3, topk=2, share=RoutingSettings().sample)
     for prompts, expected in ((3, [0]), (14, [0, 100])):
         starts = [Start(n, PROMPT, 0) for n in range(prompts)]
@@ -96,7 +96,7 @@ def test_a_response_that_is_cut_travels_once_however_often_it_is_cut() -> None:
     """Its tokens and log-probs once as a part and once as a whole, its experts once, and its text once, however many rounds it takes."""
     worker, engine = RolloutWorker("engine 0", PLACE, {}, NOWHERE), Counting()
     loose: Any = worker
-    loose._responder, loose._tokenizer, loose._timeout_s = engine, Words(), 1.0
+    loose._responder, loose._tokenizer, loose._ends, loose._timeout_s = engine, Words(), (), 1.0
     sampling, budget = Sampling(2, 1.0, 64, 0), 4
     parts: list[list[Sample]] = [[], []]
     experts: list[Sequence[Any]] = []
