@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megarl.config import Layout
 from megarl.models.hf import read_config
-from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
+from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import Job, Report, build, learn, make_checkpoint
 from tests.rank_pool import Pool
 
@@ -24,7 +24,7 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
     policy = build(grid, job)
     report = learn(grid, policy, job)
     policy.wait_for_weights()
-    return report, {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+    return report, tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
 
 
 def test_overlapped_communication_gives_the_same_weights_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
