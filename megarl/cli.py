@@ -81,7 +81,7 @@ VERBS = {
         "megarl.stages.pairs:pairs",
     ),
     "serve": Verb(
-        "reward model behind HTTP",
+        "reward model served over HTTP",
         "nothing",
         "megarl.config:ServeConfig",
         "megarl.stages.rank_checks:check_serve",
@@ -106,15 +106,15 @@ class Tool:
 
 
 TOOLS = {
-    "config": Tool("the keys of a verb's configuration: what they take, defaults, meaning (config --help)", "megarl.describe:main"),
-    "init": Tool("a commented configuration for a model and a file of your own (init --help)", "megarl.init:main"),
-    "generate": Tool("what a model says to a prompt, a file of them, or in a chat (generate --help)", "megarl.stages.generate:main"),
-    "plan": Tool("what fits: bytes by rank, engines, seconds of a step, nearest layouts (plan --help)", "megarl.plan.main:main"),
-    "slurm": Tool("submits a run as a Slurm job that saves, queues again and goes on; status (slurm --help)", "megarl.slurm.main:main"),
+    "config": Tool("the keys of a verb's configuration: accepted values, defaults, meaning (config --help)", "megarl.describe:main"),
+    "init": Tool("a commented configuration for your own model and data (init --help)", "megarl.init:main"),
+    "generate": Tool("ask a model: one prompt, a file of prompts, or a chat (generate --help)", "megarl.stages.generate:main"),
+    "plan": Tool("what fits: bytes per rank, engines, seconds per step, nearest layouts (plan --help)", "megarl.plan.main:main"),
+    "slurm": Tool("a run as a Slurm job that saves, requeues itself and resumes; status (slurm --help)", "megarl.slurm.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
     "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
-    "compare": Tool("runs beside each other: a table and one picture (compare --help)", "megarl.observe.compare:main"),
-    "verify": Tool("checkpoints compared with their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
+    "compare": Tool("runs side by side: a table and one picture (compare --help)", "megarl.observe.compare:main"),
+    "verify": Tool("check checkpoints against their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
 }
 
 
@@ -124,8 +124,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="megarl",
         usage="megarl VERB ...",
-        description="Reinforcement learning of large MoE language models.\n\nverbs:\n" + verbs,
-        epilog="megarl VERB --help says more of one.",
+        description="Reinforcement learning for large MoE language models.\n\nverbs:\n" + verbs,
+        epilog="megarl VERB --help describes one verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("verb", choices=VERBS | TOOLS, metavar="VERB", help=argparse.SUPPRESS)
@@ -139,14 +139,14 @@ def verb_parser(name: str) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog=f"megarl {name}",
         usage=f"megarl {name} CONFIG.yaml [a.b=c ...] [--check]",
-        description=f"{verb.help[0].upper()}{verb.help[1:]}. Leaves in runs/<name>/: {verb.leaves}.",
-        epilog=f"megarl config {name} lists the keys: what they take, defaults, meaning.",
+        description=f"{verb.help[0].upper()}{verb.help[1:]}. Writes to runs/<name>/: {verb.leaves}.",
+        epilog=f"megarl config {name} lists the keys: accepted values, defaults, meaning.",
     )
-    top.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the configuration; `base: other.yaml` lays it over another")
+    top.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the configuration; with `base: other.yaml` it extends another")
     top.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="optional: a value of the configuration, as YAML, such as train.steps=5"
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="optional: a configuration value, as YAML, such as train.steps=5"
     )
-    top.add_argument("--check", action="store_true", help="optional: refuse what is wrong and stop before any process starts")
+    top.add_argument("--check", action="store_true", help="optional: run all checks and stop before any process starts")
     return top
 
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (here := os.getcwd()) not in sys.path:  # the console script's own folder stands there instead, and functions are named by module
         sys.path.insert(0, here)
     if lost := [one for one in arguments if one.startswith("--") and one.endswith("=--")]:  # of which argparse makes an empty list
-        return _refused(f"{lost[0]}: -- is no value of an option")
+        return _refused(f"{lost[0]}: -- is not a valid option value")
     try:
         with termination.raised():
             if arguments and arguments[0] in TOOLS:

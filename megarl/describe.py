@@ -43,7 +43,7 @@ class Key:
 def schema(root: type[RunSettings]) -> dict[str, Any]:
     """The JSON schema of a configuration file, for editors. No key is required: a file may leave to its `base` what it does not change."""
     found = _partial(root.model_json_schema(schema_generator=_WithMeanings))
-    base = {"type": "string", "description": "Another file, relative to this one, that this one is laid over."}
+    base = {"type": "string", "description": "Another file, relative to this one, that this one extends."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "properties": {"base": base, **found["properties"]}}
 
 
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schema", action="store_true", help="a JSON schema instead, which editors complete and check files with")
     given = parser.parse_intermixed_args(list(arguments))
     if given.schema and given.key is not None:
-        parser.error("--schema is of the whole file: leave KEY out")
+        parser.error("--schema covers the whole file: leave KEY out")
     root: Any = find(VERBS[given.verb].config)
     text = json.dumps(schema(root), indent=2) if given.schema else "\n".join(show(_below(keys(root), given.key, given.verb)))
     say(text)

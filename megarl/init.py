@@ -35,7 +35,7 @@ CONVERSATIONS = ("messages", "conversation", "conversations")
 HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of this
 ROOM = 1.25  # for prompts that are longer than those that are there
 REWARD = "my_reward"  # the module of a function that the user writes
-STUB = '''"""A reward of one's own, written by `megarl init`: put what a response is worth in the place of this comparison."""
+STUB = '''"""Your reward function, written by `megarl init`: replace this comparison with what a response is worth."""
 
 
 def score(response: str, answer: str) -> float:
@@ -60,20 +60,20 @@ def main(arguments: Sequence[str]) -> int:
     """Writes the configuration. Raises ConfigError where model or data cannot be used."""
     top = argparse.ArgumentParser(
         prog="megarl init",
-        description="Writes a configuration for a model and a file of your own: columns found, lengths measured, a layout that fits.",
+        description="Writes a configuration for your own model and data: finds the columns, measures lengths, chooses a layout that fits.",
     )
     top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
     top.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .parquet file, or a directory of `datasets`")
     where = top.add_mutually_exclusive_group()
     where.add_argument("--cpu", action="store_true", help="run on the CPU (for a small model)")
-    where.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs that there are (8)")
-    top.add_argument("--gpu-gb", type=float, default=80.0, metavar="M", help="memory of each (80)")
+    where.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (8)")
+    top.add_argument("--gpu-gb", type=float, default=80.0, metavar="M", help="memory of each in GB (80)")
     top.add_argument(
-        "--out", type=Path, default=Path("own.yaml"), metavar="FILE", help="the configuration (own.yaml), which must not exist"
+        "--out", type=Path, default=Path("own.yaml"), metavar="FILE", help="the configuration to write (own.yaml); must not exist"
     )
     given = top.parse_args(list(arguments))
     if given.out.exists():
-        raise ConfigError(f"init: {given.out} is there already; --out names another file")
+        raise ConfigError(f"init: {given.out} already exists; name another file with --out")
     if not given.out.absolute().parent.is_dir():
         raise ConfigError(f"init: --out {given.out}: its directory does not exist")
     if not given.cpu and not 0 < given.gpus <= 1024:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MOST:,} at most")
     for name, path in (("MODEL", given.model), ("DATA", given.data), ("--out", given.out)):
         if not str(path).isprintable():
-            raise ConfigError(f"init: {name} {str(path)!r:.300} is no printable text of one line")
+            raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")
     columns = columns_of(given.data)
     tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
     try:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
             for change in fitting[0].changes if fitting else ():
                 put(tree, *change.split("=", 1))
             notes["layout"] = (
-                f"of megarl plan, for {given.gpus} GPUs of {given.gpu_gb:g} GB" if fitting else "megarl plan finds none that fits"
+                f"from megarl plan, for {given.gpus} GPUs of {given.gpu_gb:g} GB" if fitting else "megarl plan finds no layout that fits"
             )
             given.out.write_text(text(tree, notes, columns.verb, given))
         root: Any = imported(VERBS[columns.verb].config)
@@ -114,8 +114,8 @@ def _reward_file(path: Path) -> str:
         with path.open("x") as file:
             file.write(STUB)
     except FileExistsError:
-        return f"megarl: {path} is there already, and is the reward"
-    return f"megarl: wrote {path}, which compares response and answer: put your reward in its place"
+        return f"megarl: {path} already exists and is used as the reward"
+    return f"megarl: wrote {path}, which compares response and answer: replace that with your reward"
 
 
 def columns_of(data: Path) -> DataColumns:
@@ -168,12 +168,12 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     tree["model"] |= {"drop_mtp": True} if further else {}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
-    notes = {"optimizer": "the rate is a guess by size: a few million parameters take 1e-4, billions 1e-6"}
+    notes = {"optimizer": "the learning rate is a guess by size: 1e-4 for a few million parameters, 1e-6 for billions"}
     if further:
-        notes["model"] = "its layers for further tokens (multi-token prediction) are left out: they are not trained"
+        notes["model"] = "its multi-token prediction layers are left out: they are not trained"
     shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
     if not chat:
-        notes["data"] = "the tokenizer has no chat template: what is around a prompt is said in template"
+        notes["data"] = "the tokenizer has no chat template: set the text around a prompt in template"
     if columns.verb == "train":
         keys = {"prompt_key": columns.prompt, "answer_key": columns.answer}
         prompts = load_prompts(
@@ -199,12 +199,12 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         notes["reward"] = (
             "the answers look like short expressions"
             if columns.mathematical
-            else f"score(response, answer) -> float in {REWARD}.py, which is looked for where the command is started"
+            else f"score(response, answer) -> float in {REWARD}.py, looked up in the directory where the command is started"
         )
         tree["rollout"] = {"samples_per_prompt": 4 if cpu else 8, "max_prompt_tokens": longest, "max_response_tokens": response}
         tree["rollout"] |= {"max_num_seqs": 32, "kv_cache_mb": 64} if cpu else {}
-        notes["reward"] += "; a response that rollout.max_response_tokens cuts scores 0 unread, unless require_finished: false is added"
-        notes["rollout"] = f"the longest prompt has {there} tokens, and the model takes {room}"
+        notes["reward"] += "; a response cut off by rollout.max_response_tokens scores 0 unread, unless you add require_finished: false"
+        notes["rollout"] = f"the longest prompt has {there} tokens, and the model supports at most {room}"
         tree["sync"] = {"transport": "shm" if cpu else "cuda_ipc" if gpus == 1 else "nccl"}
         tree["placement"] = {"engines": "shared" if not cpu and gpus == 1 else "apart"}
         asked = min(8 if cpu else 64, len(prompts) - held_out)
@@ -220,7 +220,7 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         tokens = _rounded(max(len(one.tokens) for one in said))
     else:
         tree["data"]["eval"] = source
-        notes["data"] = "eval should be pairs that are not trained on"
+        notes["data"] = "eval should be pairs outside the training data"
         pairs = load_preferences(
             PreferenceSource(path=data.absolute()),
             tokenizer,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+BLOCK = 256 << 20  # bytes of room got at a time: pinned memory comes in powers of two
 
 
 class Parking:
@@ -21,8 +23,9 @@ class Parking:
 
     def __init__(self, buffer: Callable[[int], Tensor]) -> None:
         self._buffer = buffer
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        self._places: dict[int, Tensor] = {}  # where a storage went before: a buffer is slow to get
+        self._away: list[tuple[torch.UntypedStorage, int, list[Tensor] | None]] = []
+        self._places: dict[int, list[Tensor]] = {}  # where a storage went before, in pieces: a buffer is slow to get
+        self._free = torch.empty(0, dtype=torch.uint8)
 
     def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
         """Moves the storages of the tensors out. keep=False drops their contents: they come back with any values."""
@@ -36,15 +39,27 @@ class Parking:
         """Brings everything back."""
         for storage, size, place in self._away:
             storage.resize_(size)
-            if place is not None:
-                _bytes(storage).copy_(place)
+            for piece, part in zip(place or (), _parts(storage, place or ()), strict=True):
+                part.copy_(piece)
         self._away.clear()
 
-    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+    def _copy(self, storage: torch.UntypedStorage) -> list[Tensor]:
         place = self._places.get(storage._cdata)
-        if place is None or len(place) != storage.nbytes():
-            place = self._places[storage._cdata] = self._buffer(storage.nbytes())
-        return place.copy_(_bytes(storage))
+        if place is None or sum(map(len, place)) != storage.nbytes():
+            place = self._places[storage._cdata] = self._room(storage.nbytes())
+        for piece, part in zip(place, _parts(storage, place), strict=True):
+            piece.copy_(part)
+        return place
+
+    def _room(self, size: int) -> list[Tensor]:
+        pieces = list[Tensor]()
+        while size:
+            if not len(self._free):
+                self._free = self._buffer(BLOCK)
+            pieces.append(self._free[:size])
+            self._free = self._free[len(pieces[-1]) :]
+            size -= len(pieces[-1])
+        return pieces
 
 
 def file_buffer(size: int) -> Tensor:
@@ -58,5 +73,6 @@ def file_buffer(size: int) -> Tensor:
         os.unlink(path)
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _parts(storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The bytes of a storage, as long as each of the pieces."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split([len(piece) for piece in pieces]) if pieces else ()

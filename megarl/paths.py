@@ -12,5 +12,5 @@ def nameable(path: Path) -> Path:
     """The path, if a file may have it. Raises ValueError with the numbers, where it is too long for any file system."""
     longest, whole = max((len(os.fsencode(part)) for part in path.parts), default=0), len(os.fsencode(path))
     if longest > MOST_NAME or whole > MOST_PATH:
-        raise ValueError(f"a path of {whole} bytes, with a name of {longest} in it: {MOST_PATH} and {MOST_NAME} are the most")
+        raise ValueError(f"a path of {whole} bytes, with a name of {longest} in it: at most {MOST_PATH} and {MOST_NAME} are allowed")
     return path

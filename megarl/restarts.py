@@ -59,10 +59,10 @@ class Restarts:
             self._times.popleft()
         if len(self._times) >= self._most:
             if self._most:
-                self._note(f"{len(self._times)} restarts within a day are all that cluster.restarts={self._most} allows")
+                self._note(f"{len(self._times)} restarts within a day are the most that cluster.restarts={self._most} allows")
             return False
         self._times.append(now)
-        self._note(f"restart {len(self._times)} of cluster.restarts={self._most} a day: {fault}")
+        self._note(f"restart {len(self._times)} of at most {self._most} per day (cluster.restarts): {fault}")
         return True
 
     @contextmanager

@@ -74,7 +74,7 @@ def sweep() -> None:
         for path, lock in locks.items():
             _remove(Path(path))
             os.close(lock)
-        print(f"megarl: a run was killed: removed {', '.join(sorted(locks))}, ended {ended} processes of it", file=sys.stderr)
+        print(f"megarl: cleaned up after a killed run: removed {', '.join(sorted(locks))}, ended {ended} processes", file=sys.stderr)
 
 
 def _temporary() -> str:

@@ -25,8 +25,8 @@ from megarl.stages.train_state import TrainState
 def train(config: TrainConfig) -> None:
     """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
 
-    A run of this name that was cut off goes on from its newest checkpoint; so does this one where its ranks fail: bit for bit on the same
-    layout, but for rollout.mode=free.
+    An interrupted run of this name resumes from its newest checkpoint, and so does this one if its ranks fail; on the same layout the
+    result is bit-identical, except with rollout.mode=free.
     """
     begun = time.monotonic()
     data = check_train(config)
@@ -42,8 +42,8 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
     Args:
         ctx: of the run.
-        data: that passed the checks.
-        resume: the checkpoint; None: the run begins.
+        data: the checked data.
+        resume: the checkpoint; None: start from the beginning.
     """
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
@@ -59,7 +59,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
         if config.train.eval_at_start:
             evaluate("start", data.sets, engines, ctx.eval_reward, run, config.seed)
 
-    with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
+    with termination.deferred(), RolloutSource(ctx, state) as source:  # signals wait until the run can be saved
         while True:
             if evaluation_due(config.train, state):
                 with checkpoints.checkpoint_on_failure(state):
@@ -77,7 +77,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
         with run.phase("save"):
             if config.train.best is not None and state.best.kept:
-                run.note(f"ends after step {state.step} with the policy of step {state.best.step}, the best in {config.train.best}")
+                run.note(f"ends after step {state.step}; keeps the policy of step {state.best.step}, the best in {config.train.best}")
                 state.best.leave(run.directory / "model")
             else:
                 models.save("policy", run.directory / "model")
@@ -86,11 +86,11 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
 
 def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) -> None:
-    """Keeps the policy where this evaluation is the best so far in `train.best`.
+    """Keeps the policy if this evaluation is the best so far in `train.best`.
 
     Args:
         ctx: of the run.
-        state: where it stands.
+        state: of the run.
         numbers: of the evaluation, by name.
     """
     metric = ctx.config.train.best
@@ -100,7 +100,7 @@ def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) 
 
 
 def evaluation_due(train: StepSettings, state: TrainState) -> bool:
-    """Whether the policy, as it is, is to be evaluated, and has not been."""
+    """Whether the current policy is due for an evaluation and has not had it."""
     last, regular = state.learned >= train.steps, every(train.eval_every, state.learned)
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
@@ -110,7 +110,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
 
     Args:
         ctx: of the run.
-        state: where it stands; moves on by one step.
+        state: of the run; advances by one step.
         source: of the responses.
 
     Returns:
@@ -125,7 +125,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
     metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
-    with run.phase("old_logp"):  # and what reference and critic say of the same tokens
+    with run.phase("old_logp"):  # also the reference's log-probs and the critic's values
         plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
     if state.step == 0 and (warning := check_gap(said, config.sync, config.rollout, config.model.dtype)):
         run.event("logprob_gap", warning)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow
 import ray
 import torch
@@ -23,7 +24,7 @@ from pyarrow import parquet
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import MANIFEST, Manifest, SavedStep, encode, step_name, verify
 from megarl.cluster.actor_group import ActorGroup
-from megarl.config import FileSource
+from megarl.config import FileSource, Layout
 from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
 from megarl.models.families import family_of
@@ -36,7 +37,8 @@ from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
 from megarl.sync.send import Sender
 from megarl.sync.wire import Header, TensorName, unpack_stacks
-from megarl.workers.plan import split_step
+from megarl.workers.plan import StepPlan, split_step
+from megarl.workers.worker_group import WorkerGroup
 from tests.published_models import MODELS
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 
@@ -117,17 +119,21 @@ def planner(job: Job) -> Cost:
 class Rank:
     """Stands in for all ranks of a job."""
 
-    def forward(self, plan: Any) -> int:
-        return len(plan)
+    def forward(self, plan: StepPlan, score: bool) -> int:
+        return sum(payload is not None for payload in plan.payload_N)
 
 
 def driver(job: Job) -> Cost:
-    """A step's plan to every rank through the object store, and their answers; on the driver."""
-    plan = torch.zeros(job.responses, 64)
+    """A step's plan to every rank through the object store, with references to the responses that it works on, and the answers; on the
+    driver."""
+    layout = Layout(ranks=job.ranks, tp=job.ranks // job.data_parallel)
+    group = WorkerGroup(ActorGroup("rank", [_actors[0]] * job.ranks), (), layout, 120.0)
+    number_N, payload_N = np.zeros(job.responses, np.float32), [ray.put(n) for n in range(job.responses)]
+    split = split_step([PROMPT_TOKENS] * job.responses, 4, job.data_parallel, CAPACITY)
+    plan = StepPlan(payload_N, [None] * job.responses, (), split, number_N, number_N.astype(int), number_N == 0, number_N)
     begun = time.process_time()
-    group = ActorGroup("rank", [_actors[0]] * job.ranks)
-    answers = group.wait(group.start("forward", ray.put(plan)), "forward", 120.0)
-    assert answers == [job.responses] * job.ranks
+    answers = group.group.wait(group.forward(plan, score=False), "forward", 120.0)
+    assert sum(answers) == job.responses * layout.tp
     return Cost(job.ranks, time.process_time() - begun)
 
 
@@ -223,7 +229,7 @@ def main() -> int:
     torch.set_num_threads(1)
     ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
     _actors.append(Rank.remote())  # type: ignore[attr-defined]
-    ray.get(_actors[0].forward.remote([]))
+    ray.get(_actors[0].__ray_ready__.remote())
     failed = False
     print(f"{'':18}" + "".join(f"{f'{job.ranks} ranks':>24}" for job in JOBS) + f"{'growth':>10}")
     for part, (unit, work) in PARTS.items():

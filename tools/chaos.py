@@ -42,7 +42,7 @@ PER_RUN = 12  # faults
 PAUSE_S = 3 * STILL_S  # of the driver
 PAGE = ROOT / "megarl" / "cluster" / "README.md"
 BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
-BEGUN, MENDED = re.compile(r"restart \d+ of cluster\.restarts="), re.compile(r"goes on after step (\d+): ")
+BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"resumed after step (\d+): ")
 STEP = re.compile(r"step (\d+)/")
 
 

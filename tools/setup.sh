@@ -79,10 +79,10 @@ install_cpu_stack() {
     if pip uv && { uv_install "${indexes[@]}" "$torch+cpu" || uv_install "${indexes[@]}" --torch-backend cpu "$torch"; }; then
         uv_install "${indexes[@]}" --require-hashes -r "$hashes" && return
     fi
-    say "uv does not get them (see $venv/setup.log): asking pip"
+    say "uv could not install them (see $venv/setup.log): trying pip"
     pip "$torch+cpu" && pip --require-hashes -r "$hashes" && return
     tail -n 15 "$venv"/setup.log >&2
-    die "the packages of $lock are not to be had; where it is torch's CPU build, give an index that has it in PIP_EXTRA_INDEX_URL"
+    die "could not install the packages of $lock; if torch's CPU build is the problem, set PIP_EXTRA_INDEX_URL to an index that has it"
 }
 
 # Transformer Engine's part for torch is C++ that is compiled here: g++, and CUDA's headers from the packages that torch came with.
@@ -91,7 +91,7 @@ install_transformer_engine() {
     package=$(grep '^transformer-engine-torch==' "$lock")
     grep '^transformer-engine-torch==' "$hashes" >"$venv"/transformer-engine.txt
     nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
-    say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS says how many at a time)"
+    say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS limits how many at a time)"
     # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
     CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation \
         --require-hashes -r "$venv"/transformer-engine.txt
@@ -129,7 +129,7 @@ if ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 : >"$venv"/setup.log
 if [[ $venv == .venv ]]; then
-    say "installing $(grep -c == "$lock") pinned packages (a minute, 2.5 GB, where nothing is there yet)"
+    say "installing $(grep -c == "$lock") pinned packages (a minute, 2.5 GB if nothing is installed yet)"
     install_cpu_stack
 else
     say "installing $(grep -c == "$lock") pinned packages (10 GB)"

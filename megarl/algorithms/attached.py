@@ -1,4 +1,4 @@
-"""A value whose slope is known: the node of autograd's graph that `ops.attach` makes."""
+"""A value with a known slope: the autograd node that `ops.attach` creates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Attached(torch.autograd.Function):
-    """Of `logp_T`, with the value and the slope that are given."""
+    """A function of `logp_T` with a given value and slope."""
 
     @staticmethod
     def forward(ctx: Any, logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:

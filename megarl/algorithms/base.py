@@ -24,14 +24,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss before aggregation, and what to show of it.
+    """A loss before aggregation, and what to report of it.
 
     The batch's loss is sum_T weight * loss + weighted. Both are 0 with zero gradient at masked entries. `mean` is averaged over
     the global batch, `peak` (0-dim) maximised; a share without tokens has no peak.
     """
 
     loss_T: Tensor
-    weighted: Tensor | None = None  # a further term, 0-dim, that already carries its weights and is summed
+    weighted: Tensor | None = None  # another term, 0-dim, already weighted and summed
     mean: Mapping[str, Average] = field(default_factory=dict)
     peak: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -39,15 +39,15 @@ class Loss:
 class PolicyAlgorithm(KlToReference):
     """A policy-gradient algorithm: rewards to advantages, and a loss per token."""
 
-    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give it a signal
+    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give a signal
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
 
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None
-    """seq-mean-token-sum-norm alone, and needed there: the constant that a response's loss is divided by, the longest response."""
+    """Only for seq-mean-token-sum-norm, and required there: the constant that divides a response's loss, the maximum response length."""
     ratio_bound: Annotated[float, Field(gt=0, le=40)] = 20.0
-    """A log ratio to the old policy further from 0 than this counts as this, without gradient through it: exp(20) is 5e8."""
+    """Log ratios to the old policy are clamped to +- this, with no gradient beyond: exp(20) is 5e8."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     correction: Correction | None = None
@@ -93,22 +93,22 @@ class PolicyAlgorithm(KlToReference):
         return batch.extra_T["advantage"]
 
     def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor | None:
-        """A number of each token, 0 where d = 0, whose mean over the whole sequence `policy_term` needs; None: it needs none."""
+        """A number for each token, 0 where d = 0, whose mean over the whole sequence `policy_term` needs; None: not needed."""
         return None
 
     def policy_loss(self, block: Block) -> Tensor:
         """The policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
 
-        All that an algorithm needs to say here; one that gives `policy_term` a slope of its own need not have it. Gradients flow through
+        This is all an algorithm needs here; one that implements `policy_term` with its own slope does not need it. Gradients flow through
         `lp_T`, `d_T` and `mean_T`; the latter two are clamped to +-`ratio_bound`, without gradient beyond. Where `mean_T` is used,
         d loss / d mean must be the same for all tokens of a sequence, and a sum `mean_T * count_T` that is exponentiated needs a clamp too.
         """
         raise NotImplementedError
 
     def policy_term(self, block: Block) -> Term:
-        """The policy's loss: value and slope d loss / d lp per token, in tensors of its own; each token by itself.
+        """The policy's loss: value and slope d loss / d lp per token, in new tensors; each token by itself.
 
-        By default `policy_loss`, differentiated. A slope that is derived by hand spares the graph and its temporaries.
+        By default `policy_loss`, differentiated. A slope derived by hand saves the graph and its temporaries.
         """
         with torch.enable_grad():
             lp_T = block.lp_T.detach().requires_grad_()
@@ -121,14 +121,14 @@ class PolicyAlgorithm(KlToReference):
             d_T = d_T.clamp(-self.ratio_bound, self.ratio_bound)
             value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, block.count_T, mean_T))
             [slope_T] = torch.autograd.grad(value_T.sum(), lp_T)
-        return Term(value_T.detach().clone(), slope_T.clone())  # which the caller may change in place
+        return Term(value_T.detach().clone(), slope_T.clone())  # the caller may change them in place
 
     def weights(self, count_N: Tensor) -> Tensor:
-        """The weight of a loss token of each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""
+        """The weight of a loss token in each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""
         return token_weights(count_N, self.aggregation, self.horizon)
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
-        """The weight of a loss token of each sequence in a second, imitating term, float64 [N]; None: there is no such term."""
+        """The weight of a loss token in each sequence in a second, imitation term, float64 [N]; None: there is no such term."""
         return None
 
     def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
@@ -140,10 +140,10 @@ class PolicyAlgorithm(KlToReference):
             batch: the entries, any share of a micro-batch's. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
                 "correction" (`Correction.weights`) with a correction.
             sum_over: joins the context-parallel ranks that share the sequences.
-            kl_coef: the KL's coefficient in this step; read with `kl_in` loss alone.
+            kl_coef: the KL's coefficient in this step; used only with `kl_in` loss.
 
         Returns:
-            The loss before `weights`, [T], and what to show of it.
+            The loss before `weights`, [T], and what to report of it.
         """
         with torch.no_grad():
             value_T, slope_T, shown = self._detached(logp_T.detach(), entropy_T.detach(), batch, sum_over, kl_coef)
@@ -157,7 +157,7 @@ class PolicyAlgorithm(KlToReference):
     def _detached(
         self, lp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float
     ) -> tuple[Tensor, Tensor, LossStats]:
-        """Value and slope of all of the loss but the entropy, 0 at masked entries."""
+        """Value and slope of the whole loss except the entropy, 0 at masked entries."""
         value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), LossStats()
         mean_N = self._sequence_means(lp_T, batch, sum_over)
         for here, part in blocks(batch):
@@ -188,7 +188,7 @@ class PolicyAlgorithm(KlToReference):
         return term
 
     def _sequence_means(self, lp_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor | None:
-        """The mean of `sequence_term` over whole sequences [N], in one collective; None, and none, where there is no such term."""
+        """The mean of `sequence_term` over whole sequences [N], in one collective; without such a term None, and no collective."""
         total_N = torch.zeros(len(batch.length_N), dtype=lp_T.dtype, device=lp_T.device)
         for here, part in blocks(batch):
             own_T = self.sequence_term(log_ratio(lp_T[here], part.extra_T["old_logp"], part), part.extra_T["advantage"])

@@ -1,4 +1,4 @@
-"""A batch a block of entries at a time, so that the temporaries of a loss cost no memory to speak of.
+"""Processes a batch one block of entries at a time, so that the temporaries of a loss take almost no memory.
 
 Axes: T entries of the batch or of a block.
 """
@@ -13,11 +13,11 @@ from megarl.algorithms.ops import Average
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
-ENTRIES = 1 << 17  # half a megabyte of float32 a tensor; a usual micro-batch is one block
+ENTRIES = 1 << 17  # half a megabyte of float32 per tensor; a typical micro-batch is one block
 
 
 def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
-    """The entries of each block and views of what the batch holds of them; one empty block if it has none."""
+    """The entries of each block and views of the batch's data for them; one empty block if there are none."""
     for start in range(0, max(1, len(batch)), ENTRIES):
         here = slice(start, start + ENTRIES)
         yield here, batch.take(here)
@@ -25,7 +25,7 @@ def blocks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
 
 @dataclass(frozen=True)
 class LossStats:
-    """What a loss shows of its loss tokens, gathered block by block, all 0-dim: `totals` of means over tokens, `averages`, `peaks`."""
+    """What a loss reports of its loss tokens, collected block by block, all 0-dim: `totals` of means over tokens, `averages`, `peaks`."""
 
     totals: dict[str, Tensor] = field(default_factory=dict)
     averages: dict[str, Average] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class LossStats:
             self.totals[name] = self.totals[name] + count if name in self.totals else count
 
     def rise(self, highs: Mapping[str, Tensor]) -> None:
-        """Takes note of the largest values of a block."""
+        """Records the largest values of a block."""
         for name, high in highs.items():
             self.peaks[name] = torch.maximum(self.peaks[name], high) if name in self.peaks else high
 
@@ -52,11 +52,11 @@ class LossStats:
             self.rise({"actor/ratio_max": high.clamp(0, bound).exp(), "actor/ratio_inverse_max": (-low).clamp(0, bound).exp()})
 
     def clipped_sequences(self, clips_T: Tensor, part: Batch, dtype: torch.dtype) -> None:
-        """The share of sequences that are clipped, where one clip holds for a whole sequence: each token speaks for its part of one.
+        """The share of clipped sequences, when a clip applies to a whole sequence: each token counts for its share of one.
 
         Args:
             clips_T: bool [T], whether the token's sequence is clipped.
-            part: the entries that they belong to.
+            part: their entries.
             dtype: of the sums.
         """
         share_T = part.spread(1 / part.count_N.clamp(min=1).to(dtype)).masked_fill_(~part.mask_T, 0.0)

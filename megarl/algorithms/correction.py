@@ -1,12 +1,12 @@
-"""Correction of the gap between the rollout engine's probabilities and the trainer's: a detached weight on each token's policy loss.
+"""Corrects the gap between the rollout engine's probabilities and the trainer's, with a detached weight on each token's policy loss.
 
-g_t = old_t - roll_t is the log of what the trainer thinks of a token over what the engine sampled it with (extra_T["old_logp"],
-["rollout_logp"]). Both are known before the first update of a step, so the weights are made once, on whole sequences, and serve all its
-mini-batches and epochs. Three pieces, in this order, each of them optional:
+g_t = old_t - roll_t is the log of the trainer's probability of a token over the engine's when it sampled it (extra_T["old_logp"],
+["rollout_logp"]). Both are known before the first update of a step, so the weights are computed once, on whole sequences, for all its
+mini-batches and epochs. Three parts, in this order, each optional:
 
-1. a ratio, exp of g at one of three levels, truncated (`Tis`) or masked (`Mis`, `IcePop`) by its bounds;
-2. `normalise`: that is divided by its mean;
-3. `reject` and `veto`: tokens or whole sequences are dropped, their weight is 0.
+1. a ratio, exp of g at one of three levels, truncated (`Tis`) or masked (`Mis`, `IcePop`) at its bounds;
+2. `normalise`: the ratio is divided by its mean;
+3. `reject` and `veto`: tokens or whole sequences are dropped, with weight 0.
 
 Logs are clamped to +-20 before exp. Axes: T entries, N sequences.
 """
@@ -31,7 +31,7 @@ RatioLevel = Literal["token", "sequence", "geometric"]
 class Rejection(Settings):
     """Drops tokens, or sequences, whose divergence is out of bounds (verl's `rollout_rs`, slime's `rs`).
 
-    k1: the ratio exp(g) leaves [lo, hi]; k2: g^2 / 2 > hi; k3: exp(g) - 1 - g > hi. `over` says of what: a token, which is dropped alone;
+    k1: the ratio exp(g) leaves [lo, hi]; k2: g^2 / 2 > hi; k3: exp(g) - 1 - g > hi. `over`: token drops only that token;
     the sum or the mean over a sequence's loss tokens (k1: the ratio exp(sum g), or its geometric mean); max: any one token. The last three
     drop the sequence.
     """
@@ -39,11 +39,11 @@ class Rejection(Settings):
     by: Literal["k1", "k2", "k3"] = "k1"
     """The divergence: k1 (the ratio itself), k2 or k3."""
     over: Literal["token", "sum", "mean", "max"] = "token"
-    """Of a token, or of a sequence: sum, mean, or its worst token."""
+    """Measured on a token, or on a sequence: its sum, its mean, or its worst token."""
     lo: NonNegativeFloat | None = None
-    """k1 alone: smallest ratio that is kept; null: none is too small."""
+    """Only k1: smallest ratio to keep; null: none is too small."""
     hi: PositiveFloat | None = None
-    """Largest ratio (k1) or divergence (k2, k3) that is kept; null: none is too large."""
+    """Largest ratio (k1) or divergence (k2, k3) to keep; null: none is too large."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Rejection:
@@ -76,14 +76,14 @@ class Rejection(Settings):
 
 class _Correction(Settings):
     reject: list[Rejection] = []
-    """Tokens or sequences that are dropped."""
+    """Rules for dropping tokens or sequences."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sequence with any token's ratio below this floor is dropped."""
+    """Drop a sequence if any token's ratio is below this floor."""
     denominator: Literal["all", "kept"] = "all"
-    """What the loss is averaged over: all loss tokens, or those of weight above 0 (`kept`).
+    """What the loss is averaged over: all loss tokens, or those with a weight above 0 (`kept`).
 
     all, as in TRL and IcePop: a dropped token is a sample of weight 0, its KL and entropy terms stay, no other token's weight depends on
-    it, and a step of which little is left is a small one. kept, as in verl and slime: it leaves the batch, with all of its terms.
+    it, and the fewer tokens are left, the smaller the step. kept, as in verl and slime: it leaves the batch, with all of its terms.
     """
 
     def weights(self, batch: Batch, sum_over: SumOver) -> Tensor:
@@ -91,7 +91,7 @@ class _Correction(Settings):
 
         Args:
             batch: whole sequences; `extra_T` has "old_logp" and "rollout_logp".
-            sum_over: joins ALL data-parallel ranks; called with `normalise` alone.
+            sum_over: joins ALL data-parallel ranks; called only with `normalise`.
         """
         gap_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["rollout_logp"], batch)
         weight_T = torch.where(batch.mask_T, self.of_gap(gap_T, batch, sum_over), 0.0)
@@ -106,13 +106,13 @@ class _Correction(Settings):
         Args:
             gap_T: g, 0 at masked entries.
             batch: of the tokens.
-            sum_over: adds up over all ranks and micro-batches of the step.
+            sum_over: sums over all ranks and micro-batches of the step.
         """
         raise NotImplementedError
 
 
 class RejectionAlone(_Correction):
-    """Every token keeps weight 1 but those that are dropped."""
+    """Every token has weight 1, except dropped ones."""
 
     type: Literal["rejection"] = "rejection"
 
@@ -130,7 +130,7 @@ class _Weighted(_Correction):
     level: RatioLevel = "token"
     """The ratio of a token, exp(g); of its sequence, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
     normalise: bool = False
-    """Divide the weights by their mean over the step: over its loss tokens, at the other levels over its sequences."""
+    """Divide the weights by their mean over the step: at token level over its loss tokens, otherwise over its sequences."""
 
     def of_gap(self, gap_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
         level_T = gap_T if self.level == "token" else over_sequence(gap_T, batch, self.level == "geometric")
@@ -138,11 +138,11 @@ class _Weighted(_Correction):
         return weight_T / self._mean(weight_T, batch, sum_over) if self.normalise else weight_T
 
     def bounded(self, level_T: Tensor) -> Tensor:
-        """The ratio within its bounds, from its log, in a tensor of its own."""
+        """The ratio within its bounds, from its log, in a new tensor."""
         raise NotImplementedError
 
     def _mean(self, weight_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
-        """The weights' mean over the step; 1 where all of them are 0."""
+        """The weights' mean over the step; 1 if all of them are 0."""
         share_T = batch.mask_T.double()
         if self.level != "token":
             share_T = share_T / batch.spread(batch.count_N).clamp(min=1)

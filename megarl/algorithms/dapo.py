@@ -1,6 +1,6 @@
 """DAPO: GRPO's advantages, Clip-Higher, the mean over all tokens (Yu et al., arXiv:2503.14476).
 
-Its dynamic sampling and its overlong punishment choose and score responses: they are no part of the loss.
+Its dynamic sampling and overlong penalty select and score responses; they are not part of the loss.
 """
 
 from __future__ import annotations

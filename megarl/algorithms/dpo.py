@@ -18,10 +18,10 @@ class Dpo(PairLoss):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the implicit KL to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the labels that are taken to be wrong (cDPO)."""
+    """Share of labels assumed to be wrong (cDPO)."""
 
     average: bool = False
-    """Take the mean over a response's tokens in the place of their sum."""
+    """Take the mean over a response's tokens instead of their sum."""
 
     def reward(self, side: Side) -> Tensor:
         return self.beta * (side.shift_P / side.count_P if self.average else side.shift_P)

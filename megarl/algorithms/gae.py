@@ -1,13 +1,13 @@
 """Generalised advantage estimation, discounted rewards-to-go, and whitening, over packed sequences.
 
 Axes: T entries, N sequences. Every recursion here runs backwards over the loss tokens of a sequence; other tokens (prompt, tool output,
-padding) are stepped over: the next state of a loss token is the next loss token.
+padding) are skipped: the next state of a loss token is the next loss token.
 
 All are one linear recurrence, H_t = x_t + a_t H_{t+1}, with a_t = 1 at masked tokens and 0 at the last entry of a sequence, and are solved
-by odd-even reduction: neighbours are merged in pairs, the half as long recurrence is solved, the odd entries follow. That is O(T) work in
-log2(T) vectorised steps, whatever the lengths and masks (nothing is padded or gathered), and no power of a coefficient is ever divided by,
-so nothing overflows or fades. The coefficients are kept as their loss 1 - a: in float32, (1 - 1e-5)^30000 from a rounded factor is wrong
-by 1e-3, from a rounded loss by 1e-6.
+by odd-even reduction: neighbours are merged in pairs, the half-length recurrence is solved, the odd entries follow. That is O(T) work in
+log2(T) vectorised steps, whatever the lengths and masks (nothing is padded or gathered), and without dividing by powers of coefficients,
+so nothing overflows or underflows. The coefficients are stored as their loss 1 - a: in float32, (1 - 1e-5)^30000 is off by 1e-3 with a
+rounded factor, by 1e-6 with a rounded loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
-PART = 1 << 19  # entries solved at a time (whole sequences): buffers that the allocator keeps, not fresh pages for each operation
+PART = 1 << 19  # entries solved at a time (whole sequences), in buffers that the allocator keeps, not fresh pages for each operation
 
 
 def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Chain:
-    """The entries of whole sequences, one sequence after the other, each in order of position. Here N counts those with any entry."""
+    """The entries of whole sequences, one sequence after another, each in order of position. Here N counts the non-empty ones."""
 
     order_T: Tensor | None  # the batch's entries in that order; None where they already are
     first_N: Tensor  # int64, first entry of each sequence in that order
@@ -147,7 +147,7 @@ class _Chain:
 
     @staticmethod
     def of(batch: Batch) -> _Chain:
-        """Finds the order, which `pack` has promised or which is looked at. ValueError where a sequence is not whole."""
+        """Finds the order, guaranteed by `pack` or checked here. ValueError if a sequence is not whole."""
         if batch.in_order:
             return _Chain._over(batch.length_N[batch.length_N > 0])
         held_N = torch.bincount(batch.seq_T, minlength=len(batch.length_N))
@@ -178,7 +178,7 @@ class _Chain:
         )
         if not ends:
             return False
-        # Sequence numbers never fall, and positions rise but from one sequence to the next.
+        # Sequence numbers never fall, and positions rise except from one sequence to the next.
         rises = position_T[1:] > position_T[:-1]
         rises[self.first_N[1:] - 1] = True
         return bool(rises.logical_and_(seq_T[1:] >= seq_T[:-1]).all())
@@ -205,7 +205,7 @@ class _Chain:
 
 
 class _Work:
-    """Buffers to solve one part after the other in: fresh pages for every operation would cost more than the arithmetic."""
+    """Buffers for solving one part after another: fresh pages for every operation would cost more than the arithmetic."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         self._buffers = like.new_empty(2, size)
@@ -213,7 +213,7 @@ class _Work:
         self._bits = torch.empty(size, dtype=_integer(like.dtype), device=like.device)
 
     def begin(self, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The next part: x of its recurrence and its coefficients' losses, to be filled."""
+        """The next part: x of its recurrence and its coefficients' losses, to be filled in."""
         self._mask_T = _bits(mask_T, self._buffers.dtype, self._bits[: len(mask_T)])
         self._x_T, self._loss_T = self._buffers[:, : len(mask_T)]
         return self._x_T, self._loss_T
@@ -248,7 +248,7 @@ def _recur(loss_T: Tensor, x_T: Tensor, scratch: Tensor) -> None:
 
 
 def _bits(mask_T: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """A mask for the bits of numbers: as exact as masked_fill_, whatever the masked ones hold, and five times as fast on CPU."""
+    """A mask for the bits of numbers: as exact as masked_fill_, whatever is masked, and five times as fast on CPU."""
     out = torch.empty(len(mask_T), dtype=_integer(dtype), device=mask_T.device) if out is None else out
     return out.copy_(mask_T).neg_()
 
@@ -260,7 +260,7 @@ def _only(bits_T: Tensor, value_T: Tensor) -> Tensor:
 
 
 def _at(value_N: Tensor, seq_T: Tensor, out: Tensor) -> Tensor:
-    """A number per sequence at its entries, in `out`; one number for all stays one."""
+    """Spreads a number per sequence over its entries, in `out`; a single number for all is returned as is."""
     return torch.index_select(value_N, 0, seq_T, out=out) if value_N.ndim else value_N
 
 

@@ -1,6 +1,6 @@
-"""Advantages from the rewards of the other responses to a prompt: a baseline that is subtracted and a scale that divides.
+"""Advantages relative to the other responses to a prompt: subtract a baseline, divide by a scale.
 
-Axes: N sequences. All is float64 inside; a reward that is no number makes its whole group no number.
+Axes: N sequences. Everything is float64 inside; a NaN reward makes its whole group NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The KL to the reference: its estimators, as a term of the loss or in the reward, and the coefficient that is steered.
+"""The KL to the reference: its estimators, as a term of the loss or in the reward, and its adaptive coefficient.
 
 Axes: T predicted tokens, N sequences.
 """
@@ -15,37 +15,37 @@ from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
 KlKind = Literal["k1", "k2", "k3"]
-SLOWEST = 0.1  # of the adaptive coefficient in one step: 1 - 0.2 responses / horizon is 0 from 5 horizons on, and 0 stays 0
+SLOWEST = 0.1  # least factor of the adaptive coefficient per step: 1 - 0.2 responses / horizon is 0 from 5 horizons on, and 0 stays 0
 
 
 class KlToReference(Settings):
     """The settings of an algorithm's KL to the reference, and what follows from them."""
 
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference; above 0 a frozen reference is kept."""
+    """Weight of the KL to the reference; above 0, a frozen reference is kept."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or subtracted from the reward."""
+    """Whether the KL is a term of the loss or subtracted from the reward."""
     kl_kind: KlKind = "k3"
-    """The KL's estimator; in the reward k1 unless another one is said."""
+    """The KL's estimator; in the reward the default is k1."""
     kl_straight_through: bool = False
-    """Take the estimator's value with the gradient of k2, which is the KL's own on policy."""
+    """Use the estimator's value with the gradient of k2, which is the KL's own on-policy gradient."""
     kl_importance_weighted: bool = False
-    """Multiply the estimator by lp's ratio to the old log-prob, with the gradient through both: the KL's own also off policy."""
+    """Multiply the estimator by lp's ratio to the old log-prob, with the gradient through both: the KL's own gradient, even off-policy."""
     kl_clamp: PositiveFloat = 10.0
-    """A token's estimate counts as at most this, without gradient beyond (k1 in the reward is never cut).
+    """Limit on a token's estimate, with no gradient beyond (k1 in the reward is never clamped).
 
     k3 and its slope grow as exp(ref - lp): without a limit one token 20 nats below the reference has a slope of 5e8, and the clipped
-    gradient of the whole step is that token. At 10, which verl and slime have too, the slope stays below 13.
+    gradient of the whole step is that token. At 10, as in verl and slime, the slope stays below 13.
     """
     kl_target: PositiveFloat | None = None
-    """Nats a response: kl_coef is steered towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef stays."""
+    """Nats per response: adapt kl_coef towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef is fixed."""
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
-    """Responses in which kl_coef may grow or shrink by about a fifth of itself."""
+    """Number of responses over which kl_coef may grow or shrink by about a fifth."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind_in_reward(cls, data: Any) -> Any:
-        """In the reward the estimator is k1 unless another one is said."""
+        """In the reward the default estimator is k1."""
         if isinstance(data, dict) and data.get("kl_in", cls.model_fields["kl_in"].default) == "reward":
             return {"kl_kind": "k1", **data}
         return data
@@ -78,9 +78,9 @@ class KlToReference(Settings):
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     def old_kl(self, batch: Batch) -> Tensor:
-        """The estimate of KL(old || ref) at each loss token [T], 0 elsewhere: what is subtracted from the reward, shown and steered by.
+        """The estimate of KL(old || ref) at each loss token [T], 0 elsewhere: subtracted from the reward, reported, used to adapt kl_coef.
 
-        By `kl_kind` where it is in the reward, else by k1. Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
+        By `kl_kind` if the KL is in the reward, else by k1. Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
         """
         d_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["ref_logp"], batch)
         if self.kl_in == "loss" or self.kl_kind == "k1":
@@ -90,7 +90,7 @@ class KlToReference(Settings):
     def token_rewards(self, batch: Batch, kl_coef: float) -> Tensor:
         """r_t = R at the last loss token of the response and, with the KL in the reward, -kl_coef `old_kl`_t at every loss token [T].
 
-        Of an episode whose turns have rewards each is at the last token of its turn, and the rest of R at the end.
+        In an episode with turn rewards, each is at the last token of its turn, and the rest of R is at the end.
 
         On whole sequences; 0 at masked entries. Reads `batch.extra_T["reward"]` (R, spread), and "turn_reward" where there is one.
         """
@@ -123,11 +123,11 @@ class KlToReference(Settings):
 
         Args:
             current: beta, the coefficient of the step.
-            observed_kl: mean over the responses that were kept of the sum of `old_kl`, in nats.
-            responses: how many those are.
+            observed_kl: mean over the kept responses of the sum of `old_kl`, in nats.
+            responses: number of kept responses.
 
         Returns:
-            A number > 0, at least a tenth of beta: at 0 it would stay for good. Without a target `current`.
+            A number > 0, at least a tenth of beta: 0 would stay 0 forever. Without a target `current`.
         """
         if self.kl_target is None:
             return current
@@ -143,8 +143,8 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
     | k2   | d^2 / 2         | d          |
     | k3   | exp(-d) - 1 + d | 1 - exp(-d) |
 
-    On policy E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order. Weighted
-    with the ratio r = pi / old, E_old[d(r k) / d lp grad lp] is right for k1 (slope r (d + 1)) and k3 (slope r d), on policy and off.
+    On-policy, E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order.
+    Weighted with r = pi / old, E_old[d(r k) / d lp grad lp] is right for k1 (slope r (d + 1)) and k3 (slope r d), on policy or off.
 
     Args:
         d_T: float [T], 0 at masked entries, detached.
@@ -153,7 +153,7 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
         straight_through: keeps the value of the kind and takes k2's slope.
 
     Returns:
-        Value and slope [T], in tensors of their own; 0 where d is, but for the slope of k1, which is 1.
+        Value and slope [T], in new tensors; 0 where d is 0, except the slope of k1, which is 1.
     """
     if kind == "k1":
         value_T, slope_T = d_T.clone(), torch.ones_like(d_T)

@@ -1,4 +1,4 @@
-"""What a supervised stage asks of its loss: demonstrations (`sft`), a reward model (`reward_model`), preferences (`dpo`)."""
+"""What a supervised stage needs from its loss: demonstrations (`sft`), a reward model (`reward_model`), preferences (`dpo`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Objective(Protocol):
     name: ClassVar[str]
     """Prefix of its metrics; `<name>/loss` and `<name>/accuracy` decide which evaluation is the best."""
     head: ClassVar[Literal["lm", "value"]]
-    """The model's output: a distribution over the vocabulary, or one number for each token."""
+    """The model's output: a distribution over the vocabulary, or one number per token."""
     responses: ClassVar[int]
-    """Responses of one item, side by side in the batch: 1, or 2 for a pair (the better one first)."""
+    """Number of responses per item, adjacent in the batch: 1, or 2 for a pair (the better one first)."""
     needs_reference: ClassVar[bool]
     """Whether `batch.extra_T["ref_logp"]` is read: the log-probs under the frozen model that the stage starts from."""
 
@@ -33,7 +33,7 @@ class Objective(Protocol):
         """
 
     def loss(self, output_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """The loss of each token, 0 at masked entries, and what is shown.
+        """The loss of each token, 0 at masked entries, and what to report.
 
         Args:
             output_T: log-probs of the targets (head "lm", with `batch.extra_T["entropy"]`), or the head's numbers (head "value").

@@ -1,7 +1,7 @@
 """Mathematics shared by the algorithms: pure functions of tensors, each with its equation.
 
-Axes: T predicted tokens, N sequences. Token tensors share one floating dtype; results have it too. Masked entries may hold any
-garbage (NaN included): every function says what it does with them.
+Axes: T predicted tokens, N sequences. Token tensors share one floating dtype, also used for results. Masked entries may hold any
+garbage (including NaN): every function says what it does with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
 SumOver = Callable[[Tensor], Tensor]
-"""Sums a detached tensor over the ranks that share something (its user says what); the identity on one rank."""
+"""Sums a detached tensor over a group of ranks (the caller says which); the identity on one rank."""
 
 Averaging = Annotated[
     Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
@@ -32,7 +32,7 @@ Aggregation = Annotated[
 
 
 class Average(NamedTuple):
-    """A mean over the global batch, as the two 0-dim sums over what is held here: mean = sum of totals / sum of weights."""
+    """A mean over the global batch, as two 0-dim sums over this rank's share: mean = sum of totals / sum of weights."""
 
     total: Tensor
     weight: Tensor
@@ -42,20 +42,20 @@ class Average(NamedTuple):
 class Block:
     """Some entries of a batch as a policy term sees them: float [T], detached. Masked entries are undefined; d_T and mean_T are 0 there."""
 
-    lp_T: Tensor  # log-prob under the policy that learns
+    lp_T: Tensor  # log-prob under the policy being trained
     d_T: Tensor  # lp - old
     advantage_T: Tensor
     count_T: Tensor  # loss tokens of the whole sequence, at least 1; mean_T * count_T is the sum over it
-    mean_T: Tensor | None  # mean over the whole sequence, wherever its tokens lie, of the algorithm's `sequence_term`, if it has one
+    mean_T: Tensor | None  # mean over the whole sequence, across ranks, of the algorithm's `sequence_term`, if it has one
 
 
 @dataclass(frozen=True)
 class Term:
     """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries are undefined.
 
-    In none of these losses does a gradient cross tokens: what ties the tokens of a sequence together is a constant for the gradient.
-    So value and slope say everything, and no graph, no saved temporaries are needed. `counts` are 0-dim sums over the loss tokens
-    held here, of which the mean is shown. `clips_T`, where there is one: bool [T], the tokens that a clip has cut.
+    In none of these losses does a gradient cross tokens: what couples the tokens of a sequence is a constant for the gradient.
+    So value and slope suffice, without a graph or saved temporaries. `counts` are 0-dim sums over this rank's loss tokens, reported
+    as means. `clips_T`, if there is one: bool [T], the clipped tokens.
     """
 
     value_T: Tensor
@@ -69,7 +69,7 @@ def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
 
     Args:
         logp_T: float [T], in the graph.
-        value_T: float [T], or 0-dim where it is a sum over the entries; detached.
+        value_T: float [T], or 0-dim if it is a sum over the entries; detached.
         slope_T: float [T], detached.
 
     Returns:
@@ -81,7 +81,7 @@ def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
 
 
 def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None = None) -> Tensor:
-    """The weight of each loss token of a sequence, so that the batch's loss is sum_T weight * loss.
+    """The weight of each loss token in a sequence, such that the batch's loss is sum_T weight * loss.
 
     | aggregation             | weight of a token of sequence i |
     | token-mean              | 1 / sum_j count_j               |
@@ -89,13 +89,13 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     | seq-mean-token-sum      | 1 / B                           |
     | seq-mean-token-sum-norm | 1 / (B horizon)                 |
 
-    B counts the sequences with at least one loss token; of seq-mean-token-sum-norm, whose denominator is a constant (Dr.GRPO), all
-    sequences, filtered ones too.
+    B counts the sequences with at least one loss token; for seq-mean-token-sum-norm, whose denominator is a constant (Dr.GRPO), all
+    sequences, including filtered ones.
 
     Args:
         count_N: int [N], the loss tokens of every sequence of the GLOBAL mini-batch.
         aggregation: a row of the table.
-        horizon: the longest response that there may be; needed by seq-mean-token-sum-norm alone.
+        horizon: the maximum response length; needed only by seq-mean-token-sum-norm.
 
     Returns:
         float64 [N]; sequences without loss tokens get 0.
@@ -126,19 +126,19 @@ def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
 
     Args:
         logp_T: float [T], log-probs under the current weights.
-        old_T: float [T], under those that sampled, or that the step began with; not read at masked entries.
+        old_T: float [T], under the weights that sampled, or that the step started from; not read at masked entries.
         batch: the entries; its mask says which are loss tokens.
     """
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
 
 def bounded_exp(d_T: Tensor, bound: float) -> Tensor:
-    """r = exp(d), where a d beyond +-bound counts as the bound; in a tensor of its own."""
+    """r = exp(d), with d clamped to +-bound; in a new tensor."""
     return d_T.clamp(-bound, bound).exp_()
 
 
 def bounded_ratio(d_T: Tensor, bound: float) -> Term:
-    """`bounded_exp` and its slope: r again, 0 beyond the bound. In tensors of their own."""
+    """`bounded_exp` and its slope: r again, 0 beyond the bound. In new tensors."""
     ratio_T = bounded_exp(d_T, bound)
     return Term(ratio_T, ratio_T.masked_fill(d_T.abs() > bound, 0.0))
 
@@ -147,14 +147,14 @@ def clipped_surrogate(ratio: Term, advantage_T: Tensor, low: float, high: float,
     """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
     Args:
-        ratio: r, a token's ratio or its sequence's, and its slope; 1 at masked entries. It is used up.
+        ratio: r, a token's ratio or its sequence's, and its slope; 1 at masked entries. Overwritten.
         advantage_T: float [T], A.
         low: the ratio is clipped at 1 - low,
         high: and at 1 + high.
         dual: c > 1: the loss of a token with A < 0 is at most -c A (arXiv:1912.09729, eq. 4); None: no such limit.
 
     Returns:
-        Value and slope [T]: -A times the ratio's, 0 where a clip holds. As counts how many tokens are clipped: all, those with A > 0
+        Value and slope [T]: -A times the ratio's, 0 where a clip applies. The counts are of clipped tokens: all, those with A > 0
         (high), the others (low), and with `dual` those at its limit (lower).
     """
     gain_T = -advantage_T

@@ -22,20 +22,20 @@ class Side:
     """The chosen, or the rejected, responses of the pairs."""
 
     logp_P: Tensor  # log-prob of the whole response
-    shift_P: Tensor  # the same less the reference's; without a reference, the same
-    count_P: Tensor  # its loss tokens, in the dtype of the others
+    shift_P: Tensor  # the same minus the reference's; without a reference, the same
+    count_P: Tensor  # its number of loss tokens, in the dtype of the others
 
 
 class PairLoss(Settings):
     """A preference loss: its settings, and a formula of both sides of the pairs that autograd differentiates."""
 
-    name: ClassVar[str] = "dpo"  # the stage's: its metrics are compared, drawn and promised by it
+    name: ClassVar[str] = "dpo"  # of the stage: used to compare, plot and promise its metrics
     head: ClassVar[Literal["lm", "value"]] = "lm"
     responses: ClassVar[int] = 2
     needs_reference: ClassVar[bool] = True
 
     def reward(self, side: Side) -> Tensor:
-        """The reward of each response that the loss implies [P]; accuracy and margin are of it."""
+        """The reward that the loss implies for each response [P]; accuracy and margin are based on it."""
         raise NotImplementedError
 
     def pair_loss(self, chosen: Side, rejected: Side) -> Tensor:
@@ -55,7 +55,7 @@ class PairLoss(Settings):
             sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to show of it.
+            The loss of each token, 0 at masked entries, and what to report of it.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(logp_T.detach())]
@@ -99,6 +99,6 @@ def difference(score_N: Tensor) -> Tensor:
 
 
 def pair_mean(value_N: Tensor, batch: Batch) -> Average:
-    """The mean of a number of each pair [N] over all pairs, whoever holds how much of them: every loss token speaks for its share."""
+    """The mean of a number per pair [N] over all pairs, however they are split over ranks: every loss token counts for its share."""
     share_T = torch.where(batch.mask_T, batch.spread(0.5 / batch.count_N.clamp(min=1).to(value_N.dtype)), 0.0)
     return Average((share_T * batch.spread(value_N)).sum(), share_T.sum())

@@ -20,13 +20,13 @@ class ActorCritic(Clipped):
     needs_critic: ClassVar[bool] = True
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward."""
+    """Whether the KL is a term of the loss or subtracted from the reward."""
     gamma: Fraction = 1.0
-    """Discount of a token's reward to the token before."""
+    """Discount of a reward per token."""
     whiten: bool = False
     """Whiten the advantages over all loss tokens of the step."""
     value_clip: PositiveFloat | None = None
-    """How far the critic may move from its values before the step; null: no limit."""
+    """How far the critic's values may move in a step; null: no limit."""
 
     @property
     def kl_per_sequence(self) -> bool:
@@ -41,7 +41,7 @@ class ActorCritic(Clipped):
         raise NotImplementedError
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """The rewards themselves: the advantages of the tokens come of the values, on the ranks."""
+        """The rewards themselves: the tokens' advantages are computed from the values, on the ranks."""
         return reward_N.float()
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
@@ -53,7 +53,7 @@ class ActorCritic(Clipped):
         return self._gae(batch, kl_coef, self.critic_lambda(batch)) + batch.extra_T["value"]
 
     def outcomes(self, batch: Batch, kl_coef: float) -> Tensor:
-        """What came of the state before each loss token [T], whatever the critic thinks: the discounted rewards to go (Monte Carlo)."""
+        """The discounted rewards to go (Monte Carlo) from each loss token [T], independent of the critic."""
         return self._gae(batch, kl_coef, 1.0) + batch.extra_T["value"]
 
     def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Ppo(ActorCritic):
     whiten: bool = True
     """Whiten the advantages over all loss tokens of the step."""
     value_clip: PositiveFloat | None = 0.2
-    """How far the critic may move from its values before the step; null: no limit."""
+    """How far the critic's values may move in a step; null: no limit."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
 

@@ -12,21 +12,21 @@ from megarl.lazy_torch import Tensor, torch
 
 
 class Raft(PolicyAlgorithm):
-    """Keeps the best responses to each prompt (of equals the first), of those with R > threshold; loss = mean NLL of the kept tokens.
+    """Keeps the best responses to each prompt (the first in a tie) among those with R > threshold; loss = mean NLL of the kept tokens.
 
-    With rewards 0 and 1, `threshold: 0` and `best: 1` imitate one right response to a prompt, and nothing where there is none.
+    With rewards 0 and 1, `threshold: 0` and `best: 1` imitate one right response per prompt, and nothing if there is none.
     """
 
     type: Literal["raft"] = "raft"
     aggregation: Aggregation = "token-mean"
 
     best: PositiveInt | None = None
-    """At most so many responses to a prompt are kept; null: 1, or with a threshold all above it."""
+    """Most responses to keep per prompt; null: 1, or with a threshold all above it."""
     threshold: float | None = None
-    """Only responses with a reward above this are kept; null: however low it is."""
+    """Keep only responses with a reward above this; null: no threshold."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """1: what is kept counts alike."""
+        """1: all kept responses count equally."""
         return torch.ones(len(reward_N))
 
     def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from megarl.lazy_torch import Tensor
 
 
 class PolicyGradient(PolicyAlgorithm):
-    """loss_t = -sg(r_t) A_t lp_t: on policy r = 1; the importance weight keeps the gradient right in later mini-batches of a step."""
+    """loss_t = -sg(r_t) A_t lp_t: on-policy, r = 1; the importance weight keeps the gradient right in later mini-batches of a step."""
 
     aggregation: Aggregation = "seq-mean-token-sum"
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward."""
+    """Whether the KL is a term of the loss or subtracted from the reward."""
 
     def policy_term(self, block: Block) -> Term:
         slope_T = bounded_exp(block.d_T, self.ratio_bound).mul_(block.advantage_T).neg_()
@@ -33,7 +33,7 @@ class Reinforce(PolicyGradient):
     type: Literal["reinforce"] = "reinforce"
 
     gamma: Fraction = 1.0
-    """Discount of a token's reward to the token before."""
+    """Discount of a reward per token."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
     """Subtracted from the reward: the mean reward of the step, or nothing."""
 

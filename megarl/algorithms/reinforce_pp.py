@@ -15,7 +15,7 @@ from megarl.lazy_torch import Tensor
 
 
 class _Whitened(Clipped):
-    """The driver's number goes to the last token and back to the first with the KL of the tokens on the way; then whitened."""
+    """The driver's number is added at the last token and propagated back to the first along with the tokens' KL; then whitened."""
 
     aggregation: Aggregation = "token-mean"
 
@@ -29,14 +29,14 @@ class _Whitened(Clipped):
 
 
 class ReinforcePp(_Whitened):
-    """A_t = whitened sum_{k >= t} gamma^(k-t) r_k, with r_k = -beta kl_k and R more at the last token."""
+    """A_t = whitened sum_{k >= t} gamma^(k-t) r_k, with r_k = -beta kl_k, plus R at the last token."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
 
     kl_in: Literal["loss", "reward"] = "reward"
-    """A term of the loss, or subtracted from the reward."""
+    """Whether the KL is a term of the loss or subtracted from the reward."""
     gamma: Fraction = 1.0
-    """Discount of a token's reward to the token before."""
+    """Discount of a reward per token."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return reward_N.float()

@@ -41,7 +41,7 @@ class BradleyTerry:
             sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to show of it.
+            The loss of each token, 0 at masked entries, and what to report of it.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(score_T.detach())]

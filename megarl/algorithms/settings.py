@@ -1,4 +1,4 @@
-"""What the settings of every algorithm, correction and stage have in common."""
+"""What the settings of all algorithms, corrections and stages have in common."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Frozen settings. Unknown keys are refused, and so are numbers that are not finite."""
+    """Frozen settings. Unknown keys and non-finite numbers are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)

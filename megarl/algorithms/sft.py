@@ -31,11 +31,11 @@ class Sft:
 
         Args:
             logp_T: float [T], log-probs of the targets.
-            batch: the entries; `extra_T` has "entropy", which is shown.
-            sum_over: not used: nothing is summed over ranks.
+            batch: the entries; `extra_T` has "entropy", which is reported.
+            sum_over: unused: nothing is summed over ranks.
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to show of it.
+            The loss of each token, 0 at masked entries, and what to report of it.
         """
         loss_T = torch.where(batch.mask_T, -logp_T, 0.0)
         tokens = batch.mask_T.count_nonzero()

@@ -19,7 +19,7 @@ class SimPo(PairLoss):
     beta: Annotated[float, Field(gt=0)] = 2.0
     """Scale of the reward."""
     gamma: Annotated[float, Field(ge=0)] = 1.0
-    """By how much the chosen response's reward is to be higher."""
+    """Target margin between the chosen and the rejected response's rewards."""
 
     def reward(self, side: Side) -> Tensor:
         return self.beta * side.logp_P / side.count_P

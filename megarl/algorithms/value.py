@@ -21,10 +21,10 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
     Args:
         value_T: float [T], v, the critic's values, in the graph.
         batch: the entries. `extra_T` has "return" (R) and, with a clip, "value" (v_old).
-        clip: c, how far a value may move from what it was before the step.
+        clip: c, how far a value may move from its value before the step.
 
     Returns:
-        The loss before `value_weights`, [T], 0 with zero gradient at masked entries, and what to show of it.
+        The loss before `value_weights`, [T], 0 with zero gradient at masked entries, and what to report of it.
     """
     with torch.no_grad():
         v_T, return_T, masked_T = value_T.detach(), batch.extra_T["return"], ~batch.mask_T
@@ -48,9 +48,9 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
 
 
 def explained_variance_sums(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> Tensor:
-    """What the explained variance is made of, over the loss tokens held here.
+    """The parts of the explained variance, over this rank's loss tokens.
 
-    The sums add over ranks and batches; `observe.metrics.Explained` makes the explained variance 1 - Var(R - v) / Var(R) of them.
+    The sums add up over ranks and batches; `observe.metrics.Explained` computes the explained variance 1 - Var(R - v) / Var(R) from them.
 
     Args:
         value_T: float [T], v.

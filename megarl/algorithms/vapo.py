@@ -18,13 +18,13 @@ from megarl.lazy_torch import Tensor, torch
 class Vapo(ActorCritic):
     """VC-PPO with lambda_policy = 1 - 1 / (alpha l) by response length l, Clip-Higher, token mean, and mu * NLL of correct responses.
 
-    Each part can be left out (the paper's ablations): `alpha: null` takes one `lambda_policy` for all lengths, `lambda_critic: null` the
-    policy's lambda for the critic too, `clip_high: 0.2` clips alike on both sides, `aggregation: seq-mean-token-mean` weighs responses
-    instead of tokens, `mu: 0` imitates nothing. Value pretraining and the group's size are `critic.pretrain_steps` and
+    Each part can be turned off (the paper's ablations): `alpha: null` uses one `lambda_policy` for all lengths, `lambda_critic: null` the
+    policy's lambda for the critic too, `clip_high: 0.2` clips equally on both sides, `aggregation: seq-mean-token-mean` weights responses
+    instead of tokens, `mu: 0` imitates nothing. Value pretraining and the group size are `critic.pretrain_steps` and
     `rollout.samples_per_prompt`.
 
     The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch: those weights come
-    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; it is left out where no response of the step is correct.
+    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; it is omitted if no response of the step is correct.
     """
 
     type: Literal["vapo"] = "vapo"
@@ -50,7 +50,7 @@ class Vapo(ActorCritic):
         return self.policy_lambda(batch) if self.lambda_critic is None else self.lambda_critic
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
-        """mu / (loss tokens of all correct responses) for correct ones, else 0; none where mu is 0."""
+        """mu / (loss tokens of all correct responses) for correct ones, else 0; None if mu is 0."""
         if self.mu == 0:
             return None
         positive_N = (reward_N > self.positive_above) & (count_N > 0)
@@ -63,6 +63,6 @@ class Vapo(ActorCritic):
         weight_T = batch.extra_T["positive_weight"]
         nll = torch.where(weight_T > 0, logp_T.detach(), 0.0).sum().neg()
         mean = {**loss.mean, "actor/positive_nll": Average(nll, (weight_T > 0).count_nonzero())}
-        # Its value is one number and its slope is the weights themselves: no further tensor of the tokens is kept.
+        # Its value is one number and its slope is the weights themselves: no other tensor of the tokens is kept.
         weighted_lp = torch.where(batch.mask_T, logp_T.detach(), 0.0).mul_(weight_T).sum()
         return replace(loss, weighted=-attach(logp_T, weighted_lp, weight_T), mean=mean)

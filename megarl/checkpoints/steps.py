@@ -127,7 +127,7 @@ def verify(path: Path, contents: bool = True) -> Entry:
         unfinished = _UNFINISHED.fullmatch(path.name)
         if unfinished is None:
             raise ConfigError(f"checkpoint: {path} is not a step directory")
-        return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: a save that did not finish left it",), None)
+        return Entry(path, int(unfinished[1]), False, (f"{unfinished[2]}: left by an unfinished save",), None)
     step = int(matched[1])
     try:
         manifest = read_manifest(path)

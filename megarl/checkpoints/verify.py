@@ -14,7 +14,7 @@ from megarl.stdout import say
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the table. Returns 1 where a finished step directory is damaged, else 0. Raises ConfigError where there is none at all."""
-    top = argparse.ArgumentParser(prog="megarl verify", description="Compares every file of step directories with their manifests.")
+    top = argparse.ArgumentParser(prog="megarl verify", description="Checks every file of step directories against its manifest.")
     top.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run, its checkpoints, or one step directory")
     try:
         entries = _entries(nameable(top.parse_args(arguments).directory))

@@ -45,6 +45,10 @@ class ActorGroup:
         """The call on every actor with the same arguments; returns the references at once."""
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
+    def start_each(self, method: str, first: Sequence[Any], *args: Any) -> list[Any]:
+        """The call on every actor, whose first argument is its own; returns the references at once."""
+        return [getattr(actor, method).remote(own, *args) for actor, own in zip(self.actors, first, strict=True)]
+
     def wait(
         self, references: Sequence[Any], doing: str, timeout_s: float, helpers: Mapping[str, Sequence[Any]] | None = None
     ) -> list[Any]:

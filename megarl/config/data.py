@@ -41,9 +41,9 @@ class FileSource(Section):
     answer_key: str = "reward_model.ground_truth"
     """Column of the answer, a text or a number; a dot looks inside dictionaries."""
     skip: NonNegativeInt = 0
-    """So many rows at the beginning are left out, say those that another source holds out."""
+    """Rows to skip at the beginning, such as those that another source holds out."""
     rows: PositiveInt | None = None
-    """At most so many rows are taken, before `where` takes some of them; null: all."""
+    """Most rows to read, before `where` selects among them; null: all."""
     where: Where = {}
 
 
@@ -56,27 +56,27 @@ class PromptPart(Section):
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
     weight: MixtureWeight = 1.0
-    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
 class MixtureSource(Section):
-    """Several sources as one. With `data.shuffle=false` one comes after the other: parts that `where` chooses make a curriculum."""
+    """Several sources as one. With `data.shuffle=false` they follow one another: parts selected by `where` make a curriculum."""
 
     type: Literal["mixture"] = "mixture"
     parts: Annotated[list[PromptPart], Field(min_length=1, max_length=1024)]
     """The sources and their weights."""
     seed: NonNegativeInt = 1
-    """Seed of what a weight below 1 takes."""
+    """Seed for drawing the items of a part with a weight below 1."""
 
 
 class EpisodeSource(Section):
-    """Episodes of the run's environment, which begins each with what it makes of a seed."""
+    """Episodes of the run's environment, which makes each opening from a seed."""
 
     type: Literal["episodes"] = "episodes"
     seed: NonNegativeInt
-    """Seed of the first; each further one has the next seed."""
+    """Seed of the first episode; each later one has the next seed."""
     items: Annotated[int, Field(gt=0, le=1_000_000_000)]
-    """How many there are."""
+    """Number of episodes."""
 
 
 PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource | EpisodeSource, Field(discriminator="type")]
@@ -90,12 +90,12 @@ class PromptFormat(Section):
     template: str = "{prompt}"
     """Used when `chat` is false."""
     system: str | None = None
-    """With `chat`: a system message before every prompt and conversation that begins with none."""
+    """With `chat`: a system message for every prompt and conversation that does not begin with one."""
 
     @model_validator(mode="after")
     def _system_has_a_template(self) -> PromptFormat:
         if self.system is not None and not self.chat:
-            raise ValueError("data.system: data.chat=false has no system message; say it in data.template")
+            raise ValueError("data.system: data.chat=false has no system message; put it in data.template")
         return self
 
 
@@ -105,7 +105,7 @@ class DataSettings(PromptFormat):
     train: PromptSource
     """What the policy learns from."""
     eval: PromptSource | None = None
-    """What it is evaluated on, as the set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
+    """Evaluation set `heldout`: one sampled and one greedy response to each prompt. null: only the sets in `eval`."""
     shuffle: bool = True
     """Draw the prompts of an epoch in random order."""
 
@@ -130,7 +130,7 @@ class SftPart(Section):
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
     weight: MixtureWeight = 1.0
-    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
 class SftMixture(Section):
@@ -140,7 +140,7 @@ class SftMixture(Section):
     parts: Annotated[list[SftPart], Field(min_length=1, max_length=1024)]
     """The sources and their weights."""
     seed: NonNegativeInt = 1
-    """Seed of what a weight below 1 takes."""
+    """Seed for drawing the items of a part with a weight below 1."""
 
 
 SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
@@ -152,7 +152,7 @@ class SftData(PromptFormat):
     train: SftSource
     """What the model learns from."""
     eval: SftSource | None = None
-    """Loss and token accuracy are measured on it."""
+    """Held-out data, on which loss and token accuracy are measured."""
     shuffle: bool = True
     """Draw the conversations of an epoch in random order; false: in the order of the file."""
 
@@ -173,7 +173,7 @@ class PreferenceSource(Section):
     rejected_key: str = "rejected"
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
-    """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
+    """Reward model: column with the margin by which the chosen response is better (0 if missing); a dot looks inside dictionaries."""
     where: Where = {}
 
 
@@ -183,7 +183,7 @@ class PreferencePart(Section):
     source: PreferenceSource
     """Its pairs."""
     weight: MixtureWeight = 1.0
-    """How often each of them comes in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
 
 
 class PreferenceMixture(Section):
@@ -193,7 +193,7 @@ class PreferenceMixture(Section):
     parts: Annotated[list[PreferencePart], Field(min_length=1, max_length=1024)]
     """The sources and their weights."""
     seed: NonNegativeInt = 1
-    """Seed of what a weight below 1 takes."""
+    """Seed for drawing the items of a part with a weight below 1."""
 
 
 def _file_unless_said(given: Any) -> Any:
@@ -216,41 +216,41 @@ class EvalData(PromptFormat):
     """Prompts of an evaluation."""
 
     eval: PromptSource | None = None
-    """The set `heldout`: one sampled and the greedy response to each prompt. null: the sets of `eval` alone."""
+    """The set `heldout`: one sampled and one greedy response to each prompt. null: only the sets in `eval`."""
 
 
 class EvalSet(Section):
-    """A set of prompts that every evaluation asks, rendered as `data` says and scored as the others."""
+    """A set of prompts for every evaluation, rendered as `data` says and scored like the others."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]\w{0,63}$")]
-    """What its numbers are called: eval/<name>/avg@n and so on."""
+    """Name in the metrics: eval/<name>/avg@n and so on."""
     source: PromptSource
     """The prompts."""
     n: Annotated[int, Field(gt=0, le=65_536)] = 1
-    """Sampled responses to each: avg@n, and where scores are 0 or 1 the unbiased pass@k for k = 2, 4, 8, ... and n."""
+    """Sampled responses to each prompt: avg@n, and if scores are 0 or 1 the unbiased pass@k for k = 2, 4, 8, ... and n."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """Of those; null: rollout.temperature."""
+    """Temperature of these responses; null: rollout.temperature."""
     greedy: bool = False
-    """Ask for the greedy response too."""
+    """Also evaluate the greedy response."""
 
 
 def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
     """ValueError where there is nothing to evaluate on, or two sets have one name."""
     names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
     if not names:
-        raise ValueError("data.eval: required, and missing (or give sets in eval)")
+        raise ValueError("data.eval: required, but missing (or list sets in eval)")
     for name in names:
         if names.count(name) > 1 or name.endswith("_base"):
-            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
+            raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'reserved for the results of model.base'}")
 
 
 class PairsData(PromptFormat):
     """Prompts whose responses become pairs."""
 
     train: PromptSource
-    """Those of train.jsonl."""
+    """Prompts for train.jsonl."""
     eval: PromptSource
-    """Those of eval.jsonl."""
+    """Prompts for eval.jsonl."""
 
 
 class ServeData(PromptFormat):

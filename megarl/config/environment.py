@@ -15,17 +15,17 @@ class FunctionEnvironment(Section):
 
     type: Literal["function"] = "function"
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """module:Class; each episode has an object of it."""
+    """module:Class; each episode has its own instance."""
     params: dict[str, Any] = {}
     """Keyword arguments of the class."""
 
 
 class GymnasiumEnvironment(Section):
-    """An environment of gymnasium's kind whose observations and actions are texts (GEM's, for one)."""
+    """A gymnasium-style environment whose observations and actions are texts (such as GEM's)."""
 
     type: Literal["gymnasium"] = "gymnasium"
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """module:name of what makes one: a class, or a function such as gem:make."""
+    """module:name of a class, or of a function that creates one, such as gem:make."""
     params: dict[str, Any] = {}
     """Its keyword arguments."""
 
@@ -39,11 +39,11 @@ class GymEnvironment(Section):
     params: dict[str, Any] = {}
     """Parameters of that data set."""
     threshold: Fraction = 1.0
-    """From this score on a response earns 1, below it 0."""
+    """A response with at least this score earns 1, else 0."""
 
 
 class TextArenaEnvironment(Section):
-    """A game of TextArena for one player (install it with `pip install --no-deps textarena`)."""
+    """A single-player TextArena game (install it with `pip install --no-deps textarena`)."""
 
     type: Literal["textarena"] = "textarena"
     id: str
@@ -51,7 +51,7 @@ class TextArenaEnvironment(Section):
 
 
 class HttpEnvironment(Section):
-    """A server that plays episodes; what it is sent and answers: megarl.environments.http."""
+    """A server that plays episodes; protocol: megarl.environments.http."""
 
     type: Literal["http"] = "http"
     url: Annotated[str, AfterValidator(web_address)]
@@ -67,9 +67,9 @@ class ToolsEnvironment(Section):
 
     type: Literal["tools"] = "tools"
     tools: Annotated[list[Literal["calculator", "python"]], Field(min_length=1)]
-    """Which: an arithmetic calculator, a Python interpreter in a sandbox of its own for each call."""
+    """Which ones: an arithmetic calculator, a Python interpreter in a new sandbox for each call."""
     output_chars: PositiveInt = 2000
-    """Most characters of what a call answers; the rest is cut off."""
+    """Most characters of a call's output; the rest is cut off."""
 
 
 EnvironmentSource = Annotated[
@@ -84,20 +84,20 @@ class EnvironmentSettings(Section):
     source: EnvironmentSource
     """What answers."""
     max_turns: PositiveInt = 8
-    """Most turns of the policy in one episode; it is cut after them."""
+    """Most turns of the policy in one episode; it is cut off after that."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest turn of the policy; null: what is left of rollout.max_response_tokens, which holds all turns and the answers to them."""
+    """Longest turn of the policy; null: what is left of rollout.max_response_tokens, which covers all turns and answers."""
     step_s: Seconds = 30.0
-    """Longest time of one answer, and of one tool's call; a late environment ends its episode, a late tool is told to the model."""
+    """Longest time for an answer or a tool call; a late environment ends its episode, a late tool gives the model an error."""
     max_concurrent: PositiveInt | None = None
-    """Most episodes of each engine at a time, from reset to close; null: as many as are asked of it."""
+    """Most episodes per engine at a time, from reset to close; null: no limit."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 2
-    """Processes of each engine in which environments or tools run; each works on one answer at a time."""
+    """Processes per engine for environments or tools; each computes one answer at a time."""
     sandbox: SandboxSettings = SandboxSettings()
     """What such a process may do."""
 
     @model_validator(mode="after")
     def _tools_once(self) -> EnvironmentSettings:
         if isinstance(self.source, ToolsEnvironment) and len(set(self.source.tools)) < len(self.source.tools):
-            raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is named twice")
+            raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is listed twice")
         return self

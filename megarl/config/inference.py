@@ -20,7 +20,7 @@ class EvalConfig(RunSettings):
     data: EvalData = EvalData()
     """How prompts are rendered, and those of the set `heldout`."""
     eval: list[EvalSet] = []
-    """Further sets of prompts."""
+    """More sets of prompts."""
     environment: EnvironmentSettings | None = None
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
@@ -71,9 +71,9 @@ class ServeSettings(Section):
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 8000
     """TCP port on loopback, or on cluster.interface; 0: any free one."""
     path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
-    """The path of the address."""
+    """The URL's path."""
     token_env: EnvironmentVariable | None = None
-    """The environment variable that holds the token to ask for; required where other machines reach the port (cluster.interface)."""
+    """The environment variable with the token to require; mandatory if other machines can reach the port (cluster.interface)."""
     max_tokens: PositiveInt = 2048
     """Longest prompt + response."""
     micro_batch_tokens: PositiveInt = 16384
@@ -81,7 +81,7 @@ class ServeSettings(Section):
 
 
 class ServeConfig(RunSettings):
-    """`megarl serve`: a reward model (`model.path`) on its ranks behind HTTP."""
+    """`megarl serve`: a reward model (`model.path`) on its ranks, served over HTTP."""
 
     data: ServeData = ServeData()
     """How prompts are rendered."""

@@ -46,7 +46,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         lines = [line for fault in error.errors()[:MOST_FAULTS] for line in _line(fault, root).splitlines()]
         lines += _between(tree, error, root)
         if error.error_count() > MOST_FAULTS:
-            lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further faults")
+            lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further errors")
         raise ConfigError("\n".join(lines)) from None
     _check_numbers(tree, "")
     return absolute(config)
@@ -76,7 +76,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     kind, named = ("base", f" (named in {above[-1]})") if above else ("config", "")
     key = f"{kind}: {path}{named}"
     if len(above) > MOST_BASES:
-        raise ConfigError(f"base: {above[0]} lies over more than {MOST_BASES} files")
+        raise ConfigError(f"base: {above[0]} extends more than {MOST_BASES} files")
     try:
         if not path.is_file():
             raise ConfigError(f"{kind}: no such file: {path}{named}")
@@ -92,12 +92,12 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         tree = yaml_text.read(text)
     except ConfigError as error:
-        raise ConfigError(f"{key} is not YAML as it is read here: {error}") from None
+        raise ConfigError(f"{key} is not accepted as YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{key} must hold a mapping, not {type(tree).__name__}")
     base = tree.pop("base", None)
     if not isinstance(base, str | None):
-        raise ConfigError(f"{key}: base must be a file's name, not {base!r:.{MOST_SHOWN}}")
+        raise ConfigError(f"{key}: base must be a file name, not {base!r:.{MOST_SHOWN}}")
     return tree if base is None else _laid_over(_read(path.parent / base, (*above, path)), tree)
 
 
@@ -123,7 +123,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         node[last] = yaml_text.read(text)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {text!r:.{MOST_SHOWN}} is not a YAML value as it is read here: {error}") from None
+        raise ConfigError(f"{key}: {text!r:.{MOST_SHOWN}} is not accepted as a YAML value: {error}") from None
 
 
 def _check_numbers(value: Any, key: str) -> None:
@@ -147,11 +147,11 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
         inside = {name for section in _place(above, root)[1] for name in section.model_fields}
         return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root), fault['input'])}"
     if fault["type"] == "missing":
-        return f"{key}: required, and missing"
+        return f"{key}: required, but missing"
     if fault["type"] in ("union_tag_not_found", "union_tag_invalid"):
         given = fault["input"].get("type") if isinstance(fault["input"], dict) else None
         known = ", ".join(repr(tag) for kind in kinds for tag in _tags(kind))
-        return f"{key}.type: {'required, and missing' if given is None else f'unknown: {given!r}'} (one of {known})"
+        return f"{key}.type: {'required, but missing' if given is None else f'unknown: {given!r}'} (one of {known})"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys

@@ -16,28 +16,28 @@ class ModelSettings(Section):
     path: Place
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
     weights: Place | None = None
-    """A step directory of `megarl convert` or of a run: its policy's weights are trained instead of those in `path`."""
+    """A step directory of `megarl convert` or of a run: its policy's weights are used instead of those in `path`."""
     base: Place | None = None
     """`megarl train` also evaluates these weights (of the same shape, with the same tokenizer and end tokens), for comparison."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
     fp32_head: bool = False
-    """The logits of a bfloat16 model are computed in float32: the output layer's input and weight are cast first."""
+    """Compute a bfloat16 model's logits in float32: the output layer's input and weight are cast first."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     megatron: dict[str, Any] = {}
     """Any fields of megatron.core's TransformerConfig, checked against its fields."""
     drop_mtp: bool = False
-    """Leave out a checkpoint's multi-token prediction layers, which are not trained; without it such a checkpoint is refused."""
+    """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
 
 
 class Layout(Section):
-    """How the model ranks share one model. The data-parallel size is what is left: ranks / (tp * pp * cp)."""
+    """How the model ranks share one model. The data-parallel size is the rest: ranks / (tp * pp * cp)."""
 
     ranks: Annotated[int, Field(gt=0, le=1 << 20)] = 1
     """Processes that hold the model together."""
     tp: PositiveInt = 1
-    """Tensor parallel size; sequence parallelism goes with it whenever tp > 1."""
+    """Tensor parallel size, with sequence parallelism if tp > 1."""
     pp: PositiveInt = 1
     """Pipeline stages."""
     vpp: Annotated[int, Field(ge=2)] | None = None
@@ -53,6 +53,10 @@ class Layout(Section):
     def dp(self) -> int:
         """Data parallel size of the dense layers."""
         return self.ranks // (self.tp * self.pp * self.cp)
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp` parts of a batch a rank works on."""
+        return rank // (self.tp * self.cp) % self.dp
 
     @model_validator(mode="after")
     def _divides(self) -> Layout:
@@ -70,7 +74,7 @@ class OptimizerSettings(Section):
     """AdamW through Megatron's distributed optimizer."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate at the end of the warm-up, the highest."""
+    """Learning rate at the end of the warm-up, its maximum."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of Adam's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -82,9 +86,9 @@ class OptimizerSettings(Section):
     warmup_steps: StepsOrNone = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
     decay: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
-    """Schedule of the learning rate after the warm-up, over all steps; wsd (warm-up, stable, decay) falls over the last ones alone."""
+    """Schedule of the learning rate after the warm-up, over all steps; wsd (warm-up, stable, decay) falls only over the last ones."""
     min_lr_fraction: Fraction = 0.1
-    """Where it ends, as a share of `lr`."""
+    """Final learning rate, as a share of `lr`."""
     anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """wsd: the share of all steps over which it falls."""
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
@@ -104,21 +108,21 @@ class CriticOptimizer(OptimizerSettings):
     """AdamW of the critic."""
 
     lr: Annotated[float, Field(gt=0)] = 2e-6
-    """Learning rate at the end of the warm-up, the highest."""
+    """Learning rate at the end of the warm-up, its maximum."""
 
 
 class RewardModelOptimizer(OptimizerSettings):
     """AdamW of a reward model."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """Learning rate at the end of the warm-up, the highest."""
+    """Learning rate at the end of the warm-up, its maximum."""
 
 
 class CriticSettings(Section):
     """The value model of the value-based algorithms: the policy's architecture with a scalar head."""
 
     path: Place | None = None
-    """Backbone, and head where it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
+    """Backbone, and head if it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     """Its own AdamW."""
     aggregation: Averaging = "token-mean"
@@ -149,6 +153,6 @@ class Placement(Section):
     reward: Layout | None = None
     """Ranks of the reward model."""
     engines: Literal["apart", "shared"] = "apart"
-    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks an engine): they sleep in between."""
+    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks per engine), and sleep in between."""
     offload: bool = False
-    """Models that share ranks take turns on the device; those that wait lie in host memory (on a CPU: in files)."""
+    """Models that share ranks take turns on the device; idle ones are kept in host memory (on a CPU: in files)."""

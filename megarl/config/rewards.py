@@ -11,11 +11,11 @@ from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds,
 
 
 class ReasoningGymReward(Section):
-    """reasoning-gym's own scorer; partial credit below `threshold` counts 0, from it on 1."""
+    """reasoning-gym's own scorer; a score of at least `threshold` counts 1, less counts 0."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     threshold: Fraction = 1.0
-    """From this score on a response counts 1, below it 0."""
+    """A response with at least this score counts 1, else 0."""
     extract: str | None = None
     """Regular expression whose last match (its first group) is the answer; null: the whole response, stripped."""
 
@@ -38,7 +38,7 @@ class FunctionReward(Section):
 
 
 class HttpReward(Section):
-    """A server that scores batches of responses; what it is sent and answers: megarl.rewards.http."""
+    """A server that scores batches of responses; protocol: megarl.rewards.http."""
 
     type: Literal["http"] = "http"
     url: Annotated[str, AfterValidator(web_address)]
@@ -48,17 +48,17 @@ class HttpReward(Section):
     batch_size: PositiveInt = 64
     """Most responses in one request."""
     timeout_s: Seconds = 30.0
-    """Longest time of one request with its answer."""
+    """Longest time for one request and its answer."""
     attempts: Annotated[int, Field(gt=0, le=1_000_000)] = 5
     """Attempts of one request."""
     backoff_s: Annotated[float, Field(ge=0, le=86_400)] = 1.0
-    """Pause before the second attempt; twice as long before each further one, 30 s at most."""
+    """Pause before the second attempt; doubles before each further one, up to 30 s."""
     deadline_s: Seconds = 300.0
-    """Longest time for all responses of a step, further attempts included."""
+    """Longest time for all responses of a step, including retries."""
 
 
 class EnvironmentReward(Section):
-    """What the environment gave in all turns of an episode, added up, whatever ended it."""
+    """The sum of the environment's rewards over all turns of an episode, however it ended."""
 
     type: Literal["environment"] = "environment"
 
@@ -68,9 +68,9 @@ class ModelReward(Section):
 
     type: Literal["reward_model"] = "reward_model"
     path: Place
-    """A Hugging Face directory in the layout of sequence classification, with the policy's tokenizer."""
+    """A Hugging Face directory of a sequence classifier, with the policy's tokenizer."""
     unfinished: float | None = None
-    """What a response cut by the length limit scores; null: what the model says of it."""
+    """Score of a response cut off by the length limit; null: the model's score."""
 
 
 class RewardPart(Section):
@@ -81,11 +81,11 @@ class RewardPart(Section):
     source: Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
     """What scores."""
     weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
-    """Its value counts so many times in the sum."""
+    """Factor of its value in the sum."""
 
 
 class SumReward(Section):
-    """The weighted sum of several rewards. Where one of them fails on a response, that response scores 0."""
+    """The weighted sum of several rewards. If one of them fails on a response, that response scores 0."""
 
     type: Literal["sum"] = "sum"
     parts: Annotated[list[RewardPart], Field(min_length=1, max_length=16)]
@@ -96,7 +96,7 @@ class SumReward(Section):
     def _named(cls, parts: list[RewardPart]) -> list[RewardPart]:
         names = [part.name for part in parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"two parts have one name ({', '.join(names)})")
+            raise ValueError(f"two parts have the same name ({', '.join(names)})")
         return parts
 
 
@@ -114,12 +114,12 @@ RewardSource = Annotated[
 
 
 class OverlongSettings(Section):
-    """DAPO's soft punishment of answers that run into the length limit (see megarl.rewards.shaping)."""
+    """DAPO's soft penalty for answers that run into the length limit (see megarl.rewards.shaping)."""
 
     buffer_tokens: PositiveInt
-    """The punishment grows from 0 to `scale` over this many last tokens before rollout.max_response_tokens."""
+    """The penalty grows from 0 to `scale` over the last tokens, this many, before rollout.max_response_tokens."""
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """The largest punishment."""
+    """The largest penalty."""
 
 
 class NormaliseSettings(Section):
@@ -129,9 +129,9 @@ class NormaliseSettings(Section):
     """
 
     prompts: Annotated[int, Field(ge=2)] = 256
-    """Prompts drawn from data.train, with one response each, whose rewards give mean and standard deviation."""
+    """Prompts drawn from data.train, with one response each, whose rewards determine mean and standard deviation."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Normalised rewards are clipped to so many standard deviations on both sides; null: not at all."""
+    """Clip normalised rewards to this many standard deviations on both sides; null: no clipping."""
 
 
 class RewardSettings(Section):
@@ -140,13 +140,13 @@ class RewardSettings(Section):
     source: RewardSource
     """What scores the responses that are trained on."""
     normalise: NormaliseSettings | None = None
-    """Rewards relative to the first policy's."""
+    """Normalise rewards relative to the initial policy's."""
     eval: TextReward | None = None
-    """What evaluations count instead of `source`: pass rates, where a reward model trains."""
+    """What evaluations use instead of `source`: pass rates, when a reward model gives the training reward."""
     overlong: OverlongSettings | None = None
-    """Soft punishment of overlong answers."""
+    """Soft penalty for overlong answers."""
     require_finished: bool = True
-    """A response cut by the length limit scores 0; of an episode what the environment gave counts (source.type=environment)."""
+    """A response cut off by the length limit scores 0; an episode keeps the environment's rewards (source.type=environment)."""
     timeout_s: Seconds = 10.0
     """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 1

@@ -24,31 +24,31 @@ class RolloutSettings(Section):
     engine: VllmSettings = VllmSettings()
     """The engine that samples."""
     replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
-    """Engines; the prompts are dealt out to them."""
+    """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
     """Tensor parallel size inside one engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the engine's weights and activations; null: model.dtype."""
+    """Data type of the engine's weights and activations; null: model.dtype."""
     fp32_head: bool = False
-    """The engine computes the logits in float32, as model.fp32_head makes the trainer do."""
+    """Compute the engine's logits in float32, as model.fp32_head does in the trainer."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt: the group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are those at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that together have this probability; in training below 1 only with algorithm.correction."""
+    """Sample from the most likely tokens that together have this probability; in training, below 1 only with algorithm.correction."""
     top_k: NonNegativeInt = 0
-    """Draw from so many likeliest tokens, 0: from all; in training only with algorithm.correction."""
+    """Sample from this many most likely tokens, 0: from all; in training only with algorithm.correction."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from tokens at least this share as likely as the likeliest; in training above 0 only with algorithm.correction."""
+    """Sample from tokens at least this share as likely as the most likely one; in training, above 0 only with algorithm.correction."""
     stop_token_ids: list[NonNegativeInt] = []
-    """Tokens that end a response, beside the model's end token; they are part of it, and no part of its text."""
+    """Tokens that end a response, besides the model's end token; they are part of its tokens, but not of its text."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a response; they are part of it, and of its text."""
+    """Texts that end a response; they are part of its tokens and of its text."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt; a longer one is refused."""
     max_response_tokens: PositiveInt = 1024
-    """Longest response, its end token included."""
+    """Longest response, including its end token."""
     max_num_seqs: BatchSize = 256
     """Sequences that an engine decodes together."""
     kv_cache_mb: Megabytes | None = None
@@ -56,7 +56,7 @@ class RolloutSettings(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
-    """Longest time in which an engine gives the responses to a prompt that it was handed."""
+    """Longest time for an engine to return the responses to a prompt."""
 
     @property
     def cut(self) -> str | None:
@@ -69,14 +69,14 @@ class TrainRolloutSettings(RolloutSettings):
     """The engines of a run that trains: they can be ahead of the ranks."""
 
     mode: Literal["sync", "ahead", "budget", "free"] = "sync"
-    """sync: the engines respond, then the ranks learn. ahead: engines respond for the next step while the ranks learn, with the weights
-    that the ranks began with: every batch but the first is one update old. budget: the same, and what is not done after budget_tokens goes
-    on under the next weights. free: the engines never wait, and what is not done goes on under new weights as they come; two runs differ.
-    Beside sync algorithm.correction must say what to do about older weights, or train.old_logp=rollout."""
+    """sync: the engines generate, then the ranks learn. ahead: the engines generate the next step while the ranks learn, with the weights
+    that the ranks started from: every batch but the first is one update old. budget: the same, but responses not finished after
+    budget_tokens continue with the next weights. free: the engines never wait, and unfinished responses continue with new weights as they
+    arrive; no two runs are the same. All but sync need algorithm.correction for the older weights, or train.old_logp=rollout."""
     budget_tokens: PositiveInt | None = None
     """budget: most tokens of a response in one round. No token is older than ceil(max_response_tokens / budget_tokens) + 1 updates."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """free: most updates by which a token may be older than the weights that learn from it."""
+    """free: most updates by which a token may lag behind the weights trained on it."""
 
     @property
     def most_lag(self) -> int:
@@ -95,7 +95,7 @@ class SyncSettings(Section):
     bucket_mb: Megabytes = 256
     """Tensors are sent in buckets of at most this size (or one tensor)."""
     verify: bool = True
-    """Fingerprint every tensor that the engines hold after each sync."""
+    """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
     """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
     timeout_s: Seconds = 600.0

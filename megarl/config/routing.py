@@ -11,15 +11,15 @@ class RoutingSettings(Section):
     """The experts of the responses' tokens: replayed, and compared."""
 
     replay: Literal["off", "r2", "r3"] = "off"
-    """Experts in the policy's updates. off: as its routers choose; r2: those of the old log-probs; r3: the engine's, there and here."""
+    """Experts in the policy's updates. off: as its routers choose; r2: those of the old log-probs; r3: the engine's, for both."""
     reference: bool = False
-    """With r3: the reference takes the engine's experts, too."""
+    """With r3: the reference uses the engine's experts too."""
     critic: bool = False
-    """The critic's updates take the experts that gave its values."""
+    """The critic's updates use the experts that produced its values."""
     sample: Fraction = 0.01
-    """Share of the responses whose experts the engine reports for the metrics, one a rollout at least; 0: none. With r3 it is 1."""
+    """Share of the responses whose experts the engine reports for the metrics, at least one per rollout; 0: none. With r3 it is 1."""
     alarm: Fraction = 0.1
-    """Share of choices that engine and trainer, or old and new policy, make differently, above which an alarm names the remedy."""
+    """Share of choices in which engine and trainer, or old and new policy, differ, above which an alarm names the remedy."""
 
     @property
     def follows(self) -> bool:

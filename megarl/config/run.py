@@ -16,22 +16,22 @@ class CheckpointSettings(Section):
     """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
 
     every: NonNegativeInt = 0
-    """Steps between two saves; 0: only where a run is stopped early (an alarm, a lost reward server)."""
+    """Steps between two saves; 0: only if a run is stopped early (an alarm, a lost reward server)."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0
-    """Also keep those of every so many steps; 0: no others."""
+    """Also keep every N-th step's checkpoint; 0: no others."""
     asynchronous: bool = True
-    """Write in the background, while the next steps go on."""
+    """Write in the background, while the next steps run."""
     staging_mb: Megabytes = 8192
-    """Host memory of a rank for tensors on their way to the disk; what exceeds it is waited for."""
+    """Host memory per rank for tensors waiting to be written; beyond that, the save waits."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a save fails: end the run, or raise an alarm and go on."""
+    """When a save fails: end the run, or raise an alarm and continue."""
     rolling: Literal["off", "local", "peer"] = "off"
-    """After every step copy its state into the memory of each machine (peer: and of the next one), for restarts inside the run: they then
-    lose the step that is under way, and no other. Of the last two steps, so memory for two (four)."""
+    """After every step, copy its state into the memory of its machine (peer: and of the next one), for restarts inside the run: they then
+    lose only the current step. Keeps the last two steps, so it takes memory for two (peer: four)."""
     resume: bool = True
-    """Go on from the run's newest whole checkpoint; false: what is there is moved aside, and the run begins anew."""
+    """Resume from the run's newest intact checkpoint; false: move what is there aside, and start over."""
 
 
 class ClusterSettings(Section):
@@ -40,19 +40,19 @@ class ClusterSettings(Section):
     address: str | None = None
     """An existing Ray cluster; null starts one on this machine."""
     allocation: Place | None = None
-    """The directory of a Slurm job (`megarl slurm` gives it), whose nodes then make up the cluster, this machine at its head."""
+    """The directory of a Slurm job (set by `megarl slurm`), whose nodes then make up the cluster, with this machine as its head."""
     interface: str | None = None
     """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
     gpus: bool = True
-    """One GPU for every model rank and every engine rank; false runs all of it on the CPU."""
+    """One GPU for every model rank and every engine rank; false runs everything on the CPU."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Memory of each GPU, 80 of an H100: with it a check refuses what `megarl plan` says does not fit; null: it cannot know."""
+    """Memory of each GPU, such as 80 for an H100: lets a check refuse what `megarl plan` says does not fit; null: not checked."""
     host_memory_gb: Annotated[float, Field(gt=0, le=100_000)] | None = None
-    """Host memory of each node: beside gpu_memory_gb, with it a check also refuses what needs more of that; null: it cannot know."""
+    """Host memory of each node: together with gpu_memory_gb, lets a check also refuse what exceeds it; null: not checked."""
     deterministic: bool = False
-    """GPUs: only algorithms that repeat their bits, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
+    """GPUs: use only deterministic algorithms, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
-    """Size of Ray's object store, which is reserved at the start; Ray needs 75 MB."""
+    """Size of Ray's object store, reserved at the start; Ray itself needs 75 MB."""
     start_timeout_s: Seconds = 300.0
     """Longest time for Ray, ranks and engines to start."""
     phase_timeout_s: Seconds = 3600.0
@@ -60,15 +60,15 @@ class ClusterSettings(Section):
     still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
     """Longest time that a process of the run may be stopped (SIGSTOP, a debugger), or a machine not answer, before it counts as lost."""
     restarts: NonNegativeInt = 3
-    """How often in a day engines or ranks that died, hang or lost their node are started again inside the run; after that, and with 0, the
+    """How many times a day engines or ranks that died, hang or lost their node are restarted inside the run; after that, or with 0, the
     run ends."""
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
         if self.address is not None and self.allocation is not None:
-            raise ValueError(f"cluster.allocation={self.allocation}: has a session of its own; leave out cluster.address={self.address}")
+            raise ValueError(f"cluster.allocation={self.allocation}: has its own session; leave out cluster.address={self.address}")
         if self.host_memory_gb is not None and self.gpu_memory_gb is None:
-            raise ValueError(f"cluster.host_memory_gb={self.host_memory_gb:g}: goes with cluster.gpu_memory_gb, and that is not given")
+            raise ValueError(f"cluster.host_memory_gb={self.host_memory_gb:g}: needs cluster.gpu_memory_gb, which is not set")
         if self.address is not None and self.interface is None:
             raise ValueError(f"cluster.interface: required with cluster.address={self.address}, whose machines must reach each other")
         return self
@@ -82,7 +82,7 @@ class LogSettings(Section):
     wandb: bool = False
     """Report to Weights & Biases."""
     samples: NonNegativeInt = 8
-    """Responses of each step that are kept to read (`megarl samples`), beside all of each evaluation; 0: none of either."""
+    """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation; 0: none of either."""
 
 
 class RunSettings(Section):
@@ -95,9 +95,9 @@ class RunSettings(Section):
     run_dir: Place = Path("runs")
     """Where all runs are."""
     seed: Seed = 1
-    """Seed of everything random but what data sources draw with seeds of their own."""
+    """Seed of everything random, except in data sources with their own seeds."""
     model: ModelSettings
-    """The model that is trained, evaluated or served."""
+    """The model to train, evaluate or serve."""
     layout: Layout = Layout()
     """How its ranks share it (`megarl eval` and `megarl pairs` have none)."""
     cluster: ClusterSettings = ClusterSettings()

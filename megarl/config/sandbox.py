@@ -1,4 +1,4 @@
-"""What a process that works on responses may do."""
+"""What a process that handles responses may do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class SandboxSettings(Section):
     """The sandbox in which responses are scored (see megarl/sandbox/README.md for what it guarantees on which kernel)."""
 
     require: Literal["limits", "landlock", "namespaces"] = "limits"
-    """Refuse to start where the machine cannot shut processes in as far as this."""
+    """Refuse to start if the machine cannot isolate processes at least this well."""
     memory_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 8.0
-    """Most address space of one process."""
+    """Largest address space of one process."""
     network: bool = False
-    """Let a function of your own reach the network, and with it every service that trusts this machine."""
+    """Let your own function use the network, and with it every service that trusts this machine."""
     readable: list[Place] = []
-    """Files and directories that a function of your own reads, beside its code."""
+    """Files and directories that your own function may read, besides its code."""
     env: list[EnvironmentVariable] = []
-    """Environment variables that it is given."""
+    """Environment variables to pass to it."""

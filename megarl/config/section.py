@@ -20,10 +20,10 @@ def web_address(url: str) -> str:
     """The address as it stands. ValueError where it is none of http or https, or holds a user or a password."""
     place = urlsplit(url)  # ValueError for a malformed one, and below for a port that is none
     if place.scheme not in ("http", "https") or not place.hostname or place.port == 0 or any(letter.isspace() for letter in url):
-        raise ValueError(f"{url!r} is no http:// or https:// address")
+        raise ValueError(f"{url!r} is not an http:// or https:// address")
     place.hostname.encode("idna")  # ValueError for one that no name server has
     if place.username is not None or place.password is not None:
-        raise ValueError("holds a user or a password; a token comes from the environment variable that token_env names")
+        raise ValueError("contains a user or a password; put a token into the environment variable that token_env names")
     return url
 
 

@@ -20,7 +20,7 @@ from megarl.errors import refuse_all
 
 
 class StepSettings(Section):
-    """One RL step, and how often what happens."""
+    """One RL step, and how often things happen."""
 
     steps: Steps
     """Steps of the policy; those of critic.pretrain_steps come before them."""
@@ -31,15 +31,15 @@ class StepSettings(Section):
     epochs: Passes = 1
     """Passes of the policy over them."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
-    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, left out after
-    the first step where a single update follows, whose own log-probs they then are, and nothing else asks for them (a reference, a
-    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip act on engine and trainer at once."""
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, but skipped
+    after the first step if a single update follows, whose own log-probs they then are, and nothing else needs them (a reference, a
+    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
-    """Drop groups of equal rewards, and draw prompts at most so many times to fill the step; null: keep all groups."""
+    """Drop groups of equal rewards, and draw prompts at most this many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
-    """Overlong filter: a response cut by the length limit gets no loss."""
+    """Overlong filter: a response cut off by the length limit gets no loss."""
     eval_every: NonNegativeInt = 0
     """Steps between two evaluations; 0: only before the first and after the last step."""
     eval_at_start: bool = True
@@ -47,9 +47,9 @@ class StepSettings(Section):
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
     best: str | None = None
-    """Metric of evaluations, such as eval/heldout/avg@1: the policy of the evaluation with the highest is left; null: the last policy."""
+    """Metric of evaluations, such as eval/heldout/avg@1: keep the policy of the evaluation with the highest; null: the last policy."""
     patience: NonNegativeInt = 0
-    """This many evaluations in a row that do not raise `best` end the run; 0: all steps are taken."""
+    """End the run after this many evaluations in a row that do not raise `best`; 0: never."""
 
 
 class TrainConfig(TrainingSettings):
@@ -62,11 +62,11 @@ class TrainConfig(TrainingSettings):
     critic: CriticSettings | None = None
     """The value model: required by the algorithms that have one, refused by the others."""
     placement: Placement = Placement()
-    """Models with ranks of their own."""
+    """Models with their own ranks."""
     data: DataSettings
     """Prompts."""
     eval: list[EvalSet] = []
-    """Further sets of prompts that are evaluated."""
+    """More sets of prompts to evaluate on."""
     environment: EnvironmentSettings | None = None
     """What answers the policy's turns; null: each prompt has one response."""
     reward: RewardSettings
@@ -76,9 +76,9 @@ class TrainConfig(TrainingSettings):
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
     routing: RoutingSettings = RoutingSettings()
-    """Experts of a mixture of experts: replay and metrics."""
+    """An MoE's experts: replay and metrics."""
     train: StepSettings
-    """One step, and how often what happens."""
+    """One step, and how often things happen."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -156,11 +156,11 @@ class TrainConfig(TrainingSettings):
         for one in self.eval:
             known += [f"eval/{one.name}/avg@{one.n}"] + ([f"eval/{one.name}/greedy"] if one.greedy else [])
         if train.best is not None and train.best not in known:
-            raise ValueError(f"train.best={train.best}: no metric of an evaluation here ({', '.join(known)})")
+            raise ValueError(f"train.best={train.best}: not an evaluation metric here ({', '.join(known)})")
         if train.patience and train.best is None:
-            raise ValueError(f"train.patience={train.patience}: train.best does not say of which metric")
+            raise ValueError(f"train.patience={train.patience}: train.best must name the metric to watch")
         if train.best is not None and not train.eval_every:
-            raise ValueError(f"train.best={train.best}: train.eval_every=0 evaluates nothing on the way")
+            raise ValueError(f"train.best={train.best}: train.eval_every=0 runs no evaluations during training")
 
     def _check_placement(self) -> None:
         """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
@@ -168,7 +168,7 @@ class TrainConfig(TrainingSettings):
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
-            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is no reward model"),
+            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is not a reward model"),
         }
         for role, (present, why) in there.items():
             layout: Layout | None = getattr(self.placement, role)
@@ -207,18 +207,18 @@ class TrainConfig(TrainingSettings):
         """ValueError where the engine's log-probs as old ones contradict another setting."""
         if self.train.old_logp == "rollout" and self.algorithm.correction is not None:
             raise ValueError(
-                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weighs old by rollout log-probs, and "
-                "they are then the same; leave one of them out"
+                f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weights old by rollout log-probs, "
+                "which are then the same; remove one of the two"
             )
         if self.train.old_logp == "rollout" and self.routing.replay == "r2":
-            raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this leaves out; r3 goes with it")
+            raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this skips; use r3")
 
     def _check_cut(self) -> None:
         """ValueError where responses come from a part of the distribution, and nothing corrects for it."""
         if self.rollout.cut is not None and self.algorithm.correction is None:
             raise ValueError(
-                f"{self.rollout.cut}: responses then come from a part of the policy's distribution, and the loss would take them for the "
-                "whole's; algorithm.correction (say {type: tis}) weighs each token by policy over engine"
+                f"{self.rollout.cut}: responses then come from a truncated policy distribution, but the loss would take it for the whole "
+                "one; algorithm.correction (such as {type: tis}) weights each token by policy over engine"
             )
 
     def _check_mode(self) -> None:
@@ -227,16 +227,16 @@ class TrainConfig(TrainingSettings):
         for key, needs in (("budget_tokens", "budget"), ("max_lag", "free")):
             value = getattr(rollout, key)
             if (rollout.mode == needs) != (value is not None):
-                raise ValueError(f"rollout.{key}={value} with {mode}: {needs} needs it, and nothing else has it")
+                raise ValueError(f"rollout.{key}={value} with {mode}: {needs} needs it, and no other mode takes it")
         if rollout.mode == "sync":
             return
         if self.placement.engines == "shared":
-            raise ValueError(f"{mode}: engines respond while ranks learn, and placement.engines=shared lets one of them work at a time")
+            raise ValueError(f"{mode}: engines generate while ranks learn, but placement.engines=shared lets only one side work at a time")
         if self.algorithm.correction is None and self.train.old_logp != "rollout":
             raise ValueError(
-                f"{mode}: responses then come from older weights than those that learn from them, and nothing corrects for it; "
-                "algorithm.correction (say {type: tis}) weighs each token by policy over engine, train.old_logp=rollout takes the engine's "
-                "log-probs as the old ones"
+                f"{mode}: responses then come from older weights than those in training, and nothing corrects for it: set "
+                "algorithm.correction (such as {type: tis}), which weights each token by policy over engine, or train.old_logp=rollout, "
+                "which takes the engine's log-probs as the old ones"
             )
 
     def _check_under_way(self) -> None:
@@ -250,7 +250,7 @@ class TrainConfig(TrainingSettings):
             f"algorithm.type={algorithm.type}": algorithm.needs_greedy,
         }
         for key in (key for key, there in cannot.items() if there and mode in ("budget", "free")):
-            raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses are under way over several steps")
+            raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses span several steps")
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
@@ -308,7 +308,9 @@ class LearnConfig(TrainingSettings):
     @model_validator(mode="after")
     def _patience_has_evaluations(self) -> LearnConfig:
         if self.learn.patience and not self.learn.eval_every:
-            raise ValueError(f"{self.section}.patience={self.learn.patience}: {self.section}.eval_every=0 evaluates nothing on the way")
+            raise ValueError(
+                f"{self.section}.patience={self.learn.patience}: {self.section}.eval_every=0 runs no evaluations during training"
+            )
         return self
 
 

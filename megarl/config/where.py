@@ -15,7 +15,7 @@ def _checked(where: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(condition, Mapping):
             values = condition if isinstance(condition, list) else [condition]
             if not values or not all(isinstance(value, str | int | float) for value in values):
-                raise ValueError(f"{column}: must be texts, numbers, true or false, or a mapping of min and max (got {condition!r:.80})")
+                raise ValueError(f"{column}: must be strings, numbers, true or false, or a mapping of min and max (got {condition!r:.80})")
             continue
         if not condition or not condition.keys() <= {"min", "max"} or not all(map(_is_number, condition.values())):
             raise ValueError(f"{column}: a range has the numbers min, max or both (got {condition!r:.80})")

@@ -44,7 +44,7 @@ class _Reader(yaml.SafeLoader):
         if self._level > MOST_LEVELS:
             raise _fault(f"more than {MOST_LEVELS} levels", event.start_mark)
         if getattr(event, "tag", None) is not None:
-            raise _fault(f"the tag {event.tag!r}, and there are none here", event.start_mark)
+            raise _fault(f"the tag {event.tag!r}, and tags are not supported", event.start_mark)
         node = super().compose_node(parent, index)
         self._level -= 1
         if alias and id(node) not in self._sizes:
@@ -60,7 +60,7 @@ class _Reader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise _fault("a key is no text", key.start_mark)
+                raise _fault("a key is not a string", key.start_mark)
             if key.value in seen:
                 raise _fault(f"the key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)

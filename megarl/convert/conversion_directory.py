@@ -48,7 +48,8 @@ class ConversionDirectory:
             if begun != text:
                 differing = _difference(json.loads(begun), plan)
                 raise ConfigError(
-                    f"convert: {self.partial} was begun otherwise ({differing}): remove it and {self.journal}, or convert to another place"
+                    f"convert: {self.partial} was started with other settings ({differing}): remove it and {self.journal}, or "
+                    "convert to another place"
                 ) from None
         finally:
             mine.unlink()

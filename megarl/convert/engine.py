@@ -96,7 +96,9 @@ def run(conversion: Conversion, directory: ConversionDirectory, workers: int) ->
             return directory.final.exists()
         directory.finish(lambda: conversion.complete(done))
     except OSError as error:
-        raise ConfigError(f"convert: {error.filename or directory.partial}: {error.strerror}; the same command goes on from here") from None
+        raise ConfigError(
+            f"convert: {error.filename or directory.partial}: {error.strerror}; the same command continues from here"
+        ) from None
     return True
 
 

@@ -32,23 +32,25 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     one = verbs.add_parser("hf-to-megatron", help="a Hugging Face directory into OUT/step_000000")
     one.add_argument("source", type=Path, metavar="HF_DIR")
-    one.add_argument("out", type=Path, metavar="OUT", nargs="?", help="needed but with --plan")
+    one.add_argument("out", type=Path, metavar="OUT", nargs="?", help="required, except with --plan")
     one.add_argument("--head", choices=("lm", "value"), help="value: a critic or reward model, from a language model with a fresh head")
-    one.add_argument("--tp", type=int, default=1, help="cuts parameters as ranks of this tensor parallelism read them (any layout can)")
     one.add_argument(
-        "--etp", type=int, default=1, help="the same for experts; layers and experts always lie apart, whatever pp, vpp and ep"
+        "--tp", type=int, default=1, help="splits parameters as ranks with this tensor parallelism read them (any layout can load them)"
     )
-    one.add_argument("--drop-mtp", action="store_true", help="leaves layers of multi-token prediction out")
+    one.add_argument(
+        "--etp", type=int, default=1, help="the same for experts; layers and experts are always stored separately, whatever pp, vpp and ep"
+    )
+    one.add_argument("--drop-mtp", action="store_true", help="leaves out multi-token prediction layers")
     two = verbs.add_parser("megatron-to-hf", help="a model of a step directory into a Hugging Face directory")
     two.add_argument("source", type=Path, metavar="STEP_OR_RUN", help="a step directory, or a run: its newest step")
     two.add_argument("out", type=Path, metavar="OUT")
-    two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, where the step carries none")
-    two.add_argument("--shard-gb", type=float, default=5.0, help="bytes of one file, in 10^9 (default 5)")
+    two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, if the step has none")
+    two.add_argument("--shard-gb", type=float, default=5.0, help="size of one file, in 10^9 bytes (default 5)")
     for verb in (one, two):
         verb.add_argument("--model", metavar="NAME", help="of the model in the step directory: policy, critic, ...")
-        verb.add_argument("--dtype", choices=("float32", "bfloat16"), help="casts; without it every tensor keeps its own")
+        verb.add_argument("--dtype", choices=("float32", "bfloat16"), help="casts to this dtype; without it every tensor keeps its own")
         verb.add_argument("--workers", type=int, default=4, help="threads (default 4); they share the memory of two layers")
-        verb.add_argument("--plan", action="store_true", help="checks and prints the plan; of HF_DIR, config.json alone is needed")
+        verb.add_argument("--plan", action="store_true", help="checks and prints the plan; needs only config.json from HF_DIR")
     return top
 
 
@@ -111,7 +113,7 @@ def _to_hf(given: argparse.Namespace) -> int:
 
     step = to_hf.find_step(given.source)
     if not 1 <= given.shard_gb * GB <= MOST_SHARD:
-        raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is no size of a file")
+        raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is not a valid file size")
     conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
     if given.plan:
         say(*summary(conversion.items, len(conversion.units)))
@@ -124,7 +126,7 @@ def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -
 
     begun = time.perf_counter()
     if not run(conversion, directory, workers):
-        say(f"megarl: {directory.final}: other processes still hold the rest")
+        say(f"megarl: {directory.final}: other processes are still converting the rest")
         return 1
     seconds, size = time.perf_counter() - begun, sum(item.size for item in conversion.items)
     speed = f"{size / GB:.3f} GB in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s"

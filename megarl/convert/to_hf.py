@@ -89,7 +89,7 @@ class ToHF(Conversion):
     def _read_config(self, like: Path | None) -> dict[str, Any]:
         if like is None and not (self._hf / CONFIG).is_file():
             raise ConfigError(
-                f"convert: {self._step.path / self._model} carries no {HF}/{CONFIG}: name a directory with it (--like HF_DIR)"
+                f"convert: {self._step.path / self._model} has no {HF}/{CONFIG}: name a directory that has one (--like HF_DIR)"
             )
         config = read_config(self._hf)
         family_of(config)
@@ -115,7 +115,7 @@ class ToHF(Conversion):
                 raise ConfigError(f"convert: {folder}: {key} has shape {list(shape)}, expected {list(expected)} by {CONFIG}")
         extra = sorted(self._weights.keys() - asked.keys())
         if extra:
-            raise ConfigError(f"convert: {folder} holds {extra[0]}, which the model has not ({len(extra)} such)")
+            raise ConfigError(f"convert: {folder} holds {extra[0]}, which the model does not have ({len(extra)} such tensors)")
         try:
             check_cover(self._reader.shards(self._weights))
         except ValueError as error:

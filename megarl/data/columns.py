@@ -150,7 +150,7 @@ def _none(held: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], p
         f"{name} is {', '.join(f'{value!r:.40}' for value in values[:SHOWN])}{', ...' if len(values) > SHOWN else ''}"
         for name, values in held.items()
     )
-    return ConfigError(f"{key}.where: takes none of {read:,} rows of {path}, where {said}")
+    return ConfigError(f"{key}.where: selects none of the {read:,} rows of {path}, where {said}")
 
 
 def _names(row: dict[str, Any]) -> list[str]:

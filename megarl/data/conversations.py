@@ -151,6 +151,6 @@ def _turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, plac
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"{place}: the model's chat template refuses the conversation: {first_line(error)}") from None
         if not before.startswith(read):
-            raise ConfigError(f"{place}: message {number}: the chat template renders what comes before it otherwise than it was said")
+            raise ConfigError(f"{place}: message {number}: the chat template changes the messages before it")
         yield before[len(read) :], message["content"]
         read = before + message["content"] + str(tokenizer.eos_token)

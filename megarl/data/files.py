@@ -146,15 +146,15 @@ def arrow_files(path: Path, key: str) -> list[Path]:
         state = read_json(path / "state.json", MOST_LINE)
         names = [str(file["filename"]) for file in state["_data_files"]]
         if state.get("_indices_data_files"):
-            raise ConfigError(f"{key}: {path} was saved with an order of its own; flatten_indices() before save_to_disk writes it out")
+            raise ConfigError(f"{key}: {path} was saved with an index mapping; call flatten_indices() before save_to_disk")
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file elsewhere")
         if missing := [name for name in names if not (path / name).is_file()]:
-            raise ValueError(f"it names {missing[0]}, which is no file of the directory")
+            raise ValueError(f"it names {missing[0]}, which is not a file in the directory")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{key}: {path} is no directory of `datasets` (save_to_disk): state.json: {first_line(error)}") from None
+        raise ConfigError(f"{key}: {path} is not a directory of `datasets` (save_to_disk): state.json: {first_line(error)}") from None
     return [path / name for name in names]
 
 

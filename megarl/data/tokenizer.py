@@ -128,7 +128,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
     templates = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
     with suppress(TemplateSyntaxError):
         if any(token[1:] == ("operator", "**") for template in templates for token in Environment().lex(template)):
-            raise ConfigError(f"{key}: the model's chat template raises to a power (**), which can take for ever")
+            raise ConfigError(f"{key}: the model's chat template raises to a power (**), which can take forever")
     try:
         [said] = render_chats(tokenizer, [[{"role": "user", "content": _PROBE}]])
     except (TimeoutError, MemoryError) as error:

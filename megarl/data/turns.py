@@ -62,7 +62,9 @@ class TurnTokens:
         """
         [whole] = render_chats(self._tokenizer, [[*said, *messages]])
         if not whole.startswith(before + self._end):
-            raise ValueError(f"renders {before + self._end!r:.120} anew once messages follow: {whole[: len(before + self._end)]!r:.120}")
+            raise ValueError(
+                f"renders {before + self._end!r:.120} differently once messages follow: {whole[: len(before + self._end)]!r:.120}"
+            )
         return whole[len(before + self._end) :]
 
 

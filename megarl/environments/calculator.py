@@ -24,11 +24,11 @@ _ONE: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: oper
 def calculate(expression: str) -> str:
     """The value of `+ - * / // % **` and brackets over numbers. ValueError, with what the model should know, where it has none."""
     if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, and {LONGEST} are the most")
+        raise ValueError(f"the expression has {len(expression)} characters, more than {LONGEST}")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, SystemError):  # SystemError: Python 3.11 parses in one thread at a time
-        raise ValueError("this is no arithmetic expression") from None
+        raise ValueError("this is not an arithmetic expression") from None
     except (ArithmeticError, TypeError) as error:
         raise ValueError(str(error)) from None
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -48,10 +48,10 @@ def _value(node: ast.AST) -> int | float:
         if base and abs(power) * abs(math.log10(abs(base))) > math.log10(LARGEST):
             raise ValueError("the result is too large")
         return _bounded(base**power)
-    raise ValueError(f"{ast.unparse(node)!r:.80} is no number or operation that the calculator has")
+    raise ValueError(f"{ast.unparse(node)!r:.80} is not a number or operation that the calculator supports")
 
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, complex) or not abs(value) <= LARGEST:
-        raise ValueError("the result is too large, or no real number")
+        raise ValueError("the result is too large, or not a real number")
     return value

@@ -58,9 +58,9 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         name = schema["function"]["name"]
         told, untold = (render_chats(tokenizer, [[{"role": "user", "content": "Q"}]], tools)[0] for tools in ([schema], None))
         if told == untold or name not in told:
-            raise ConfigError(f"{KEY}.tools: the model's chat template tells nothing of {name!r}: the model would never call it")
+            raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
         if "<tool_call>" not in told:
-            raise ConfigError(f"{KEY}.tools: the model's chat template has another format of calls than <tool_call>JSON</tool_call>")
+            raise ConfigError(f"{KEY}.tools: the model's chat template uses another call format than <tool_call>JSON</tool_call>")
     if isinstance(settings.source, HttpEnvironment):
         from megarl.environments import http
 

@@ -66,7 +66,7 @@ class ProcessHost:
             if episode.home is not process:
                 for past, answer in episode.history:
                     if process.ask(past) != answer:
-                        raise EnvironmentFailed("not repeatable: played again from its seed it answered otherwise")
+                        raise EnvironmentFailed("not repeatable: replayed from its seed, it answered differently")
                 episode.home = process
             return process.ask(request)
         except _Gone as gone:
@@ -138,7 +138,7 @@ class _EnvironmentProcess:
                 return
             case ["refused", str(text)]:
                 raise ConfigError(f"environment.source.{printable(text)}")
-        raise _Gone("worker died: it wrote what is no answer")
+        raise _Gone("worker died: it wrote an invalid answer")
 
     def ask(self, request: WorkerRequest) -> Turn:
         """The answer. EnvironmentFailed where the environment has none, _Gone where the process is done with."""
@@ -152,7 +152,7 @@ class _EnvironmentProcess:
                         return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:
                 raise EnvironmentFailed(printable(text))
-        raise _Gone("worker died: it wrote what is no answer")
+        raise _Gone("worker died: it wrote an invalid answer")
 
     def _send(self, message: Any) -> None:
         try:
@@ -173,7 +173,7 @@ class _EnvironmentProcess:
         except (EOFError, ConnectionError):
             raise _Gone(self._sandboxed.death()) from None
         except (BadMessage, ValueError, RecursionError):
-            raise _Gone("worker died: it wrote what is no answer") from None
+            raise _Gone("worker died: it wrote an invalid answer") from None
 
     def kill(self) -> None:
         """Ends it and all that it has started."""

@@ -124,7 +124,7 @@ def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
         raise ProtocolFault(f"step returned info={info!r:.80} ({type(info).__name__}), not a dictionary")
     numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if _is_number(value, FINITE)}
     if len(numbers) > MOST_INFO:
-        raise ProtocolFault(f"step returned info of {len(numbers)} numbers, and {MOST_INFO} are the most")
+        raise ProtocolFault(f"step returned info of {len(numbers)} numbers, more than {MOST_INFO}")
     return float(reward), numbers
 
 

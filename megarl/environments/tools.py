@@ -84,7 +84,7 @@ class ToolsEpisode:
         answers: list[Message] = []
         for number, call in enumerate(calls[: MOST_CALLS + 1]):
             if number == MOST_CALLS:
-                said, worked = f"error: {len(calls)} calls in one turn, and {MOST_CALLS} are the most", False
+                said, worked = f"error: {len(calls)} calls in one turn, more than {MOST_CALLS}", False
             else:
                 said, worked = await self._host.call(call)
             self._calls, self._errors = self._calls + 1, self._errors + (not worked)

@@ -48,7 +48,7 @@ def work(channel: Channel, answer: Answer) -> None:
         else:
             said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
             size = len(json.dumps(said))
-            answer(*said) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, and {ANSWER_BYTES} are the most")
+            answer(*said) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, more than {ANSWER_BYTES}")
 
 
 class _Draws:

@@ -25,7 +25,7 @@ def number(hf: Mapping[str, Any], key: str) -> int:
     if key not in hf:
         raise ConfigError(f"model.path: config.json lacks {key}")
     if type(hf[key]) is not int or hf[key] < 1:
-        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is no positive integer")
+        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is not a positive integer")
     if hf[key] > _MOST:
         raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is more than {_MOST}")
     return hf[key]
@@ -283,7 +283,9 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
     if n.experts % groups or chosen > groups:
         raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
     if groups > chosen and topk // chosen != 2:  # moe_utils.py:559 scores a group by its best topk // topk_group experts, the model by two
-        raise ConfigError(f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron rates groups by so many")
+        raise ConfigError(
+            f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron scores each group by two experts"
+        )
     return {
         "num_moe_experts": n.experts,
         "moe_ffn_hidden_size": n.expert_ffn,

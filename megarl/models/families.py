@@ -73,12 +73,14 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
     further = sorted(name for name in held if name.startswith(predictors))
     if further and not drop_mtp:
         raise ConfigError(
-            f"model.path: {path} holds {further[0]} and {len(further) - 1} more tensors of multi-token prediction, which megarl does not "
-            "train (model.drop_mtp=true leaves them out of it and of what is saved)"
+            f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
+            "train (model.drop_mtp=true leaves them out of the model and of what is saved)"
         )
     unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)) - set(further))
     if unknown:
-        raise ConfigError(f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} has not ({len(unknown)} such)")
+        raise ConfigError(
+            f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} does not have ({len(unknown)} such tensors)"
+        )
     return config
 
 
@@ -93,7 +95,7 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
                 f"({family.heads[head].architecture}) is needed"
             )
         if labels != 1:
-            raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model has 1")
+            raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model must have exactly 1")
 
 
 def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
@@ -106,7 +108,7 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
     ends = config.get("eos_token_id")
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if token >= vocab:
-            raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is no token of vocab_size={vocab}")
+            raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
 
 
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:

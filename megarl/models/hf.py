@@ -294,7 +294,7 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
     files = {file.name for file in path.iterdir() if file.is_file()}
     for file in sorted(set(placed.values())):
         if file not in files:
-            raise ConfigError(f"model.path: {path / INDEX} names {file!r:.300}, which is no file of the directory")
+            raise ConfigError(f"model.path: {path / INDEX} names {file!r:.300}, which is not a file in the directory")
         headers[file] = header(path / file)
     for name, file in placed.items():
         if name not in headers[file]:
@@ -309,14 +309,14 @@ def header(file: Path) -> dict[str, TensorInfo]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 <= length <= min(size - 8, _HEADER_LIMIT):
-            raise ConfigError(f"model.path: {file} is no safetensors file: {size} bytes, header of {length}")
+            raise ConfigError(f"model.path: {file} is not a safetensors file: {size} bytes, header of {length}")
         raw = stream.read(length)
     try:
         found = parse_json(raw)
     except ValueError as error:
-        raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object: {error}") from None
+        raise ConfigError(f"model.path: {file} is not a safetensors file: its header is not a JSON object: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"model.path: {file} is no safetensors file: its header is no JSON object")
+        raise ConfigError(f"model.path: {file} is not a safetensors file: its header is not a JSON object")
     return {name: _entry(file, name, entry, 8 + length, size) for name, entry in found.items() if name != "__metadata__"}
 
 
@@ -341,5 +341,5 @@ def _json_object(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"model.path: {file} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"model.path: {file} holds no JSON object")
+        raise ConfigError(f"model.path: {file} is not a JSON object")
     return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import Layout
+from megarl.config import ConfigError, Layout
 from megarl.models.families import family_of
 from megarl.models.upstream_fields import check_values, fields_of
 
@@ -51,6 +51,7 @@ _ABSENT: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
+ATTENTION = ("auto", "flash", "fused", "unfused")  # of Transformer Engine; names of Megatron's AttnBackend
 _SOURCES = {"transformer/transformer_config.py": ("TransformerConfig",), "model_parallel_config.py": ("ModelParallelConfig",)}
 
 
@@ -63,6 +64,9 @@ def megatron_fields() -> dict[str, Any]:
 def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """ConfigError for a key of `model.megatron` that is no field, with the nearest name, one of `fixed` (see `fixed_fields`), or a value
     of another type than Megatron's."""
+    attention = overrides.get("attention_backend", "auto")
+    if attention not in ATTENTION:
+        raise ConfigError(f"model.megatron.attention_backend: {attention!r} is none of {', '.join(ATTENTION)}")
     if overrides:
         owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
         check_values("model.megatron", overrides, megatron_fields(), owned, "Megatron's TransformerConfig")
@@ -102,7 +106,17 @@ def _layout(layout: Layout) -> dict[str, Any]:
 
 
 def _precision(dtype: str) -> dict[str, Any]:
-    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == "bfloat16", "fp16": False}
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == "bfloat16",
+        "fp16": False,
+        # Their layers take rows by the eight or more, and keep scales that no checkpoint here holds.
+        "fp8": None,
+        "fp8_param": False,
+        "fp4": None,
+        "fp4_param": False,
+    }
 
 
 def _laws() -> dict[str, Any]:

@@ -10,8 +10,8 @@ from megarl.models.upstream_fields import check_values, fields_of
 
 _ADAMW = "the optimizer is AdamW, distributed over the ranks"
 _PRECISION = "set by model.dtype"
-_NARROW = "checkpoints hold main weights and moments in float32, and know no others"
-_FSDP = "weights are whole on every replica: layout divides them"
+_NARROW = "checkpoints store main weights and moments in float32 only"
+_FSDP = "weights are complete on every replica; layout splits them"
 
 
 def _because(reason: str, *names: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ OPTIMIZER = {
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
     ),
-    **_because("the weights of all chunks are gathered alike", "overlap_param_gather_with_optimizer_step"),
+    **_because("the weights of all chunks are gathered in the same way", "overlap_param_gather_with_optimizer_step"),
     **_because("megarl measures and logs", "timers", "barrier_with_L1_time", "log_num_zeros_in_grad"),
     **_because("no tensor is given by the configuration", "config_logger_dir"),
 }

@@ -90,7 +90,7 @@ class Alarms:
             if value is not None and "reward/mean" in values:
                 first = self._first.setdefault(name, value)
                 if value < share * first:
-                    found[event] = f"{event.replace('_', ' ')}: {name} is {value:.3g}, and was {first:.3g} at first"
+                    found[event] = f"{event.replace('_', ' ')}: {name} is {value:.3g}, down from {first:.3g} at first"
         return found
 
     def _critic(self, values: Mapping[str, float]) -> dict[str, str]:
@@ -126,7 +126,7 @@ class Alarms:
             steps = self._lasts(f"{side} starved", share > STARVED)
             if steps >= STARVED_STEPS:
                 found[f"{side}_starved"] = (
-                    f"{side} starved: for {steps} steps they have had nothing to do in more than {STARVED:.0%} of the time, "
+                    f"{side} starved: for {steps} steps they have had nothing to do for more than {STARVED:.0%} of the time, "
                     f"now {share:.0%}, although the engines are ahead of the ranks; {advice}"
                 )
         return found
@@ -145,8 +145,8 @@ class Alarms:
             steps = self._lasts(f"{name} rerouted", share > settings.alarm)
             if steps >= REROUTED_STEPS:
                 found[f"{name}_routing"] = (
-                    f"{name} routing: for {steps} steps {who} have chosen other experts in more than routing.alarm={settings.alarm:.0%} of "
-                    f"the choices, now {share:.0%}; set routing.replay to {remedy}"
+                    f"{name} routing: for {steps} steps {who} chose different experts in more than routing.alarm={settings.alarm:.0%} "
+                    f"of the choices, now {share:.0%}; set routing.replay to {remedy}"
                 )
         return found
 
@@ -159,7 +159,7 @@ class Alarms:
             if steps >= KL_STEPS:
                 found["kl_beyond_target"] = (
                     f"KL beyond target: for {steps} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
-                    "nats a response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
+                    "nats per response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
                 )
         outside = values.get("reward/outside/mean")
         if outside is not None:
@@ -192,9 +192,9 @@ class Alarms:
         if then is None or reward is None or reward <= then or rate >= best - fall:
             return {}
         return {
-            "over_optimisation": f"over-optimisation: the held-out score of {place.removeprefix('eval/')} is {rate:.3g} and was "
+            "over_optimisation": f"over-optimisation: the held-out score of {place.removeprefix('eval/')} is {rate:.3g}, down from "
             f"{best:.3g}, while the reward has risen from {then:.3g} to {reward:.3g}; stop at the best evaluation, raise algorithm.kl_coef "
-            "(lower kl_target) or mend the reward"
+            "(lower kl_target) or fix the reward"
         }
 
 

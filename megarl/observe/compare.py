@@ -56,13 +56,13 @@ class Told:
 def main(arguments: Sequence[str]) -> int:
     """Prints the table and draws the picture. Raises ConfigError where there is no run."""
     top = argparse.ArgumentParser(
-        prog="megarl compare", description="Runs beside each other: numbers, what differs in their configurations, one picture."
+        prog="megarl compare", description="Compares runs side by side: numbers, differences in their configurations, one picture."
     )
-    top.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory; it may be one that still goes on")
+    top.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory; the run may still be going")
     top.add_argument("--picture", type=Path, default=Path("compare.png"), metavar="FILE", help="where the picture goes (compare.png)")
     given = top.parse_args(list(arguments))
     if not given.picture.suffix:
-        raise ConfigError(f"compare: --picture {given.picture}: its name does not end in a kind of picture, such as .png")
+        raise ConfigError(f"compare: --picture {given.picture}: unknown picture format; end the name in one such as .png")
     if len(given.runs) > MOST_RUNS:
         raise ConfigError(f"compare: {len(given.runs)} runs, more than {MOST_RUNS}")
     runs = [read(path) for path in given.runs]
@@ -80,7 +80,7 @@ def read(path: Path) -> Told:
     """A run from its directory. ConfigError where it is none."""
     for name in ("metrics.jsonl", "config.yaml"):
         if not (path / name).is_file():
-            raise ConfigError(f"compare: {path} is no run: it has no {name}")
+            raise ConfigError(f"compare: {path} is not a run: it has no {name}")
     try:
         config = dict(_flat(yaml_text.read(read_plain(path / "config.yaml", yaml_text.MOST_BYTES).decode()), ""))
         rows = read_json_lines(path / "metrics.jsonl")
@@ -114,7 +114,7 @@ def table(runs: Sequence[Told]) -> list[str]:
     for name in metrics(runs):
         how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
         rows.append([f"{name} ({how})", *(_cell(series(run.rows, name)[1], how) for run in runs)])
-    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not at its end" for run in runs)])
+    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not finished" for run in runs)])
     rows.append(["alarms", *(", ".join(run.end.alarms if run.end else ()) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
     sections = [{key.partition(".")[0] for key in run.config} for run in runs]

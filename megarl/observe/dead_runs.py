@@ -38,7 +38,7 @@ def _unscored(now: Values, first: Values) -> str | None:
     share = now.get("reward/unscored")
     if share is None:
         return None
-    return f"{share:.0%} of the responses are cut by the length limit and score 0 without being read" if share > UNSCORED else ""
+    return f"{share:.0%} of the responses are cut by the length limit and score 0 unread" if share > UNSCORED else ""
 
 
 def _rewards_equal(now: Values, first: Values) -> str | None:
@@ -66,28 +66,28 @@ def _entropy(now: Values, first: Values) -> str | None:
     entropy, before = now.get("actor/entropy"), first.get("actor/entropy")
     if entropy is None or before is None or "reward/mean" not in now:
         return None
-    return f"actor/entropy is {entropy:.3g}, and was {before:.3g} at first" if entropy > max(EXPLODED * before, before + NATS) else ""
+    return f"actor/entropy is {entropy:.3g}, up from {before:.3g} at first" if entropy > max(EXPLODED * before, before + NATS) else ""
 
 
 def _reference(now: Values, first: Values) -> str | None:
     kl, length = now.get("actor/reference_kl"), now.get("response_length/mean")
     if kl is None or not length:
         return None
-    return f"the KL to the reference is {kl / length:.3g} nats a token" if kl > TOKEN_KL * length else ""
+    return f"the KL to the reference is {kl / length:.3g} nats per token" if kl > TOKEN_KL * length else ""
 
 
 def _step(now: Values, first: Values) -> str | None:
     kl = now.get("actor/ppo_kl")
     if kl is None:
         return None
-    return f"a step moves the policy by {kl:.3g} nats a token (actor/ppo_kl)" if kl > STEP_KL else ""
+    return f"a step moves the policy by {kl:.3g} nats per token (actor/ppo_kl)" if kl > STEP_KL else ""
 
 
 def _engine(now: Values, first: Values) -> str | None:
     kl = now.get("rollout_corr/kl")
     if kl is None:
         return None
-    return f"engine and trainer differ by {kl:.3g} nats a token (rollout_corr/kl)" if kl > ENGINE_KL and not _lag(now) else ""
+    return f"engine and trainer differ by {kl:.3g} nats per token (rollout_corr/kl)" if kl > ENGINE_KL and not _lag(now) else ""
 
 
 def _stale(now: Values, first: Values) -> str | None:
@@ -95,7 +95,7 @@ def _stale(now: Values, first: Values) -> str | None:
     if kl is None:
         return None
     moved = (
-        f"the policy has moved by {kl:.3g} nats a token (rollout_corr/kl) in the {_lag(now):.2g} updates since its responses were sampled"
+        f"the policy has moved by {kl:.3g} nats per token (rollout_corr/kl) in the {_lag(now):.2g} updates since its responses were sampled"
     )
     return moved if kl > ENGINE_KL and _lag(now) else ""
 
@@ -110,43 +110,43 @@ def _length(now: Values, first: Values) -> str | None:
     if cut is None or before is None or mean is None or start is None:
         return None
     there = mean > LONGER * start and cut > CUT > 2 * before
-    return f"responses have {mean:.0f} tokens and had {start:.0f} at first; {cut:.0%} are cut, and {before:.0%} were" if there else ""
+    return f"responses have {mean:.0f} tokens, up from {start:.0f} at first; {cut:.0%} are cut off, up from {before:.0%}" if there else ""
 
 
 READ = "read some: megarl samples RUN"
 SIGNS = {
     "all_truncated": Sign(
         _truncated,
-        "raise rollout.max_response_tokens, ask for shorter answers in the prompt, or look why the model does not end by itself (chat "
+        "raise rollout.max_response_tokens, ask for shorter answers in the prompt, or find out why the model does not stop by itself (chat "
         f"template, eos_token); {READ} --truncated",
     ),
     "responses_unscored": Sign(
         _unscored,
-        "reward.require_finished=true asks for that: raise rollout.max_response_tokens, ask for shorter answers, or set "
+        "reward.require_finished=true causes this: raise rollout.max_response_tokens, ask for shorter answers, or set "
         f"reward.require_finished=false, which has the reward read them; {READ} --truncated",
     ),
     "rewards_equal": Sign(
         _rewards_equal,
-        "nothing can be learned from that: with 0 the task is too hard, or the reward does not find the answer (its format, "
-        f"reward.require_finished); with the highest reward it is too easy; {READ} --best",
+        "nothing can be learned from this: if they score 0, the task is too hard or the reward does not find the answer (its "
+        f"format, reward.require_finished); if they get the highest reward, it is too easy; {READ} --best",
     ),
     "groups_equal": Sign(
         _groups_equal,
-        "group advantages are then 0: take prompts that the policy solves now and then, more rollout.samples_per_prompt, a higher "
+        "group advantages are then 0: use prompts that the policy sometimes solves, more rollout.samples_per_prompt, a higher "
         "rollout.temperature, or train.dynamic_sampling_rounds",
     ),
     "no_gradient": Sign(
-        _no_gradient, f"the weights do not change: the rewards are all equal, or no response is learned from (train.drop_truncated); {READ}"
+        _no_gradient, f"the weights do not change: all rewards are equal, or no response is used (train.drop_truncated); {READ}"
     ),
     "entropy_explosion": Sign(
-        _entropy, "lower optimizer.lr, raise algorithm.kl_coef, or lower an entropy bonus; the policy is on its way to noise"
+        _entropy, "lower optimizer.lr, raise algorithm.kl_coef, or lower an entropy bonus; the policy is turning into noise"
     ),
     "kl_runs_away": Sign(_reference, "raise algorithm.kl_coef, set algorithm.kl_target, or lower optimizer.lr"),
     "steps_too_large": Sign(_step, "lower optimizer.lr, train.epochs or train.mini_batches, or clip more tightly"),
     "engine_differs": Sign(
         _engine,
-        "the policy is trained on what it did not say: set algorithm.correction, rollout.dtype as model.dtype, fp32_head on both sides, "
-        "and of a mixture routing.replay=r3",
+        "the responses come from a different distribution than the policy's: set algorithm.correction, the same rollout.dtype and "
+        "model.dtype, fp32_head on both sides, and for an MoE routing.replay=r3",
     ),
     "responses_too_old": Sign(_stale, "lower optimizer.lr, rollout.max_lag, or raise rollout.budget_tokens"),
     "length_runs_away": Sign(
@@ -164,7 +164,7 @@ def learned_nothing(steps: int, still: int, equal: int, unscored: int) -> str | 
         equal: those whose responses all scored the same.
         unscored: those of whose responses most scored 0 because they were cut.
     """
-    why = f"; in {unscored} of them most responses were cut and scored 0 without being read (reward.require_finished)" if unscored else ""
+    why = f"; in {unscored} of them most responses were cut off and scored 0 unread (reward.require_finished)" if unscored else ""
     if steps and still == steps:
         return f"learned nothing: the gradient was 0 in all {steps} steps of the policy{why}"
     if steps and equal == steps:

@@ -47,7 +47,7 @@ def lines(run: Path) -> Iterator[str]:
         yield "<h2>Curves</h2>"
         yield f'<img alt="curves of the run" src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">'
     yield from _samples(samples.files(run))
-    yield "<h2>What it took</h2>"
+    yield "<h2>Time and memory</h2>"
     yield from _table(("phase", "seconds"), ((phase, f"{seconds:,.1f}") for phase, seconds in summary["wall_s"].items()))
     yield from _table(("process", "peak memory, MB"), ((kind, f"{size:,.0f}") for kind, size in summary["peak_rss_mb"].items()))
     yield "<h2>Configuration</h2>"
@@ -99,8 +99,8 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
     if not files:
         return
     shown = [files[index] for index in samples.spread(len(files), MOST_FILES)]
-    left_out = f", {len(files) - len(shown)} files are left out (megarl samples shows them)" if len(shown) < len(files) else ""
-    yield f'<h2>Samples</h2>\n<p class="note">the newest first{left_out}</p>'
+    left_out = f", {len(files) - len(shown)} files omitted (megarl samples shows them)" if len(shown) < len(files) else ""
+    yield f'<h2>Samples</h2>\n<p class="note">newest first{left_out}</p>'
     for file in shown:
         records = sorted(file.records(), key=lambda record: -record.reward)
         mean = sum(record.reward for record in records) / max(1, len(records))

@@ -19,7 +19,7 @@ PANELS: dict[str, Sequence[str]] = {
     HELD_OUT: (),  # those of the run's sets
     "accuracy": ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy"),
     "margin": ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin"),
-    "held-out log-prob, less the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
+    "held-out log-prob minus the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
     "entropy": ("actor/entropy",),
     "response length": ("response_length/mean", "response_length/max"),
     "gradient norm": ("actor/grad_norm", "rm/grad_norm"),

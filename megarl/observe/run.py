@@ -112,12 +112,12 @@ class Run:
     def _begin(self) -> None:
         """Says what became of what was there, and what will be there."""
         if self._resumed is not None:
-            self._console.note(f"goes on from the checkpoint of step {self._step}")
+            self._console.note(f"resuming from the checkpoint of step {self._step}")
         elif self._aside is not None:
-            self._console.note(f"what an earlier run of this name left is in {self._aside}")
+            self._console.note(f"files of an earlier run with this name were moved to {self._aside}")
         config, steps = self._config, total_steps(self._config)
         if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
-            self._console.note(f"save.every=0: of {steps} steps none is saved on the way; a run that is killed begins anew")
+            self._console.note(f"save.every=0: none of the {steps} steps is saved as a checkpoint; a killed run starts over")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._console.__exit__(kind, error, trace)
@@ -125,7 +125,7 @@ class Run:
         if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
             self._console.note(f"interrupted after step {self._step}; {self._saved()}")
         elif isinstance(error, Exception) and not isinstance(error, ConfigError | Stopped) and any((self.directory / LOGS).iterdir()):
-            self._console.note(f"what its processes printed is in {self.directory / LOGS}")
+            self._console.note(f"the output of its processes is in {self.directory / LOGS}")
         try:
             if kind is None:
                 self._finish()
@@ -190,7 +190,7 @@ class Run:
         self._judged += len(scores) - len(errors)
         self._useless = self._useless + 1 if len(errors) == len(scores) else 0
         if self._useless >= USELESS:
-            raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times on end: {one_line(errors[-1])}")
+            raise RewardUnavailable(f"the reward function has failed on every response, {USELESS} times in a row: {one_line(errors[-1])}")
         for score in scores:
             kind = None if score.error is None else score.error.partition(":")[0]
             if kind is not None and kind not in self._failed:
@@ -261,8 +261,8 @@ class Run:
         """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
         self._restarts.append({"step": self._step, **asdict(restart)})
         self._add_events(restart.metrics())
-        lost = f"; {restart.lost_steps} steps are done again" if restart.lost_steps else ""
-        self._console.note(f"goes on after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
+        lost = f"; {restart.lost_steps} steps are repeated" if restart.lost_steps else ""
+        self._console.note(f"resumed after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
 
     def rewind(self, state: Mapping[str, Any] | None) -> int:
         """Goes back to where `state` was taken, or to the beginning. Returns how many steps that are done are to be done again."""
@@ -303,10 +303,12 @@ class Run:
         """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
         alarm = state["ended_by"]
         if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
-            raise ConfigError(f"train.on_alarm: stop, and an alarm has ended this run ({alarm}); with continue it goes on")
+            raise ConfigError(f"train.on_alarm=stop: an alarm has ended this run ({alarm}); with continue it resumes")
         path, size = self.directory / METRICS, state["metrics_bytes"]
         if not path.is_file() or path.stat().st_size < size:
-            raise ConfigError(f"save.resume: {path} has not the {size} bytes that step {state['step']} left; restore it, or start anew")
+            raise ConfigError(
+                f"save.resume: {path} does not have the {size} bytes that step {state['step']} left; restore it, or start over"
+            )
         os.truncate(path, size)
         self._restarts = self._restarts or list(state["restarts"])  # those of this process, where it has gone back itself
         samples.forget_after(self.directory, state["step"])
@@ -322,13 +324,13 @@ class Run:
         try:
             return read_json_lines(self.directory / METRICS, skipped)
         except ConfigError as error:
-            raise ConfigError(f"save.resume: {error}; restore it, or start anew") from None
+            raise ConfigError(f"save.resume: {error}; restore it, or start over") from None
 
     def _saved(self) -> str:
         """What another start of the run would go on from."""
         latest = self.directory / CHECKPOINTS / "latest"
         there = latest.is_file()
-        return f"another start goes on from {latest.read_text().strip()}" if there else "another start begins anew (save.every)"
+        return f"another start resumes from {latest.read_text().strip()}" if there else "another start begins from scratch (save.every)"
 
     def _new_alarms(self) -> Alarms:
         if not isinstance(self._config, TrainConfig):
@@ -376,7 +378,7 @@ class Run:
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
         summary.show(result, Screen())
-        self._console.note(f"all of it is in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
+        self._console.note(f"results are in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
         if samples.files(self.directory):
             self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
         elif isinstance(self._config, SftConfig | DpoConfig):

@@ -23,25 +23,25 @@ def main(arguments: Sequence[str]) -> int:
     """Prints samples. Raises ConfigError where the run has none, or none that is asked for."""
     top = argparse.ArgumentParser(
         prog="megarl samples",
-        description="Responses that a run has kept (log.samples of each step, all of each evaluation), the newest first. What a terminal "
-        "would obey is shown as \\x1b and the like.",
+        description="Shows the responses that a run has kept (log.samples of each step, all of each evaluation), newest first. What a "
+        "terminal would obey is shown as \\x1b and the like.",
     )
     top.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    top.add_argument("--step", type=int, metavar="N", help="of this step alone")
-    top.add_argument("--set", metavar="NAME", help="of evaluations of this set alone, such as heldout; `train`: of training alone")
+    top.add_argument("--step", type=int, metavar="N", help="only this step")
+    top.add_argument("--set", metavar="NAME", help="only evaluations on this set, such as heldout; `train`: only training")
     order = top.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="the highest rewards first")
-    order.add_argument("--worst", action="store_true", help="the lowest rewards first")
-    top.add_argument("--truncated", action="store_true", help="those that the length limit has cut")
-    top.add_argument("--search", metavar="TEXT", help="those with this text in prompt, response or answer, in whatever case")
-    top.add_argument("--most", type=int, default=4, metavar="N", help="so many (4)")
+    order.add_argument("--best", action="store_true", help="highest rewards first")
+    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    top.add_argument("--truncated", action="store_true", help="only those cut off by the length limit")
+    top.add_argument("--search", metavar="TEXT", help="only those with this text in prompt, response or answer, ignoring case")
+    top.add_argument("--most", type=int, default=4, metavar="N", help="number of samples to show (default 4)")
     top.add_argument("--whole", action="store_true", help=f"texts of more than {LONGEST:,} characters too")
     given = top.parse_args(list(arguments))
     if given.most < 1:
         raise ConfigError(f"samples: --most {given.most}: must be 1 or more")
     found = chosen(run_of(given.run), given)
     if not found:
-        raise ConfigError(f"samples: {given.run} has none like that ({_of(files(run_of(given.run)))})")
+        raise ConfigError(f"samples: {given.run} has no such samples ({_of(files(run_of(given.run)))})")
     for file, record in found:
         say(*shown(file, record, given.whole))
     return 0
@@ -52,7 +52,7 @@ def run_of(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(f"samples: no such directory: {path}")
     if not files(path):
-        raise ConfigError(f"samples: {path} has none: it is no run of megarl, has taken no step, or log.samples=0")
+        raise ConfigError(f"samples: {path} has no samples: it is not a megarl run, has taken no step, or log.samples=0")
     return path
 
 

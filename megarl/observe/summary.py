@@ -98,7 +98,7 @@ def weights(when: str, step: int) -> str:
 
 def evaluations(summary: Summary) -> Table:
     """Every set's numbers, a column for each evaluation."""
-    table = Table("set", "", title="Evaluations: mean [interval of 95 %]", title_justify="left")
+    table = Table("set", "", title="Evaluations: mean [95 % interval]", title_justify="left")
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for when, evaluation in summary.evaluations.items():
         table.add_column(weights(when, evaluation.step), justify="right")
@@ -126,7 +126,7 @@ def show(summary: Summary, console: Console) -> None:
     for name, message in summary.alarms.items():
         table.add_row(f"alarm {name}", message)
     for restart in summary.restarts:
-        seconds = f"seen after {restart['detection_s']:.1f} s, replaced in {restart['recovery_s']:.1f} s"
+        seconds = f"detected after {restart['detection_s']:.1f} s, replaced in {restart['recovery_s']:.1f} s"
         table.add_row(
             f"restart: {restart['kind']}",
             f"after step {restart['step']}: {restart['fault']}; {seconds}, {restart['lost_steps']} steps lost",

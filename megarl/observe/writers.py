@@ -59,7 +59,7 @@ def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
             if not math.isfinite(rows[-1]["step"]):
                 raise ValueError
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-            raise ConfigError(f"{place}: no row of metrics: {line.rstrip()!r:.80}") from None
+            raise ConfigError(f"{place}: not a row of metrics: {line.rstrip()!r:.80}") from None
     return rows
 
 
@@ -116,7 +116,7 @@ def check(settings: LogSettings) -> None:
     from importlib.util import find_spec
 
     if settings.wandb and find_spec("wandb") is None:
-        raise ConfigError("log.wandb=true: the package wandb is not installed (the extra megarl[wandb] brings it)")
+        raise ConfigError("log.wandb=true: the package wandb is not installed (install megarl[wandb])")
 
 
 def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings, purge: int | None = None) -> Writers:

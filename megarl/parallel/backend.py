@@ -25,8 +25,23 @@ from megarl.parking import file_buffer
 
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # what it asks for: from the first on, before the second
-# Read by cuBLAS and Transformer Engine when they are first used; NCCL's choice between algorithms would depend on what it measures.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+# Read by cuBLAS and Transformer Engine when they are first used; NCCL's choice between algorithms would depend on what it measures. What
+# else is told to NCCL is what vLLM tells it in engines that are deterministic (vllm/model_executor/determinism/batch_invariant.py:1147):
+# they and the sending ranks form one communicator, and its ranks must agree.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_LAUNCH_MODE": "GROUP",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_MIN_NCHANNELS": "1",
+    "NCCL_NTHREADS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_P2P_NET_DISABLE": "1",
+    "NCCL_PROTO": "Simple",
+    "NCCL_SOCKET_NTHREADS": "1",
+}
 GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
 LOCAL = "Megatron's local ones with torch's attention"
 
@@ -244,7 +259,7 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed. ConfigError where it does not load, or is not what Megatron-core asks for."""
-    remedy = f"Megatron-core {MEGATRON} builds its layers on GPUs of it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
+    remedy = f"Megatron-core {MEGATRON} builds its GPU layers from it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -20,8 +22,14 @@ from megarl.parallel.value_head import ValueHead
 from megarl.text import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Fields that are torch's, which `fixed_fields` names.
-_NAMED: dict[str, dict[str, Any]] = {"activation_func": {"silu": F.silu}, "params_dtype": DTYPES, "pipeline_dtype": DTYPES}
+WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")  # of multi-latent attention, on every tensor-parallel rank
+# Fields that are torch's or of a type of Megatron's, by the names that YAML and `fixed_fields` have for them.
+_NAMED: dict[str, Mapping[str, Any]] = {
+    "activation_func": {"silu": F.silu},
+    "params_dtype": DTYPES,
+    "pipeline_dtype": DTYPES,
+    "attention_backend": AttnBackend.__members__,
+}
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
@@ -55,10 +63,11 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
         **backend.transformer_overrides,
         **_recompute(model.recompute),
     }
-    from_torch = {field: known[fixed[field]] for field, known in _NAMED.items()}
+    given = {**free, **model.megatron, **fixed}
+    named = {field: known[given[field]] for field, known in _NAMED.items() if field in given}
     kind = MLATransformerConfig if fixed.get("multi_latent_attention") else TransformerConfig
     try:
-        return kind(**{**free, **model.megatron, **fixed, **from_torch})
+        return kind(**{**given, **named})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model.megatron: refused by Megatron: {one_line(str(error)) or type(error).__name__}") from error
 
@@ -92,6 +101,10 @@ def build_chunks(
             # same two parts (dense, experts) in every layout, which resharding its state needs.
             if ".experts." in name:
                 parameter.allreduce = False
+            # Transformer Engine marks every weight as cut between tensor-parallel ranks (2.11, module/linear.py:1325), also those that are
+            # whole on each: the gradient's norm would count them tp times.
+            if name.endswith(WHOLE):
+                parameter.tensor_model_parallel = False
             assert parameter.dtype == config.params_dtype, f"{name} is {parameter.dtype}, expected {config.params_dtype}"
     return chunks
 

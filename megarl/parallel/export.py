@@ -98,7 +98,7 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
         told: list[Any] = [None, None]  # the directory, or why there is none
         if grid.rank == 0:
             if not head.known:
-                log.warning("%s: transformers has no class %s: megarl alone can load what is saved", target, head.architecture)
+                log.warning("%s: transformers has no class %s: only megarl can load what is saved", target, head.architecture)
             labels = family_of(hf).labels(hf, head_of(chunks))
             try:
                 writer = stack.enter_context(CheckpointWriter(target, source, str(dtype).removeprefix("torch."), labels))

@@ -89,6 +89,7 @@ class Trainable:
         self.chunks = chunks
         self.optimizer = optimizer
         self.steps = 0  # optimizer steps taken
+        self._whole = True  # the weights are whole on this rank
         self._settings, self._total = settings, total_steps
 
     def gradients(self) -> list[Tensor]:
@@ -105,11 +106,13 @@ class Trainable:
     def wait_for_weights(self) -> None:
         """Waits until the weights of the last step are whole on this rank. Collective.
 
-        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here.
+        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here. That is
+        done once for each step: weights that are parked have no room to be gathered into.
         """
-        for chunk in self.chunks:
+        for chunk in self.chunks if not self._whole else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+        self._whole = True
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
@@ -135,6 +138,7 @@ class Trainable:
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
+        self._whole = False
         self.optimizer.step_with_ready_grads()
         self.steps += 1
         return StepInfo(norm, rate, skipped=False)

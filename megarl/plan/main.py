@@ -29,16 +29,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
         prog="megarl plan",
-        description="What a configuration needs, from config.json alone: bytes on each rank, engine and node, seconds of a step, what "
+        description="What a configuration needs, from config.json alone: bytes on each rank, engine and node, seconds per step, what "
         "does not fit, and layouts that do. Starts nothing and needs neither weights nor GPUs.",
     )
     top.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
-    top.add_argument("--verb", choices=PLANNED, default="train", help="whose configuration it is (default: train)")
-    top.add_argument("--gpus", type=int, metavar="N", help="GPUs that there are (default: what the configuration asks for)")
+    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides a configuration value, as YAML")
+    top.add_argument("--verb", choices=PLANNED, default="train", help="the verb that the configuration is for (default: train)")
+    top.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: as many as the configuration uses)")
     top.add_argument("--gpu-gb", type=float, metavar="M", help="memory of each (default: cluster.gpu_memory_gb, or 80)")
-    top.add_argument("--device", choices=DEVICES, help="whose speed the times follow from (default: by memory)")
-    top.add_argument("--json", action="store_true", help="for programs")
+    top.add_argument("--device", choices=DEVICES, help="GPU type that the times are computed for (default: by memory)")
+    top.add_argument("--json", action="store_true", help="JSON output, for programs")
     return top
 
 

@@ -129,9 +129,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _found(found: Sequence[FittingLayout]) -> Table:
-    table = _table(
-        "layouts that fit, the quickest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step"
-    )
+    table = _table("layouts that fit, fastest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step")
     for number, one in enumerate(found, 1):
         layout = one.layout
         sizes = [layout.ranks, layout.tp, layout.pp, layout.cp, layout.ep, layout.dp]

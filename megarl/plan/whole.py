@@ -132,7 +132,7 @@ def _notes(plan: Plan, taking_turns: bool) -> list[str]:
             "placement.engines=shared does so far; apart, they need more GPUs"
         )
     if plan.engine is not None and plan.engine.tp > NODE:
-        found.append(f"rollout.tp={plan.engine.tp} reaches over nodes of {NODE} GPUs, and an engine starts on one node alone: a plan only")
+        found.append(f"rollout.tp={plan.engine.tp} spans nodes of {NODE} GPUs, but an engine starts only on one node: a plan only")
     return found
 
 
@@ -184,7 +184,7 @@ def _faults(plan: Plan, asked: int) -> list[str]:
         if (stage := group.worst).total + asleep > plan.memory
     ]
     if plan.gpus < asked and not plan.shared:
-        found.append(f"layout: ranks and engines ask for {asked} GPUs, and there are {plan.gpus}")
+        found.append(f"layout: ranks and engines need {asked} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
         found += _engine_faults(plan, plan.engine, has)
     return found

@@ -159,7 +159,7 @@ class _ScoringProcess:
         except (EOFError, ConnectionError):
             return self.sandboxed.death()
         except BadMessage:
-            return "worker died: it wrote what is no answer"
+            return "worker died: it wrote an invalid answer"
         return None
 
     def _take(self, message: bytes, scores: dict[int, Score]) -> None:
@@ -167,7 +167,7 @@ class _ScoringProcess:
         try:
             said = json.loads(message)
         except (ValueError, RecursionError):
-            raise BadMessage("no JSON") from None
+            raise BadMessage("not JSON") from None
         match said:
             case ["ready"] if not self.ready:
                 self.ready = True
@@ -176,10 +176,10 @@ class _ScoringProcess:
             case [int(number), int() | float() as value, dict(parts), str() | None as error] if self.pending and number == self.pending[0]:
                 numbers = [value, *parts.values()]
                 if not all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers):  # math.isfinite raises
-                    raise BadMessage("a score that is no finite number")
+                    raise BadMessage("a score that is not a finite number")
                 scores[self.pending.popleft()] = Score(float(value), _parts(parts), None if error is None else printable(error))
             case _:
-                raise BadMessage("not what is awaited")
+                raise BadMessage("not what was expected")
 
     def wait_ready(self) -> None:
         """Until the verifier is imported. ConfigError where it cannot be."""

@@ -51,7 +51,7 @@ def read_range(model: Path, key: str) -> ScoreRange | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {path}: {type(error).__name__}: {error}") from None
     if not (math.isfinite(found.lowest) and math.isfinite(found.highest) and found.lowest <= found.highest):
-        raise ConfigError(f"{key}: {path}: lowest={found.lowest:g} and highest={found.highest:g} are no range")
+        raise ConfigError(f"{key}: {path}: lowest={found.lowest:g} and highest={found.highest:g} are not a range")
     return found
 
 
@@ -74,7 +74,7 @@ class RewardScale:
     def of(cls, reward_N: Sequence[float], clip: float | None) -> RewardScale:
         """The scale on which these rewards have mean 0 and standard deviation 1. ConfigError where they are too few, or all equal."""
         if len(reward_N) < 2:
-            raise ConfigError(f"reward.normalise: {len(reward_N)} of the reference responses could be judged, and two are the fewest")
+            raise ConfigError(f"reward.normalise: {len(reward_N)} of the reference responses could be scored, and at least two are needed")
         mean, std = float(np.mean(reward_N, dtype=np.float64)), float(np.std(reward_N, dtype=np.float64))
         if not std > ROUNDING * max(map(abs, reward_N)):
             raise ConfigError(f"reward.normalise: the {len(reward_N)} reference responses all score {mean:g}, and have no spread")

@@ -44,7 +44,7 @@ def _check_source(settings: RewardSettings) -> None:
             try:
                 re.compile(one.extract)
             except re.error as error:
-                raise ConfigError(f"{key}.extract: {one.extract!r} is no regular expression: {error}") from None
+                raise ConfigError(f"{key}.extract: {one.extract!r} is not a regular expression: {error}") from None
     if any(isinstance(one, FunctionReward) for one in alone(source)):
         processes.check(settings)
     if isinstance(source, HttpReward):

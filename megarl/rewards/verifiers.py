@@ -61,7 +61,7 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
             total += weight * value
             said |= {name: value} | {f"{name}/{key}": number for key, number in inner.items()}
         if abs(total) > LARGEST:
-            raise BadReturn(f"the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken")
+            raise BadReturn(f"the weighted sum is {total:g}, beyond the limit of {LARGEST:g}")
         return total, said
 
     return verify
@@ -74,8 +74,8 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
 
     @cache
     def dataset(name: str, params: str) -> Any:
-        if name in EVALUATING:  # named by a prompt file; `megarl.stages.checks` refuses it in a data source
-            raise ValueError(f"the scorer of {name} evaluates the response as Python, and is not used")
+        if name in EVALUATING:  # named by a prompt file; `megarl.stages.data_checks` refuses it in a data source
+            raise ValueError(f"the scorer of {name} evaluates the response as Python, which is refused")
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
@@ -106,7 +106,7 @@ def _math_verify() -> Verifier:
         # A bare `x^2+1` would be read as the number 1.
         gold = parse(known if "$" in known or "\\boxed" in known else f"\\boxed{{{known}}}", parsing_timeout=None)
         if not gold:
-            raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
+            raise ValueError(f"the ground truth {answer!r} is not a mathematical expression")
         return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)), {}
 
     return check
@@ -174,7 +174,7 @@ def _finite(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
     if abs(number) > LARGEST:
-        raise BadReturn(f"{what} {number:g}, and beyond {LARGEST:g} nothing is taken")
+        raise BadReturn(f"{what} {number:g}, beyond the limit of {LARGEST:g}")
     return number
 
 

@@ -42,7 +42,7 @@ def _score(verifier: Verifier, sample: tuple[str, str, str, dict[str, Any]], tim
     except BaseException as error:  # SystemExit and the like too: one sample must not end the process
         return 0.0, {}, f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
     if len(parts) > MOST_PARTS:
-        return 0.0, {}, f"bad return: {len(parts)} parts, and {MOST_PARTS} are the most"
+        return 0.0, {}, f"bad return: {len(parts)} parts, more than {MOST_PARTS}"
     parts = {name[:LONGEST_NAME]: part for name, part in parts.items()}
     # A bare `except:` swallows our alarm, and what comes after it is no verdict.
     return (0.0, {}, "timeout") if time.monotonic() - start >= timeout_s else (value, parts, None)

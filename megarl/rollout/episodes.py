@@ -156,7 +156,7 @@ class _Player:
         if not context:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
-            raise EnvironmentFailed(f"too long: an opening of {len(context)} tokens, and {self._limits.prompt_tokens} are the most")
+            raise EnvironmentFailed(f"too long: an opening of {len(context)} tokens, more than {self._limits.prompt_tokens}")
         return context
 
     async def _go_on(self, episode: Episode, context: list[int]) -> bool:

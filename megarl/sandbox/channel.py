@@ -66,7 +66,7 @@ class Channel:
             return None
         [length] = LENGTH.unpack_from(self._arrived)
         if length > self.limit:
-            raise BadMessage(f"a message of {length} bytes, and {self.limit} are the most")
+            raise BadMessage(f"a message of {length} bytes, more than {self.limit}")
         end = LENGTH.size + length
         if len(self._arrived) < end:
             return None

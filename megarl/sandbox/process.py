@@ -37,7 +37,7 @@ END_S, PRINTS_S, STOP_POLL_S = 10.0, 1.0, 0.001
 def check(settings: SandboxSettings, key: str) -> None:
     """Refuses, with the key, what this machine cannot grant and what is not there."""
     if level() < Level[settings.require.upper()]:
-        raise ConfigError(f"{key}.require: {settings.require}, and this machine grants {level()} only (megarl/sandbox/README.md says why)")
+        raise ConfigError(f"{key}.require: {settings.require}, and this machine allows only {level()} (megarl/sandbox/README.md says why)")
     for place in settings.readable:
         if not place.exists():
             raise ConfigError(f"{key}.readable: {place}: there is no such file or directory")

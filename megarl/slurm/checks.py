@@ -87,7 +87,7 @@ def check_numbers(job: Job) -> None:
         )
     for option in job.sbatch:
         if not option.startswith("-"):
-            raise ConfigError(f"slurm: --sbatch {option!r} is no option of sbatch, such as --sbatch=--reservation=x")
+            raise ConfigError(f"slurm: --sbatch {option!r} is not an sbatch option, such as --sbatch=--reservation=x")
 
 
 def check_texts(job: Job) -> None:
@@ -102,14 +102,14 @@ def check_texts(job: Job) -> None:
     texts |= {"--container": job.container, "--python": job.python, "the directory": job.here, "run_dir": job.directory}
     for name, text in (*texts.items(), *(("--mount", mount) for mount in job.mount), *(("--sbatch", option) for option in job.sbatch)):
         if text is not None and not str(text).isprintable():
-            raise ConfigError(f"slurm: {name} {str(text)!r:.300} is no printable text of one line")
+            raise ConfigError(f"slurm: {name} {str(text)!r:.300} is not printable text on one line")
 
 
 def check_container(job: Job) -> None:
     """ConfigError for an image or a mount that is not there."""
     if job.container is None:
         if job.mount:
-            raise ConfigError(f"slurm: --mount {job.mount[0]}: there is no --container that it is for")
+            raise ConfigError(f"slurm: --mount {job.mount[0]}: needs --container")
         return
     if not Path(job.container).exists() and (job.container.startswith(("/", ".")) or not REGISTRY.match(job.container)):
         raise ConfigError(f"slurm: --container: no such file: {job.container}")
@@ -136,7 +136,7 @@ def partition_of(job: Job) -> Partition:
         )
     except (KeyError, ValueError):
         said = one_line(f"{known[wanted]}, {nodes}", 200)
-        raise NoAnswer(f"slurm: of partition {wanted}, scontrol and sinfo say what is not understood: {said}") from None
+        raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {wanted}: {said}") from None
 
 
 def _gpus(resources: str) -> int:

@@ -53,7 +53,7 @@ class Job:
             return None
         match = CLOCK.fullmatch(self.time)
         if match is None:
-            raise ConfigError(f"slurm: --time {self.time!r} is no time limit (minutes, H:MM:SS or D-HH:MM:SS)")
+            raise ConfigError(f"slurm: --time {self.time!r} is not a time limit (minutes, H:MM:SS or D-HH:MM:SS)")
         part = {name: int(value or 0) for name, value in match.groupdict().items()}
         minutes = 60 * (24 * part["d"] + part["dh"] + part["h"]) + part["dm"] + part["m"]
         return 60 * minutes + part["ds"] + part["s"]

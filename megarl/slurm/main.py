@@ -24,28 +24,32 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="megarl slurm",
         description="Submits a run as a Slurm job: checks it against the cluster, writes the script and its configuration into the run's "
-        "directory, and hands it to sbatch. The job saves and queues itself again when Slurm warns of its end, and goes on by itself.",
-        epilog="megarl slurm status RUN says how a run and its jobs stand; RUN is its directory, such as runs/NAME.",
+        "directory, and hands it to sbatch. When Slurm warns of its end, the job saves, requeues itself and resumes on its own.",
+        epilog="megarl slurm status RUN shows the state of a run and its jobs; RUN is its directory, such as runs/NAME.",
     )
     top.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the configuration, as YAML")
-    top.add_argument("--verb", choices=VERBS, default="train", metavar="VERB", help="what runs (default: train)")
-    top.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes that the run uses, all of each")
-    top.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of each (default: 0, for cluster.gpus=false)")
-    top.add_argument("--spare", type=int, default=0, metavar="N", help="further nodes, to take the place of bad ones (default: 0)")
+    top.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides a configuration value, as YAML")
+    top.add_argument("--verb", choices=VERBS, default="train", metavar="VERB", help="the verb to run (default: train)")
+    top.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes, each used as a whole")
+    top.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs per node (default: 0, for cluster.gpus=false)")
+    top.add_argument("--spare", type=int, default=0, metavar="N", help="spare nodes, to replace bad ones (default: 0)")
     top.add_argument("--partition", metavar="NAME")
     top.add_argument("--account", metavar="NAME")
     top.add_argument("--qos", metavar="NAME")
-    top.add_argument("--time", metavar="LIMIT", help="of one start of the job, as sbatch takes it: 4:00:00, 2-0")
-    top.add_argument("--grace", type=int, default=600, metavar="S", help="seconds before the limit when the run is saved (default: 600)")
-    top.add_argument("--exclude", metavar="NODES", help="nodes that the job does not get")
-    top.add_argument("--max-restarts", type=int, default=20, metavar="N", help="how often a job is queued again (default: 20)")
-    top.add_argument("--chain", type=int, default=1, metavar="N", help="N jobs, one after the other, in the place of one that queues again")
-    top.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--reservation=x")
-    top.add_argument("--container", metavar="IMAGE", help="a file, or a name that the runtime knows")
-    top.add_argument("--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="of the container (default: pyxis)")
-    top.add_argument("--mount", action="append", default=[], metavar="FROM[:TO]", help="a further directory that the container sees")
-    top.add_argument("--python", metavar="PATH", help="of the nodes (default: this one), or of the container (default: python)")
+    top.add_argument("--time", metavar="LIMIT", help="time limit of each start of the job, in sbatch's format: 4:00:00, 2-0")
+    top.add_argument(
+        "--grace", type=int, default=600, metavar="S", help="seconds before the time limit at which the run is saved (default: 600)"
+    )
+    top.add_argument("--exclude", metavar="NODES", help="nodes that the job must not use")
+    top.add_argument("--max-restarts", type=int, default=20, metavar="N", help="how often a job may be requeued (default: 20)")
+    top.add_argument("--chain", type=int, default=1, metavar="N", help="submit N jobs, one after the other, instead of one that requeues")
+    top.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="another sbatch option, such as --sbatch=--reservation=x"
+    )
+    top.add_argument("--container", metavar="IMAGE", help="an image file, or a name that the runtime knows")
+    top.add_argument("--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="container runtime (default: pyxis)")
+    top.add_argument("--mount", action="append", default=[], metavar="FROM[:TO]", help="another directory to mount in the container")
+    top.add_argument("--python", metavar="PATH", help="Python on the nodes (default: this one), or in the container (default: python)")
     top.add_argument("--dry-run", action="store_true", help="check, print the script and submit nothing")
     return top
 
@@ -89,7 +93,7 @@ def _reads(config: RunSettings) -> tuple[Path, ...]:
 
 
 def _status(arguments: Sequence[str]) -> int:
-    top = argparse.ArgumentParser(prog="megarl slurm status", description="How a run, and its jobs in Slurm, stand.")
+    top = argparse.ArgumentParser(prog="megarl slurm status", description="Shows the state of a run and its Slurm jobs.")
     top.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/NAME")
     given = top.parse_args(arguments)
     if not given.run.is_dir():

@@ -50,7 +50,7 @@ def _saves(run: Path) -> list[str]:
         when = f", in about {(due - done) * sum(seconds) / len(seconds):.0f} s" if seconds else ""
         lines.append(f"next expected: step {due}{when}")
     elif not every:
-        lines.append("next expected: where the run is stopped (save.every=0)")
+        lines.append("next expected: when the run is stopped (save.every=0)")
     return lines
 
 

@@ -74,7 +74,7 @@ def check_directory(run_dir: Path, directory: Path) -> None:
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         key = "name" if run_dir.is_dir() else "run_dir"
-        raise ConfigError(f"{key}: {directory}: {there} is no directory that can be written to")
+        raise ConfigError(f"{key}: {directory}: {there} is not a writable directory")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -91,7 +91,7 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
     if settings.weights is None:
         return
     if head != "lm":
-        raise ConfigError(f"model.weights={settings.weights}: a language model's, and a model with a scalar head is trained here")
+        raise ConfigError(f"model.weights={settings.weights}: weights of a language model, and a model with a scalar head is trained here")
     if not settings.weights.is_dir():
         raise ConfigError(f"model.weights: no such directory: {settings.weights}")
     try:
@@ -117,9 +117,9 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
-        raise ConfigError(f"cluster: this process may open {files} files (ulimit -n); Ray and the engines need {LEAST_FILES}")
+        raise ConfigError(f"cluster: the open-file limit is {files} (ulimit -n); Ray and the engines need at least {LEAST_FILES}")
     if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
-        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need {LEAST_SHARED_MB}")
+        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need at least {LEAST_SHARED_MB}")
     if settings.address is not None:
         return
     if settings.allocation is not None:
@@ -194,7 +194,9 @@ def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSett
     key = replayed[0][0]
     for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
         if megatron.get(name):
-            raise ConfigError(f"{key}: model.megatron.{name}={megatron[name]!r}: experts are chosen, or dropped, where no replay reaches")
+            raise ConfigError(
+                f"{key}: model.megatron.{name}={megatron[name]!r}: experts are then chosen, or dropped, where replay has no control"
+            )
     if sinkhorn:
         raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
 
@@ -222,7 +224,7 @@ def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     if longest > limit:
         raise ConfigError(
             f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
-            f"{longest} tokens, and the model takes {limit}"
+            f"{longest} tokens, and the model supports at most {limit}"
         )
 
 
@@ -230,7 +232,7 @@ def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     """ConfigError where a token that is to end responses is not one of the model's."""
     for token in rollout.stop_token_ids:
         if token >= int(hf["vocab_size"]):
-            raise ConfigError(f"rollout.stop_token_ids: {token}, and the model has {hf['vocab_size']} tokens")
+            raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {hf['vocab_size']} tokens")
 
 
 def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
@@ -258,14 +260,16 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
 def _check_longest(hf: dict[str, Any], path: Path, key: str, rollout: RolloutSettings) -> None:
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"{key}: {path} takes {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}")
+        raise ConfigError(
+            f"{key}: {path} supports at most {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}"
+        )
 
 
 def check_trained_head(path: Path, key: str) -> None:
     """ConfigError where the directory holds a language model: a fresh head's scores say nothing."""
     hf = directory.read_config(path)
     if family_of(hf).head_of(hf) != "value":
-        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, and a reward model has a trained scalar head (`megarl rm`)")
+        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, but a reward model needs a trained scalar head (`megarl rm`)")
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
@@ -310,7 +314,7 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
         return
     its = check_checkpoint(base, key="model.base", drop_mtp=config.model.drop_mtp)
     if its["architectures"] != hf["architectures"]:
-        raise ConfigError(f"model.base: {base} is of another architecture than model.path={path}")
+        raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
     left, right = _beside_weights(base, its), _beside_weights(path, hf)
     for what in [*right, *left]:
         if left.get(what) != right.get(what):
@@ -352,7 +356,7 @@ def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
         raise ConfigError(f"sync.transport={transport} does not go with cluster.gpus={str(gpus).lower()} (these do: {fitting})")
     if transport == "cuda_ipc" and engines == "apart":
         raise ConfigError(
-            "sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have GPUs of their own (nccl; or "
+            "sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have separate GPUs (use nccl, or "
             "placement.engines=shared)"
         )
 
@@ -380,5 +384,7 @@ def check_value(config: ValueConfig) -> Data:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
     data = check_train(config, "value")
     if len(data.eval) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has {len(data.eval)}")
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has only {len(data.eval)}"
+        )
     return data

@@ -22,7 +22,7 @@ from megarl.workers.model_groups import ModelGroups, start
 
 @contextmanager
 def session(config: RunSettings, run: Run) -> Iterator[None]:
-    """The Ray session of a run, whose start it tells."""
+    """The Ray session of a run; reports its start."""
     with ExitStack() as stack:
         with run.starting("Ray"):
             stack.enter_context(ray_session(config.cluster, processes(demand(config))))
@@ -31,7 +31,7 @@ def session(config: RunSettings, run: Run) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The parts of an RL run that live as long as the run."""
+    """The parts of an RL run that last as long as the run."""
 
     config: TrainConfig
     run: Run
@@ -57,7 +57,7 @@ class RunContext:
         return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Starts the ranks again; the models are as they were at the start, or get their weights next. Whether a node was gone."""
+        """Restarts the ranks; the models are as they were at the start, or get their weights next. Returns whether a node was lost."""
         return self.models.restart(self.engines, beginning)
 
 

@@ -34,14 +34,14 @@ HELD_OUT = "heldout"  # the set of data.eval
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of prompts that evaluations ask."""
+    """A set of prompts to evaluate on."""
 
     name: str
     prompts: Sequence[Prompt]
-    n: int  # sampled responses to each
-    temperature: float  # of those
-    greedy: bool  # the greedy response too
-    number: int = 0  # among the sets; with the run's seed it decides the random draws
+    n: int  # sampled responses per prompt
+    temperature: float  # of the sampled responses
+    greedy: bool  # also the greedy response
+    number: int = 0  # among the sets; with the run's seed it determines the random draws
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Data:
 
     @property
     def eval(self) -> Sequence[Prompt]:
-        """Those of data.eval."""
+        """The prompts of data.eval."""
         return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
 
 
@@ -66,7 +66,7 @@ class PromptReader:
         data: says with `chat`, `template` and `system` how a prompt becomes tokens.
         rollout: has the limit of its length.
         reward: how responses are scored.
-        environment: that prompts begin episodes of, if any.
+        environment: whose episodes the prompts start, if any.
     """
 
     model: Path
@@ -77,12 +77,12 @@ class PromptReader:
 
     @classmethod
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
-        """That of a run."""
+        """The reader of a run."""
         environment = None if isinstance(config, PairsConfig) else config.environment
         return cls(config.model.path, config.data, config.rollout, config.reward, environment)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
-        """Every prompt of a source, tokenised; those of a large file when they are asked for.
+        """Every prompt of a source, tokenised; those of a large file on demand.
 
         Args:
             source: where the prompts come from.
@@ -99,7 +99,7 @@ class PromptReader:
         return prompts
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
-        """Everything that is evaluated.
+        """All sets to evaluate on.
 
         Args:
             held_out: `data.eval`.
@@ -124,7 +124,7 @@ class PromptReader:
 
 
 def check_data(config: TrainConfig) -> Data:
-    """What is trained on and what is evaluated, once the environment is one that the prompts can begin with."""
+    """The prompts to train and to evaluate on, after checking that the environment works with them."""
     check_environment(config.environment, config.data, config.reward, config.model.path)
     reader = PromptReader.of(config)
     return Data(reader.read(config.data.train, "data.train"), reader.sets(config.data.eval, config.eval))

@@ -27,7 +27,7 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
     """All checks of `megarl eval`; its prompts."""
     check_engines_alone(config, "eval")
     if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
-        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; say in reward.eval what it counts")
+        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
     check_reward(config.reward)
     check_environment(config.environment, config.data, config.reward, config.model.path)
     return PromptReader.of(config).sets(config.data.eval, config.eval)
@@ -61,7 +61,7 @@ def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
     hf = check_model(config)
     if config.model.weights is not None:
         raise ConfigError(
-            f"model.weights: `megarl {verb}` has engines alone, which read model.path; `megarl convert megatron-to-hf` makes one"
+            f"model.weights: `megarl {verb}` has only engines, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
     check_length(hf, config.rollout)
     check_stops(hf, config.rollout)

@@ -24,7 +24,7 @@ from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import reward_failures
 from megarl.workers.engines import Engines, call_seed, start_engines
 
-EVAL_STEP = 0  # the draws of an evaluation do not depend on when it is made, so that evaluations compare
+EVAL_STEP = 0  # an evaluation's draws do not depend on when it is made, so that evaluations are comparable
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Judged:
 
 
 def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0) -> dict[str, float]:
-    """Asks every set: what it asks for is sampled, and the greedy response where it is wanted.
+    """Evaluates every set: samples what it asks for, and the greedy response if wanted.
 
-    What is drawn depends on `seed` and the set alone, not on `step`.
+    The draws depend only on `seed` and the set, not on `step`.
 
     Args:
-        when: what the run calls these weights: base, start, end, eval.
+        when: the run's name for these weights: base, start, end, eval.
         sets: the prompts.
         engines: with the weights.
-        reward: that of evaluations.
-        run: to which the numbers and the responses are reported.
+        reward: of evaluations.
+        run: where the numbers and the responses are reported.
         seed: of the run.
         step: of the metrics' row.
 
@@ -63,7 +63,7 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
 
 
 def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[SampleRecord]]:
-    """What a set says of the weights: the estimates, the metrics beside them, the responses."""
+    """The results of a set: the estimates, further metrics, the responses."""
     kinds = [(one.n, one.temperature)] + ([(1, 0.0)] if one.greedy else [])
     judged = []
     for n, temperature in kinds:

@@ -19,15 +19,15 @@ from megarl.workers.dispatch import Dispatcher, NoEngine
 from megarl.workers.engines import call_seed
 
 POLL_S = 0.005
-LOOK_S = 0.05  # how long prompts that begin may wait to be handed out
-STOP_S = 60.0  # longest wait for what is being scored where a run ends
+LOOK_S = 0.05  # how long new prompts may wait to be handed out
+STOP_S = 60.0  # longest wait for scoring in progress when a run ends
 GroupId = tuple[int, int]
-"""The name of a group: the step for which it was asked for, and its number in that."""
+"""The name of a group: the step it was requested for, and its number within that step."""
 
 
 class Schedule:
-    """Which groups may begin, and which a step learns from, so that no token is more than `max_lag` updates older than the weights that
-    learn from it. None is dropped.
+    """Decides which groups may begin and which ones a step learns from, so that no token is more than `max_lag` updates older than the
+    weights trained on it. No group is dropped.
 
     Args:
         wanted: groups of a step.
@@ -41,21 +41,21 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """How many more may begin."""
+        """How many more groups may begin."""
         return (self._lag + 1) * self._wanted - len(self._latest)
 
     def begin(self, name: GroupId, learned: int) -> None:
-        """A group begins after so many updates."""
+        """A group begins after `learned` updates."""
         self._latest[name] = learned + self._lag
 
     def end(self, name: GroupId) -> None:
-        """A group is done."""
+        """A group is finished."""
         self._done.add(name)
 
     def take(self, learned: int) -> list[GroupId] | None:
-        """What the step after so many updates learns from: the oldest groups that are done. None: it has to wait for older ones.
+        """What the step after `learned` updates learns from: the oldest finished groups. None: it has to wait for older ones.
 
-        It waits where the steps that then follow could not take all others in time.
+        It waits if the following steps could not use all others in time.
         """
         order = sorted(self._latest, key=lambda name: (self._latest[name], name))
         chosen = [name for name in order if name in self._done][: self._wanted]
@@ -72,11 +72,11 @@ class Schedule:
 
 
 class Flow:
-    """Keeps the engines at what `Schedule` allows.
+    """Keeps the engines as busy as `Schedule` allows.
 
     Args:
         ctx: of the run.
-        state: where it stands; holds the groups that have begun, as a checkpoint has them: those that are not done begin again.
+        state: of the run; holds the groups that have begun, as a checkpoint has them: unfinished ones begin again.
     """
 
     def __init__(self, ctx: RunContext, state: TrainState) -> None:
@@ -90,7 +90,7 @@ class Flow:
         self._arrived: deque[tuple[GroupId, list[Response], list[Score] | None]] = deque()
         self._scores: list[Score] = []  # since the last step
         self._error: BaseException | None = None
-        self._counted_s = 0.0  # of what engines had to do
+        self._counted_s = 0.0  # seconds of engine work
         for group in state.pool:
             frozen = state.step - state.learned
             versions = [span.version for response in group.responses for span in response.weight_versions]
@@ -98,7 +98,7 @@ class Flow:
         self._start()
 
     def take(self) -> StepGroups:
-        """The next step's groups. The ranks wait, with the weights of the last sync. Raises what the engines or the reward fail with."""
+        """The next step's groups. The ranks wait, with the weights of the last sync. Raises any error of the engines or the reward."""
         state = self._state
         for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
             self._add(Group(place, prompt, [], [], None, (state.step + 1, number)), state.learned)
@@ -114,7 +114,7 @@ class Flow:
         return StepGroups([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
     def after_update(self, *, sync_follows: bool) -> None:
-        """The step has learned from its groups. Engines that are lost are replaced; until new weights follow they are not asked."""
+        """Call when the step has learned from its groups. Replaces lost engines; they get no requests until new weights follow."""
         self._gather(ranks_wait=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
         self._ctx.engines.replace(self._work, refill=not sync_follows)
@@ -122,13 +122,13 @@ class Flow:
         self._ctx.engines.busy_s, self._counted_s = self._ctx.engines.busy_s + busy_s - self._counted_s, busy_s
 
     def stop(self) -> None:
-        """Nothing of it is wanted any more."""
+        """Abandons everything in progress."""
         self._stopped = True
         self._thread.join(STOP_S)
         self._work.cancel()
 
     def _add(self, group: Group, learned: int) -> None:
-        """A group that begins, or has begun, after so many updates."""
+        """Adds a group that begins, or has begun, after `learned` updates."""
         self._pool[group.asked] = group
         self._schedule.begin(group.asked, learned)
         if group.scores:
@@ -141,7 +141,7 @@ class Flow:
         self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts))
 
     def _gather(self, *, ranks_wait: bool) -> None:
-        """What has arrived finds its group. `ranks_wait`: they have nothing to do, and a reward model can read the responses."""
+        """Assigns what has arrived to its groups. `ranks_wait`: the ranks are idle, so a reward model can read the responses."""
         while self._arrived:
             asked, responses, scores = self._arrived.popleft()
             self._keep(asked, responses, scores)
@@ -158,7 +158,7 @@ class Flow:
             self._scores += scores
 
     def _mend(self, error: BaseException) -> None:
-        """Goes on where all engines were lost; raises any other error."""
+        """Recovers if all engines were lost; raises any other error."""
         if not isinstance(error, NoEngine):
             raise error
         self._ctx.engines.replace(self._work)

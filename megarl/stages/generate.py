@@ -1,4 +1,4 @@
-"""`megarl generate MODEL`: what a model says to a prompt, to those of a file, or in a chat, through the engine that training has."""
+"""`megarl generate MODEL`: a model's responses to a prompt, to those of a file, or in a chat, through the engine used in training."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 TOGETHER = 32  # sequences that the engine decodes at a time
 PROMPTS = 256  # asked in one call
 CACHE_MB = 4096  # of a CPU engine, unless one sequence needs more
-RESPONSE = 512  # tokens, where nothing is said of it and the model has room
-OPTIONS = {  # what the options are called where they are checked
+RESPONSE = 512  # tokens, by default and if the model has room
+OPTIONS = {  # the options' names in the checks
     "model.path": "MODEL",
     "rollout.max_response_tokens": "--max-tokens",
     "max_response_tokens": "--max-tokens",
@@ -58,7 +58,7 @@ OPTIONS = {  # what the options are called where they are checked
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What passed every check."""
+    """A request that passed every check."""
 
     model: Path
     tokenizer: PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class GenerateJob:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers. Raises ConfigError for what cannot be used, RolloutError where the engine fails."""
+    """Runs the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
     given = parser().parse_args(list(arguments))
     try:
         job = check(given)
@@ -89,37 +89,39 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="megarl generate",
         usage="megarl generate MODEL [PROMPT | --file FILE | --chat] [options]",
-        description="Responses of a Hugging Face directory, through the engine that training samples with. A prompt goes through the "
-        "model's chat template where it has one. What a terminal would obey is shown as \\x1b and the like.",
+        description="Asks a model in a Hugging Face directory, through the engine that training samples with. A prompt goes through "
+        "the model's chat template if it has one. What a terminal would obey is shown as \\x1b and the like.",
     )
     top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
-    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="what is asked")
+    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt")
     top.add_argument("--file", type=Path, metavar="FILE", help="prompts: .jsonl, .parquet, or a directory of `datasets`")
-    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="their column (prompt)")
-    top.add_argument("--chat", action="store_true", help="a conversation, a line a turn; /new begins anew, Ctrl-D ends")
-    top.add_argument("--system", metavar="TEXT", help="a system message before each")
+    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="the column of the prompts (default: prompt)")
+    top.add_argument("--chat", action="store_true", help="a conversation, one line per turn; /new starts over, Ctrl-D ends")
+    top.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
     top.add_argument("--template", metavar="TEXT", help='instead of the chat template, such as "Question: {prompt} Answer:"')
-    top.add_argument("--n", type=int, default=1, metavar="N", help="responses to each prompt (1)")
-    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
-    top.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this probability together")
-    top.add_argument("--top-k", type=int, metavar="K", help="draw from so many likeliest tokens")
-    top.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least this share as likely as the likeliest")
+    top.add_argument("--n", type=int, default=1, metavar="N", help="responses per prompt (default 1)")
+    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default 1)")
+    top.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together have probability P")
+    top.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    top.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the most likely one")
     top.add_argument("--stop", action="append", metavar="TEXT", help="ends a response; may be given several times")
     top.add_argument("--max-tokens", type=int, metavar="N", help=f"longest response ({RESPONSE}, or what the model has room for)")
-    top.add_argument("--seed", type=int, default=1, metavar="N", help="of the random draws (1)")
-    top.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (bfloat16 on GPUs, float32 on the CPU)")
-    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (1)")
-    top.add_argument("--cpu", action="store_true", help="on the CPU, though there are GPUs")
-    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines into this file, which must not exist")
+    top.add_argument("--seed", type=int, default=1, metavar="N", help="seed for sampling (default 1)")
+    top.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: bfloat16 on GPUs, float32 on the CPU)"
+    )
+    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default 1)")
+    top.add_argument("--cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines to this file, which must not exist")
     return top
 
 
 def check(given: argparse.Namespace) -> GenerateJob:
-    """Everything that can be refused before the engine starts. ConfigError, in the words of a configuration."""
+    """Checks everything that can be refused before the engine starts. Raises ConfigError, in the terms of a configuration."""
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
     if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
-        why = "a chat is not written" if given.chat else "is there already" if given.out.exists() else "its directory does not exist"
+        why = "a chat is not written" if given.chat else "already exists" if given.out.exists() else "its directory does not exist"
         raise ConfigError(f"--out {given.out}: {why}")
     if given.chat and given.n != 1:
         raise ConfigError(f"--n {given.n}: a chat has one response a turn")
@@ -156,7 +158,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
     if given.chat:
         longest = room - response
     if longest < 1 or longest + response > room:
-        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model takes ({room})")
+        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model supports ({room})")
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
@@ -178,7 +180,7 @@ def _settings(given: argparse.Namespace, longest: int, response: int, together: 
 
 
 def _in_options(message: str) -> str:
-    """A refusal in the words of the command line."""
+    """A refusal in the terms of the command line."""
     keys = "|".join(re.escape(key) for key in OPTIONS if "." in key)
     return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
 
@@ -195,7 +197,7 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """The rows as the model reads them.
+    """The rows as prompts for the model.
 
     Args:
         tokenizer: of the model.
@@ -205,7 +207,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: s
         most: tokens that a prompt may have.
 
     Raises:
-        ConfigError: one of them is longer, or cannot be rendered; the template is such that none should be.
+        ConfigError: one of them is longer, or cannot be rendered; the template is unusable.
     """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
@@ -245,7 +247,7 @@ class Speaker:
             os.close(self._log)
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
-        """To each prompt `sampling.n`: text, finish_reason and length in tokens."""
+        """`sampling.n` responses to each prompt: text, finish_reason and length in tokens."""
         job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
         said, ends = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s)), end_tokens(job.model)
@@ -263,7 +265,7 @@ class Speaker:
 
 
 def answer(speaker: Speaker, out: Path | None) -> None:
-    """Prints, or writes as JSON lines, the responses to all prompts; a file is there whole or not at all."""
+    """Prints, or writes as JSON lines, the responses to all prompts; a file is complete or absent."""
     if out is None:
         for _ in _answered(speaker, None):
             pass
@@ -279,7 +281,7 @@ def answer(speaker: Speaker, out: Path | None) -> None:
 
 
 def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
-    """The rows of all responses, which it writes or prints."""
+    """The rows of all responses, written or printed."""
     prompts, n = speaker.job.prompts, speaker.job.sampling.n
     for first in range(0, len(prompts), PROMPTS):
         part = prompts[first : first + PROMPTS]
@@ -309,7 +311,7 @@ def _spoken(who: str, text: str) -> Iterator[str]:
 
 
 def chat(speaker: Speaker, system: str | None) -> None:
-    """A conversation with the model, until the input ends."""
+    """Chats with the model until the input ends."""
     job, said = speaker.job, list[Message]()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # of what is no UTF-8
@@ -328,7 +330,7 @@ def chat(speaker: Speaker, system: str | None) -> None:
             [prompt] = tokens_of(job.tokenizer, iter([Row("chat", list(said), "", {})]), system, None, job.settings.max_prompt_tokens)
         except ConfigError as error:
             said.pop()
-            say(f"megarl: {escaped(str(error))} (/new begins anew)")
+            say(f"megarl: {escaped(str(error))} (/new starts over)")
             continue
         [[response]] = speaker.responses([prompt], job.sampling.seed + turn)
         said.append({"role": "assistant", "content": response["response"]})

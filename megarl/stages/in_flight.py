@@ -1,4 +1,4 @@
-"""Responses as a file of a checkpoint: what a run that goes on learns from, and could not sample again from the weights it has."""
+"""Responses as a file of a checkpoint: those that a resumed run learns from, and could not sample again from its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Stages = Sequence[Sequence[int]]
 
 
 def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
-    """The groups with all tokens, log-probs, weight versions and experts, as a file to be written.
+    """The groups with all tokens, log-probs, weight versions and experts, as a file to write.
 
     stages: how the experts are split over the pipeline stages.
     """
@@ -36,12 +36,12 @@ def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
 
 
 def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> StepGroups:
-    """What a file of `dump` holds, in this session's object store. It is read response by response.
+    """Loads a file of `dump` into this session's object store, response by response.
 
     Args:
-        file: where it lies.
+        file: to read.
         prompts: of data.train.
-        stages: as which the experts are to be kept; they may be others than before.
+        stages: over which the experts are split; they may differ from before.
     """
     with np.load(file, allow_pickle=False) as arrays:
         meta = json.loads(arrays[META].tobytes())

@@ -39,7 +39,7 @@ class SupervisedState:
         self.measured = 0  # the last step after which the held-out numbers were taken
 
     def improves(self, accuracy: float, loss: float) -> bool:
-        """Takes an evaluation of this step: is it better than all before? Of two with the same accuracy, the lower loss is."""
+        """Records this step's evaluation. Returns whether it is the best so far; at the same accuracy, a lower loss is better."""
         self.measured = self.step
         return self.best.improves(self.step, accuracy, -loss)
 
@@ -48,14 +48,14 @@ class SupervisedState:
         return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": self.best.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where it was taken over other data."""
+        """Restores `state`. ValueError if it was taken with other data."""
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
         self.measured = state["measured"]
         self.best.restore(state["best"])
 
     def files(self) -> dict[str, LargeContent]:
-        """None: items are drawn when they are learned from."""
+        """No files: items are drawn when they are needed."""
         return {}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
@@ -73,17 +73,17 @@ def learn(
 ) -> None:
     """Takes the stage's steps; leaves the model in runs/<name>/model.
 
-    The model that is left is the last, or with `patience` the best. Without a step to take nothing is saved: the model is as it was. A run
-    of this name that was cut off goes on from its newest checkpoint, bit for bit.
+    This is the last model, or with `patience` the best. Without steps nothing is saved, since the model does not change. An interrupted run
+    of this name resumes from its newest checkpoint, bit for bit.
 
     Args:
         config: of the stage.
         objective: its loss.
-        items: how many there are to learn from.
-        draw: makes a step's mini-batch of its indices below `items`.
-        held_out: is measured before, every `eval_every` steps and after; None: nothing is.
-        finish: is given the directory of the model that is left, and its held-out numbers.
-        shuffle: draw the items of each epoch in random order; false: in their own.
+        items: number of training items.
+        draw: makes a step's mini-batch from indices below `items`.
+        held_out: measured before, every `eval_every` steps and after; None: no measurements.
+        finish: called with the directory of the final model and its held-out numbers.
+        shuffle: draw the items of each epoch in random order; false: in their own order.
     """
     stage = Stage(config, objective, draw, held_out, finish)
     resume = resume_point(config, config.section, items) if config.learn.steps else None
@@ -103,7 +103,7 @@ def learn(
 
 @dataclass(frozen=True)
 class Stage:
-    """What `learn` was given."""
+    """The arguments of `learn`."""
 
     config: SftConfig | RmConfig | DpoConfig
     objective: Objective
@@ -114,7 +114,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class LearnContext:
-    """The parts of a supervised run that live as long as the run."""
+    """The parts of a supervised run that last as long as the run."""
 
     run: Run
     learners: Learners
@@ -136,18 +136,18 @@ class LearnContext:
         return self.learners.timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Starts the ranks again; the model is as it was at the start, or gets its weights next. Whether a node was gone."""
+        """Restarts the ranks; the model is as it was at the start, or gets its weights next. Returns whether a node was lost."""
         return self.learners.restart(beginning)
 
 
 def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the model that is left.
+    """All steps of a run, from the beginning or from a checkpoint; saves the final model.
 
     Args:
         stage: what is learned, and how.
         ctx: of the run.
         state: at the beginning of the run.
-        resume: the checkpoint, which `state` then takes over; None: the run begins.
+        resume: the checkpoint to load into `state`; None: start from the beginning.
     """
     config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
     checkpoints = Checkpoints(config, config.section, run, learners)
@@ -155,7 +155,7 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
         checkpoints.load(resume, state)
     elif held_out is not None:
         run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
-    with termination.deferred():  # until the run can be saved
+    with termination.deferred():  # signals wait until the run can be saved
         while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
             checkpoints.stop_where_asked(state)
             state.step += 1
@@ -173,10 +173,10 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
                         state.best.keep(learners.save)
             checkpoints.after_step(state)
         checkpoints.finish()
-        if held_out is not None and state.measured != state.step and not state.best.kept:  # it was to take more steps once
+        if held_out is not None and state.measured != state.step and not state.best.kept:  # an earlier start had more steps
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)
         if settings.patience and state.best.kept:
-            run.note(f"ends after step {state.step} with the model of step {state.best.step}, the best")
+            run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
             state.best.leave(run.directory / "model")
         elif settings.steps:
             with run.phase("save"):
@@ -198,7 +198,7 @@ def learn_pairs(
     Args:
         config: of the stage.
         objective: its loss.
-        pairs: to learn from, and held out.
+        pairs: training and held-out pairs.
         finish: see `learn`.
     """
 

@@ -1,4 +1,4 @@
-"""`megarl pairs`: what a policy says twice to one prompt, the better response first: the preferences that `megarl rm` learns from."""
+"""`megarl pairs`: pairs of a policy's responses to one prompt, the better one first: the preferences that `megarl rm` learns from."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def pairs(config: PairsConfig) -> None:
 def write_pairs(
     config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, number: int
 ) -> dict[str, Metric]:
-    """Writes the pairs of all prompts into a file that is there whole or not at all.
+    """Writes the pairs of all prompts to a file, which is complete or absent.
 
     Args:
         config: of the run.
         path: the file, whose stem names it ("train", "eval").
-        prompts: what is asked.
+        prompts: to sample from.
         engines: with the policy.
-        reward: what judges the responses.
-        run: is told how far the work has come.
-        number: of the file among those of the run; with the run's seed it decides the random draws.
+        reward: scores the responses.
+        run: shows the progress.
+        number: of the file among those of the run; with the run's seed it determines the random draws.
 
     Returns:
-        How many pairs there are, the share of prompts that have some, their mean margin, and the mean score.
+        The number of pairs, the share of prompts with any, their mean margin, and the mean score.
 
     Raises:
-        ConfigError: there is no pair. No file is left then.
+        ConfigError: there is no pair; no file is left.
     """
     settings, rollout = config.pairs, config.rollout
     partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
@@ -91,7 +91,7 @@ def write_pairs(
 
 
 def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]) -> list[list[Said]]:
-    """What was said to each prompt: whole responses that could be judged, and every text once.
+    """The responses to each prompt: finished ones that could be scored, every text once.
 
     Args:
         prompts: how many there are.
@@ -106,18 +106,18 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
 
 
 def answers(prompts: Sequence[Prompt]) -> list[Response]:
-    """The answers that the data has, as if the policy had given them."""
+    """The data's answers, as if the policy had given them."""
     return [Response(index, prompt.answer, 0, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Pairs of one prompt, drawn at random from all that there are.
+    """Pairs of one prompt, drawn at random from all possible ones.
 
     Args:
         prompt: the question.
-        said: the responses to it. Of texts that differ in outer spaces alone the first counts.
+        said: the responses to it. Of texts that differ only in surrounding whitespace, the first counts.
         count: most pairs.
-        draw: where the random numbers come from.
+        draw: source of the random numbers.
 
     Yields:
         Rows of a preference file: `prompt`, `chosen`, `rejected` and `margin`, which is above 0.

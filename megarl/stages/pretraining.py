@@ -1,6 +1,6 @@
 """Value pretraining of VC-PPO and VAPO (arXiv:2503.01491, arXiv:2504.05118): the policy is frozen, the critic learns its returns.
 
-How long it takes is decided here, for RL runs and for `megarl value` alike.
+Decides how long it takes, for RL runs and for `megarl value`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PATIENCE = 10  # steps
 
 
 class ValuePretraining:
-    """Counts the steps in which the critic alone is trained.
+    """Counts the steps in which only the critic is trained.
 
-    Over after `pretrain_steps`, or once both have converged: the mean value loss of the last 10 steps is less than `pretrain_tolerance` (a
-    share) below that of the 10 before, and the mean explained variance less than as much (a difference) above it.
+    Ends after `pretrain_steps`, or once both have converged: the mean value loss of the last 10 steps is less than `pretrain_tolerance` (a
+    share) below that of the 10 before, and the mean explained variance is less than that (a difference) above it.
     """
 
     def __init__(self, settings: CriticSettings | None) -> None:
@@ -37,7 +37,7 @@ class ValuePretraining:
         return {"left": self._left, "losses": self._losses, "explained": self._explained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken."""
+        """Restores `state`."""
         self._left, self._losses, self._explained = state["left"], list(state["losses"]), list(state["explained"])
 
     def observe(self, metrics: Mapping[str, Metric]) -> None:

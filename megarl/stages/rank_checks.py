@@ -47,7 +47,7 @@ class Conversations:
 class Pairs:
     """Pairs that passed every check."""
 
-    train: list[Preference]  # none where the model is only measured
+    train: list[Preference]  # empty if the model is only measured
     held_out: list[Preference]
 
 
@@ -88,7 +88,7 @@ def check_dpo(config: DpoConfig) -> Pairs:
 
 
 def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
-    """All checks of a stage that learns from pairs; its pairs."""
+    """All checks of a stage that learns from pairs; returns the pairs."""
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
@@ -108,7 +108,7 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
     Args:
         config: of the stage.
         head: of the model that is trained.
-        sides: responses that stay together in a micro-batch.
+        sides: number of responses that stay together in a micro-batch.
 
     Returns:
         The model's tokenizer.
@@ -123,24 +123,24 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
             f"{section}.max_tokens={learn.max_tokens}"
         )
     if learn.max_tokens > hf["max_position_embeddings"]:
-        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model takes {hf['max_position_embeddings']}")
+        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model supports at most {hf['max_position_embeddings']}")
     if learn.batch_size < config.layout.dp:
         raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
     check_fits(config)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no end token (eos_token), which every response ends with")
+        raise ConfigError(f"model.path: the tokenizer of {config.model.path} has no eos_token; every response must end with one")
     return tokenizer
 
 
 def check_held_out(count: int, ranks: int) -> None:
-    """ConfigError where the held-out source has too little for the data-parallel ranks."""
+    """ConfigError if the held-out source has too few items for the data-parallel ranks."""
     if count < ranks:
-        raise ConfigError(f"data.eval: holds {count}, less than one for each of {ranks} data-parallel ranks")
+        raise ConfigError(f"data.eval: {count} in total, less than one for each of {ranks} data-parallel ranks")
 
 
 def check_serve(config: ServeConfig) -> Renderer:
-    """All checks of `megarl serve`; returns what makes prompts of the samples."""
+    """All checks of `megarl serve`; returns the renderer of the samples' prompts."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
     token_of(config.serve.token_env, TOKEN_KEY)
@@ -149,5 +149,5 @@ def check_serve(config: ServeConfig) -> Renderer:
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     if limit > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"serve.max_tokens={limit}: the model takes {hf['max_position_embeddings']}")
+        raise ConfigError(f"serve.max_tokens={limit}: the model supports at most {hf['max_position_embeddings']}")
     return renderer

@@ -1,4 +1,4 @@
-"""A run goes on after its ranks have failed: they start again, and it goes back to the last step that is copied or saved."""
+"""Recovery from failed ranks: they restart, and the run goes back to the last step that was copied or saved."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megarl.workers.copies import Copies
 
 
 def curable() -> tuple[type[Exception], ...]:
-    """Faults that restarting the ranks may cure. Any other would come back."""
+    """Faults that restarting the ranks may cure. Any other would recur."""
     from megarl.parallel.grid import FAULTS
 
     return WorkerDied, WorkerLate, StandsStill, ObjectLostError, ContentLost, *FAULTS
 
 
 class Context(Protocol):
-    """What the work of a run is done with."""
+    """What the work of a run needs."""
 
     @property
     def run(self) -> Run: ...
@@ -47,12 +47,12 @@ class Context(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Of the longest wait."""
+        """Longest time to wait."""
 
     def restart(self, beginning: bool, /) -> bool:
-        """Starts the ranks again. `beginning`: the models are as they were at the start; else their weights are loaded next.
+        """Restarts the ranks. `beginning`: the models are as they were at the start; else their weights are loaded next.
 
-        Returns whether a node was gone.
+        Returns whether a node was lost.
         """
 
 
@@ -60,15 +60,15 @@ Find = Callable[[Collection[Path]], ResumePoint | None]
 
 
 def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
-    """Does the work of a run to its end, however often its ranks fail, as far as `cluster.restarts` allows.
+    """Does the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
 
-    A failure while they start again is one more. SIGTERM ends the run then, at the next wait: there is nothing to be saved.
+    A failure during a restart counts as another one. SIGTERM then ends the run at the next wait: there is nothing to save.
 
     Args:
-        work: from a checkpoint, or from the beginning, with ranks that have just started.
-        resume: where it begins.
-        ctx: what it is done with.
-        find: the newest checkpoint, if there is any but those in given step directories.
+        work: starts from a checkpoint, or from the beginning, with newly started ranks.
+        resume: where to start.
+        ctx: of the run.
+        find: returns the newest checkpoint outside the given step directories, if there is one.
     """
     fault: Exception | None = None
     while True:
@@ -85,7 +85,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
                 raise
             number = termination.asked()
             if number is not None:
-                saved = "started again, the run goes on from what it has saved"
+                saved = "started again, the run resumes from what it has saved"
                 raise termination.Terminated(number, f", after {error}; {saved}") from error
             if not ctx.restarts.allow(error):
                 raise
@@ -101,15 +101,15 @@ def _ray_is_gone(fault: Exception) -> bool:
 
 
 def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """The checkpoint, if every byte of it is as it was written, or the newest before it of which that is true; all machines read.
+    """The checkpoint, if every byte of it is intact, or the newest intact one before it; all machines read.
 
     Args:
-        resume: the checkpoint; a copy in memory is taken as it is.
+        resume: the checkpoint; a copy in memory is not checked.
         ctx: of the run.
         find: see `recovering`.
 
     Raises:
-        ConfigError: as `find` raises it, where there is none.
+        ConfigError: raised by `find`, if there is none.
     """
     damaged = set[Path]()
     while resume.copy is None:
@@ -129,7 +129,7 @@ def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
 
 
 def _verified(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """Where a run that has just been opened to go on does so."""
+    """The checkpoint from which a newly opened run resumes."""
     with ctx.run.phase("verify"):
         found = intact(resume, ctx, find)
     if found is not resume:
@@ -145,21 +145,21 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
             resume = intact(resume, ctx, newest_of)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
-            ctx.run.note("nothing is saved yet: the run begins anew")
+            ctx.run.note("nothing is saved yet: the run starts over")
         watch.renew()
         if ctx.restart(resume is None):
             told.kind = "node"
-        termination.poll()  # before it is told that the run goes on
+        termination.poll()  # before reporting that the run resumes
     return resume
 
 
 def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path]) -> ResumePoint | None:
-    """The copy in memory or the newest checkpoint, whichever is of the later step: a copy may have found no room for many steps.
+    """The copy in memory or the newest checkpoint, whichever has the later step: copies may have had no room for many steps.
 
     Args:
         copied: the copy's step and its record; None where there is none.
         find: see `recovering`.
-        damaged: step directories that do not count.
+        damaged: step directories to ignore.
     """
     if copied is None:
         return find(damaged)
@@ -172,12 +172,12 @@ def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path])
 
 
 def newest(config: TrainingSettings, verb: str, items: int) -> Find:
-    """Finds what the run itself has saved; what was there before it, and was not to be gone on with, lies elsewhere by now.
+    """Finds what the run itself has saved; earlier checkpoints that it was not to resume from have been moved away by now.
 
     Args:
         config: of the run.
-        verb: that the run is of.
-        items: how many it learns from.
+        verb: of the run.
+        items: number of its training items.
     """
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
     return lambda damaged: resume_point(own, verb, items, damaged)

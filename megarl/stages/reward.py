@@ -1,4 +1,4 @@
-"""The reward of a run: a verifier of the texts in processes of its own, or the reward model on the ranks."""
+"""The reward of a run: a verifier of the texts in its own processes, or the reward model on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.rewards.score import Score, Scorer, ScoreRequest
 from megarl.rewards.sources import open_scorer
 from megarl.workers.model_groups import ModelGroups
 
-_SCORING = threading.Lock()  # an evaluation may be under way while responses are scored beside the ranks' work
+_SCORING = threading.Lock()  # an evaluation may run while responses are scored alongside the ranks' work
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Reward:
     scale: RewardScale | None = None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
-        """One score a response, in their order; `response.prompt` counts the prompts."""
+        """One score per response, in order; `response.prompt` is the index of the prompt."""
         scores = self._raw(prompts, responses)
         return scores if self.scale is None else [self.scale(score) for score in scores]
 
@@ -55,14 +55,14 @@ class Reward:
 
 @dataclass(frozen=True)
 class Scorers:
-    """The scoring processes of a run; they start before the models, and import their verifiers meanwhile."""
+    """The scoring processes of a run; they start before the models, and import their verifiers in the meantime."""
 
     settings: RewardSettings
     train: Scorer | None
     eval: Scorer | None
 
     def rewards(self, models: ModelGroups | None = None) -> tuple[Reward, Reward]:
-        """The reward in training, and the one in evaluations."""
+        """The rewards for training and for evaluations."""
         source = self.settings.source
         known = read_range(source.path, "reward.source.path") if isinstance(source, ModelReward) else None
         return Reward(self.settings, self.train, models, known), Reward(self.settings, self.eval, models)
@@ -70,12 +70,12 @@ class Scorers:
 
 @contextmanager
 def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: Path | None = None) -> Iterator[Scorers]:
-    """The processes that `reward` asks for, for training and for evaluations; notes how far they are shut in.
+    """The processes that `reward` needs, for training and for evaluations; notes how well they are isolated.
 
     Args:
         settings: the section `reward`.
         note: prints a line.
-        log: the file to which what they print is added; None: stderr.
+        log: the file to which their output is appended; None: stderr.
     """
     with ExitStack() as stack:
         train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings, log))
@@ -87,7 +87,7 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: P
 
 
 def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ScoreRequest]:
-    """What a verifier needs of each response."""
+    """What a verifier needs from each response."""
 
     def request(prompt: Prompt, response: Response) -> ScoreRequest:
         played = response.episode

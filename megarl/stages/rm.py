@@ -15,8 +15,8 @@ from megarl.stages.rank_checks import check_rm
 def rm(config: RmConfig) -> None:
     """Trains on the pairs; leaves the reward model in runs/<name>/model and its held-out numbers in summary.json.
 
-    Beside the model it writes the range of the held-out scores: responses that score outside it are outside what the reward model was
-    trained on.
+    Beside the model it writes the range of the held-out scores: a response that scores outside it is outside the reward model's training
+    distribution.
     """
 
     def finish(model: Path, measured: Mapping[str, float]) -> None:

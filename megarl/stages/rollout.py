@@ -1,4 +1,4 @@
-"""The groups of one step: asked for, scored as they are finished, and more in the place of those without a signal."""
+"""The groups of one step: requested, scored as they finish, and replaced if they have no signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.workers.engines import call_seed
 from megarl.workers.plan import RolloutBatch
 
 Draw = Callable[[int], Sequence[tuple[int, Prompt]]]
-"""The next so many prompts, each with its place in data.train."""
+"""Draws this many next prompts, each with its index in data.train."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class Group:
     responses: list[Response]
     scores: list[Score]
     greedy: float | None  # the reward of the greedy response
-    asked: tuple[int, int] = (0, 0)  # the step for which it was asked for, and its number in that
+    asked: tuple[int, int] = (0, 0)  # the step it was requested for, and its number within that step
 
     @property
     def informative(self) -> bool:
-        """Whether the responses differ in the task itself; DAPO does not ask how long they are (arXiv:2503.14476, eq. 11)."""
+        """Whether the responses differ in the task's score; DAPO ignores their length here (arXiv:2503.14476, eq. 11)."""
         return len({score.task for score in self.scores}) > 1
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step learns from: its groups in the order in which they were asked for, and how dynamic sampling went."""
+    """What a step learns from: its groups in the order in which they were requested, and how dynamic sampling went."""
 
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)  # metrics
 
     def samples(self, most: int) -> list[SampleRecord]:
-        """At most so many of the step's responses, to read."""
+        """At most `most` of the step's responses, for reading."""
         pairs = [(group.prompt, *pair) for group in self.groups for pair in zip(group.responses, group.scores, strict=True)]
         return [record(*pairs[index]) for index in spread(len(pairs), most)]
 
     def batch(self) -> RolloutBatch:
-        """The step's responses, prompts counted anew."""
+        """The step's responses, with prompts renumbered."""
         metrics: dict[str, Metric] = {name: Sum(count) for name, count in self.counts.items()}
         return RolloutBatch(
             responses=[replace(response, prompt=index) for index, group in enumerate(self.groups) for response in group.responses],
@@ -71,10 +71,10 @@ class StepGroups:
 class RolloutBuffer:
     """Collects `wanted` groups of responses for a step.
 
-    rounds: with dynamic sampling (DAPO), how many times as many prompts may be asked for. Groups whose rewards are all equal are then set
-    aside, and for each another prompt is asked at once. What comes of it does not depend on which group is finished first: no more prompts
-    are asked for, in their order, than it takes to get `wanted` informative groups. What is still missing when no more may be asked for is
-    filled with the first groups that were set aside, whose advantage is 0. None: every group counts.
+    rounds: with dynamic sampling (DAPO), how many times as many prompts may be requested. Groups whose rewards are all equal are then set
+    aside, and another prompt is requested at once for each. The result does not depend on which group finishes first: no more prompts are
+    requested, in order, than it takes to get `wanted` informative groups. If groups are still missing when no more may be requested, the
+    first groups that were set aside fill the gap, with advantage 0. None: every group counts.
     """
 
     wanted: int
@@ -85,16 +85,16 @@ class RolloutBuffer:
 
     @property
     def missing(self) -> int:
-        """How many more prompts are to be asked for now."""
+        """How many more prompts to request now."""
         return min(self.wanted + len(self._aside), self.wanted * (self.rounds or 1)) - self.asked
 
     @property
     def full(self) -> bool:
-        """Whether all that were asked for are there, and no further is needed, or allowed."""
+        """Whether all requested groups have arrived, and no more are needed, or allowed."""
         return self.missing == 0 and len(self._kept) + len(self._aside) == self.asked
 
     def add(self, number: int, group: Group) -> None:
-        """Takes the group that was the `number`-th to be asked for."""
+        """Adds the group that was the `number`-th to be requested."""
         (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
     def result(self) -> StepGroups:
@@ -114,12 +114,12 @@ class RolloutCollector:
     Args:
         ctx: of the run.
         draw: gives the prompts.
-        step: that they are for; with the number of a prompt in it, it decides the random draws.
+        step: that they are for; with a prompt's number within it, it determines the random draws.
         scale: of the rewards, if they have one.
         rounds: of the buffer.
 
     Attributes:
-        scores: of all responses so far, those of groups that are set aside too.
+        scores: of all responses so far, including groups that are set aside.
     """
 
     def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, rounds: int | None = None) -> None:
@@ -133,11 +133,11 @@ class RolloutCollector:
         self._answers: dict[int, list[Response]] = {}  # finished, and not scored
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
-        """Goes on by a second at most. Verifiers score what is finished while the engines respond to other prompts.
+        """Works for a second at most. Verifiers score finished responses while the engines generate others.
 
         Args:
             finished: waits for responses.
-            ranks: they have nothing to do: a reward model can read the responses. It does so when all that were asked for are there.
+            ranks: the ranks are idle, so a reward model can read the responses. It does so once all requested ones have arrived.
 
         Returns:
             Whether there is more to do.
@@ -160,11 +160,11 @@ class RolloutCollector:
         return self.buffer.result()
 
     def _ask(self) -> None:
-        """What is missing. The draws of a prompt depend on the step and on its number among those that are asked for in it."""
+        """Requests the missing prompts. A prompt's draws depend on the step and on its number among those requested in it."""
         ctx, wanted = self._ctx, self.buffer.wanted
         rollout, engines = ctx.config.rollout, ctx.engines
         if self.buffer.missing:
-            engines.take_turn()  # a reward model may just have had it
+            engines.take_turn()  # a reward model may just have had its turn
         for place, prompt in self._draw(self.buffer.missing):
             number = self.buffer.asked
             seed = call_seed(ctx.config.seed, self._step, number // wanted)
@@ -193,10 +193,10 @@ def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence
     """The rewards of responses, shaped as `reward.overlong` says.
 
     Args:
-        reward: what scores.
-        prompts: that were asked.
-        answers: the responses to each.
-        longest: tokens that a response may have.
+        reward: scores the responses.
+        prompts: of the responses.
+        answers: the responses to each prompt.
+        longest: most tokens of a response.
 
     Returns:
         The scores in the same shape.
@@ -208,7 +208,7 @@ def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence
 
 
 class InProgress(Protocol):
-    """What a step's groups come of: `RolloutCollector`, `Rounds`."""
+    """A step's groups in progress: `RolloutCollector`, `Rounds`."""
 
     work: Dispatcher
     scores: list[Score]
@@ -219,7 +219,7 @@ class InProgress(Protocol):
 
 
 def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
-    """The groups, now: the ranks wait for them, with the weights that the engines have."""
+    """Finishes the groups while the ranks wait, with the engines' current weights."""
     with ctx.run.phase("rollout"), ctx.engines.finishing(progress.work):
         while progress.proceed(ctx.engines.finished, ranks=True):
             pass
@@ -228,7 +228,7 @@ def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
 
 
 def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale | None:
-    """The scale of `reward.normalise`, from responses of the policy as it is now; None where rewards are taken as they are."""
+    """The scale of `reward.normalise`, from responses of the current policy; None if rewards are not normalised."""
     config, settings = ctx.config, ctx.config.reward.normalise
     if settings is None:
         return None
@@ -243,13 +243,13 @@ def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale |
 
 
 def shaped(overlong: OverlongSettings | None, longest: int, response: Response, score_: Score) -> Score:
-    """The score with `reward.overlong` applied; the punishment is a part of its own.
+    """The score with `reward.overlong` applied; the penalty is a separate part.
 
     Args:
         overlong: that section.
         longest: `rollout.max_response_tokens`.
-        response: what was scored.
-        score_: before the punishment.
+        response: the scored response.
+        score_: before the penalty.
     """
     if overlong is None:
         return score_

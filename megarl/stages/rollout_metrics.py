@@ -1,4 +1,4 @@
-"""What the responses of a step say about the health of a run, under the community's names."""
+"""What a step's responses say about the health of a run, under the field's usual names."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
 
 
 def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: int) -> dict[str, Metric]:
-    """How many updates of the policy lie between the weights that the responses were sampled from and those that learn from them.
+    """How many policy updates lie between the weights that sampled the responses and those trained on them.
 
-    rollout/lag_share_from_n is the share of tokens of a lag from n to 2n - 1, n = 1, 2, 4, 8 and so on up to `most`; what is missing from 1
-    has none.
+    rollout/lag_share_from_n is the share of tokens with a lag from n to 2n - 1, n = 1, 2, 4, 8 and so on up to `most`; the rest up to 1
+    has no lag.
 
     Args:
         responses: of the step.
         learned: updates of the policy before this step.
-        frozen: steps before these that left it as it was; the weights' version counts them, too.
-        most: the lag that the run's mode allows.
+        frozen: earlier steps that did not change the policy; the weights' version counts them too.
+        most: the largest lag in the run's mode.
     """
     lags_N: list[list[tuple[int, int]]] = []  # of each response (tokens, lag)
     for response in responses:
@@ -75,7 +75,7 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: 
 
 
 def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
-    """How episodes of several turns went: turns, what the environment wrote and reports, those that failed or ran into a limit."""
+    """How multi-turn episodes went: turns, the environment's text and reports, those that failed or hit a limit."""
     episodes = [(response, response.episode) for response in responses if response.episode is not None]
     if not episodes:
         return {}
@@ -102,5 +102,5 @@ def scale_metrics(scale: RewardScale | None) -> dict[str, Metric]:
 
 
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:
-    """How many responses the reward function failed on, by the kind of failure: events/reward/<kind>."""
+    """How many responses the reward function failed on, by kind of failure: events/reward/<kind>."""
     return {f"events/reward/{kind.replace(' ', '_')}": Sum(float(count)) for kind, count in errors_by_kind(scores).items()}

@@ -1,6 +1,6 @@
-"""`rollout.mode: budget`: in each round every response gets so many tokens more; what is not done goes on under the next weights.
+"""`rollout.mode: budget`: in each round every response gets a number of tokens more; unfinished ones continue with the next weights.
 
-Nothing is timed: which token was sampled from which weights is decided by counting, so that a run is the same each time.
+Nothing depends on timing: counting decides which weights sample which token, so that every run is the same.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from megarl.stages.rollout import Draw, Group, StepGroups, scored
 from megarl.workers.dispatch import Dispatcher, Segment
 from megarl.workers.engines import call_seed
 
-POOL = 2  # steps' worth of prompts that are under way
+POOL = 2  # steps' worth of prompts in flight
 
 
 class Rounds:
-    """The rounds of one step: as many as it takes until the step has its groups, the oldest that are done.
+    """The rounds of one step: as many as it takes until the step has its groups, the oldest finished ones.
 
-    A response of T tokens is done after T / `rollout.budget_tokens` rounds, and each step has a round. There are never more than `POOL`
-    steps' worth of groups, and a finished group is never overtaken by a later one: it is learned from in the step of its last round, or in
+    A response of T tokens is finished after T / `rollout.budget_tokens` rounds, and each step has a round. There are never more than `POOL`
+    steps' worth of groups, and a finished group is never overtaken by a later one: it is used in the step of its last round, or in
     the next.
 
     Args:
         ctx: of the run.
         draw: gives the prompts.
-        step: that the rounds are for; with the number of a prompt that begins in it, it decides the random draws.
+        step: that the rounds are for; with the number of a prompt that begins in it, it determines the random draws.
         scale: of the rewards, if they have one.
         pool: groups of earlier rounds, in the order in which they began.
 
     Attributes:
-        work: what the engines do.
-        scores: of the responses that are done.
+        work: of the engines.
+        scores: of the finished responses.
     """
 
     def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, pool: Sequence[Group]) -> None:
@@ -75,7 +75,7 @@ class Rounds:
         return StepGroups(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
-        """All others."""
+        """All other groups."""
         chosen = {id(group) for group in self.result().groups}
         return [group for group in self._pool if id(group) not in chosen]
 
@@ -106,7 +106,7 @@ class Rounds:
             self.scores += scores
 
     def _carried_on(self, before: Response, more: Response) -> Response:
-        """The response with what a round has added to it. No part of it travels again, but that the engine reads its tokens."""
+        """The response with what a round has added to it. No part of it is sent again, except that the engine reads its tokens."""
         parts = [*before.before, before.payload] if self._open(more) else []
         experts = None if before.experts is None or more.experts is None else [*before.experts, *more.experts]
         return replace(more, before=parts, experts=experts)

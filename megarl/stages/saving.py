@@ -1,4 +1,4 @@
-"""A run that can be killed at any moment: where it stands, saved with its models in one step directory, and how it goes on from there."""
+"""A run that can be killed at any moment: its state, saved with its models in one step directory, and how it resumes from there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.rewards.score import RewardUnavailable
 from megarl.shared_memory import MemoryFile
 
 TRAINER = "trainer.json"
-AHEAD = "ahead."  # begins the names of `State.files`
+AHEAD = "ahead."  # prefix of the names of `State.files`
 
 
 class _Sampler(BaseModel, extra="allow"):
@@ -48,7 +48,7 @@ class _Run(BaseModel, extra="allow"):
 
 
 class _Trainer(BaseModel):
-    """TRAINER, as far as it says whether a run may go on from it."""
+    """TRAINER, as far as it decides whether a run may resume from it."""
 
     verb: str
     progress: _Progress
@@ -58,7 +58,7 @@ class _Trainer(BaseModel):
 
 
 class State(Protocol):
-    """Where a run stands between two steps."""
+    """The state of a run between two steps."""
 
     step: int
 
@@ -67,10 +67,10 @@ class State(Protocol):
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
     def files(self) -> Mapping[str, LargeContent]:
-        """Further files that a checkpoint holds for this state, by name."""
+        """Additional files of a checkpoint for this state, by name."""
 
     def restore_files(self, files: Mapping[str, PathLike[str]], /) -> None:
-        """Gets back what `files` gave; none of a name where the checkpoint has none."""
+        """Restores what `files` returned; a name is missing if the checkpoint has no such file."""
 
 
 class Trained(Protocol):
@@ -78,7 +78,7 @@ class Trained(Protocol):
 
     @property
     def folders(self) -> Mapping[str, str]:
-        """In which folder of the run the checkpoints hold each model."""
+        """The folder of the run in which each model's checkpoints are."""
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content], /) -> None: ...
 
@@ -93,7 +93,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint whose files have the sizes that were written; or the copy of a step in the memory of the machines."""
+    """A checkpoint whose files have their original sizes; or the copy of a step in the machines' memory."""
 
     steps: Mapping[str, SavedStep]  # which step directory holds each trained model
     progress: Mapping[str, Any]
@@ -103,21 +103,21 @@ class ResumePoint:
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
-    """The newest checkpoint of the run, where `save.resume` asks for one. A damaged one is named and passed over.
+    """The newest checkpoint of the run, if `save.resume` is set. A damaged one is named and skipped.
 
-    Only names and sizes are compared with the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
+    Checks only names and sizes against the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
 
     Args:
         config: of the run.
         verb: megarl's, say "train".
-        items: how many `data.train` has.
-        damaged: step directories that are passed over, too.
+        items: number of items in `data.train`.
+        damaged: further step directories to skip.
 
     Returns:
-        The checkpoint, with what the run had reached; None where no save has ever finished.
+        The checkpoint, with the run's progress; None if no save has ever finished.
 
     Raises:
-        ConfigError: as `check_resume` has it, of the checkpoint that is taken; or all of them are damaged.
+        ConfigError: as in `check_resume`, for the chosen checkpoint; or all of them are damaged.
     """
     root, faulty = config.directory / CHECKPOINTS, bool(damaged)
     if not config.save.resume or not root.is_dir():
@@ -147,20 +147,20 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
         files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     if faulty:
-        raise ConfigError(f"save.resume: no checkpoint in {root} is whole; with false the run begins anew, and what is there is kept")
+        raise ConfigError(f"save.resume: no checkpoint in {root} is intact; with false the run starts over, and what is there is kept")
     return None
 
 
 def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
-    """Refuses what could not go on from the newest checkpoint in the run's directory, of which trainer.json alone is read.
+    """Refuses a run that could not resume from the newest checkpoint in its directory, of which only trainer.json is read.
 
     Args:
         config: of the run.
         verb: megarl's, say "train".
-        items: how many `data.train` has.
+        items: number of items in `data.train`.
 
     Raises:
-        ConfigError: it was saved by another verb, its configuration differs in what must not differ, or `data.train` had another number of
+        ConfigError: it was saved by another verb, its configuration differs in a fixed setting, or `data.train` had a different number of
             items.
     """
     root = config.directory / CHECKPOINTS
@@ -171,14 +171,14 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
             continue
         try:
             data = entry.saved.read(TRAINER)
-        except ConfigError:  # damaged, and passed over when the run starts
+        except ConfigError:  # damaged, and skipped when the run starts
             continue
         _refuse_another(_trainer(data, entry.path), entry.path, config, verb, items)
         return
 
 
 def _trainer(data: bytes, path: Path) -> _Trainer:
-    """The TRAINER of the step directory `path`. ConfigError where it is none."""
+    """The TRAINER of the step directory `path`. ConfigError if it is invalid."""
     try:
         return _Trainer.model_validate_json(data, strict=True)
     except ValidationError as error:
@@ -195,7 +195,7 @@ def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb:
     if before != items:
         differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
     if differing:
-        raise ConfigError("\n".join([*differing, f"save.resume: true, and {path} was saved otherwise; false starts anew"]))
+        raise ConfigError("\n".join([*differing, f"save.resume=true, but {path} was saved with other settings; false starts over"]))
 
 
 class Checkpoints:
@@ -203,9 +203,9 @@ class Checkpoints:
 
     Args:
         config: of the run.
-        verb: that the run is of.
-        run: where it is told and timed.
-        models: that are saved and loaded.
+        verb: of the run.
+        run: where saves are reported and timed.
+        models: to save and load.
     """
 
     def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
@@ -213,7 +213,7 @@ class Checkpoints:
         self._saved: int | None = None  # the last step that was saved
 
     def load(self, resume: ResumePoint, state: State) -> None:
-        """Puts models, optimizers, random states and `state` where the checkpoint has them."""
+        """Restores models, optimizers, random states and `state` from the checkpoint."""
         with self._run.phase("load"):
             if resume.copy is None:
                 self._models.load(resume.steps)
@@ -224,13 +224,13 @@ class Checkpoints:
         self._saved = state.step if resume.copy is None else None
 
     def after_step(self, state: State) -> None:
-        """Copies and saves the step that is done, as `save` asks for it."""
+        """Copies and saves the finished step, as `save` says."""
         self.copy(state)
         if every(self._settings.every, state.step):
             self.save(state)
 
     def copy(self, state: State) -> None:
-        """Copies the step that is done, where `save.rolling` asks for it; where there is no room for it, the run is told and goes on."""
+        """Copies the finished step, if `save.rolling` is on; if there is no room, reports that and continues."""
         if self._settings.rolling == "off":
             return
         record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
@@ -242,9 +242,9 @@ class Checkpoints:
                 self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")
 
     def save(self, state: State) -> None:
-        """Saves the models as they are now, with where the run stands.
+        """Saves the current models, with the state of the run.
 
-        SaveError where this save or the one before failed and `save.on_failure` is stop; else the run is told, and goes on.
+        SaveError if this save or the one before failed and `save.on_failure` is stop; otherwise reports it and continues.
         """
         self._save(state.state(), state)
 
@@ -264,9 +264,9 @@ class Checkpoints:
 
     @contextmanager
     def checkpoint_on_failure(self, state: State) -> Iterator[None]:
-        """A step or an evaluation inside: where no reward can be had, the run stops with a checkpoint of the moment before.
+        """Wraps a step or an evaluation: if rewards are unavailable, the run stops with a checkpoint from before it.
 
-        So it does after SIGTERM, SIGHUP or SIGUSR1, which abandon what is inside until it counts the step and changes the models.
+        So it does on SIGTERM, SIGHUP or SIGUSR1, which abandon the work inside until it counts the step and changes the models.
         """
         before = state.state()
         try:
@@ -279,7 +279,7 @@ class Checkpoints:
             self._end(stop.number, before, state)
 
     def stop_where_asked(self, state: State, on_alarm: str = "continue") -> None:
-        """Saves and ends the run after SIGTERM, SIGHUP or SIGUSR1, and where `on_alarm` is stop and there was an alarm."""
+        """Saves and ends the run after SIGTERM, SIGHUP or SIGUSR1, or if `on_alarm` is stop and there was an alarm."""
         number = termination.asked()
         if number is not None:
             self._end(number, state.state(), state)
@@ -287,15 +287,15 @@ class Checkpoints:
             return
         self._run.ended_by = self._run.alarm
         self._save_now(state.state(), state)
-        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run goes on)")
+        raise Alarmed(f"{self._run.alarm} (train.on_alarm=stop; started again with train.on_alarm=continue, the run resumes)")
 
     def _end(self, number: int, progress: Mapping[str, Any], state: State) -> NoReturn:
         written = self._save_now(progress, state)
         saved = f"saved at step {progress['step']}" if written else f"NOT saved at step {progress['step']}, see above"
-        raise termination.Terminated(number, f": {saved}; started again, the run goes on") from None
+        raise termination.Terminated(number, f": {saved}; started again, the run resumes") from None
 
     def _save_now(self, progress: Mapping[str, Any], state: State) -> bool:
-        """Saves, and waits until it is written. Whether it is: a failure may let the run go on."""
+        """Saves, and waits until it is written. Returns whether it is: a failure may let the run continue."""
         self._save(progress, state)
         with self._failures():
             self._models.wait_for_save()
@@ -303,7 +303,7 @@ class Checkpoints:
         return False
 
     def finish(self) -> None:
-        """Waits for what is being written."""
+        """Waits for saves in progress."""
         with self._run.phase("save"), self._failures():
             self._models.wait_for_save()
 
@@ -319,12 +319,12 @@ class Checkpoints:
 
 
 def every(number: int, count: int) -> bool:
-    """Whether `count` is one of every `number`; 0 means never."""
+    """Whether `count` is a multiple of `number`; 0 means never."""
     return bool(number) and count % number == 0
 
 
 def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> SavedStep | None:
-    """The part of a checkpoint that other ranks wrote; None where it is missing or damaged, which goes to `skip`."""
+    """The part of a checkpoint that other ranks wrote; None if it is missing or damaged, which is passed to `skip`."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
         passed_over(step.path, f"{path}, which belongs to it, is missing")
@@ -336,5 +336,5 @@ def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> Save
 
 
 def passed_over(step: Path, why: str) -> None:
-    """Tells that a step directory is not taken."""
-    print(f"megarl: checkpoint {step} is passed over: {why}", flush=True)
+    """Reports that a step directory is skipped."""
+    print(f"megarl: checkpoint {step} is skipped: {why}", flush=True)

@@ -1,4 +1,4 @@
-"""Where a run's batches come from: `rollout.mode` says how far the engines are ahead of the ranks, and nothing else knows of it."""
+"""Where a run's batches come from. `rollout.mode` says how far the engines are ahead of the ranks; only this module knows of it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megarl.workers.dispatch import NoEngine
 
 
 class RolloutSource:
-    """Gives the batches of the steps, in order. Use it as a context manager: what is under way ends with it.
+    """Provides the batches of the steps, in order. Use it as a context manager: work in progress ends with it.
 
-    `sync`: the engines respond while the ranks wait, and the other way round. `ahead`: while the ranks learn from a batch, the engines
-    respond for the next one, with the weights that the ranks began with; before they get new ones, they are done. `budget`: the same, but
-    that each response gets only so many tokens (`Rounds`). `free`: the engines never wait (`Flow`).
+    `sync`: the engines generate while the ranks wait, and vice versa. `ahead`: while the ranks learn from a batch, the engines generate the
+    next one, with the weights that the ranks started from; they finish before they get new ones. `budget`: the same, except that each
+    response gets only a limited number of tokens (`Rounds`). `free`: the engines never wait (`Flow`).
 
     Args:
         ctx: of the run.
-        state: where it stands; holds the batch that is ahead, and what waits for further rounds.
+        state: of the run; holds the batch ahead, and the groups that wait for further rounds.
     """
 
     def __init__(self, ctx: RunContext, state: TrainState) -> None:
@@ -37,12 +37,12 @@ class RolloutSource:
         self._flow = Flow(ctx, state) if ctx.config.rollout.mode == "free" else None
         self._background: _Background | None = None
         self._sampler = state.sampler.state()  # before the draws of the batch ahead
-        self._pool: list[Group] = []  # beside the batch that is learned from
+        self._pool: list[Group] = []  # besides the current batch
         self._failure: RewardUnavailable | None = None
         self._clock, self._busy_s, self._waited_s = time.monotonic(), ctx.engines.busy_s, 0.0
 
     def next_groups(self) -> StepGroups:
-        """The groups that the next step learns from. RewardUnavailable where they could not be scored."""
+        """The groups that the next step learns from. RewardUnavailable if they could not be scored."""
         begun, state = time.monotonic(), self._state
         if self._flow is not None:
             with self._ctx.run.phase("rollout"):
@@ -62,9 +62,9 @@ class RolloutSource:
         return groups
 
     def after_update(self, *, sync_follows: bool) -> None:
-        """The step has learned from its batch: the one that is ahead is finished, and the engines can be given new weights.
+        """Call when the step has learned from its batch: finishes the batch ahead, so that the engines can get new weights.
 
-        sync_follows: they will be. If not, those that are replaced need the weights of the last sync.
+        sync_follows: whether they will. If not, replaced engines need the weights of the last sync.
         """
         begun, background, self._background = time.monotonic(), self._background, None
         if self._flow is not None:
@@ -84,7 +84,7 @@ class RolloutSource:
         return RolloutCollector(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
 
     def _finish(self, background: _Background, sync_follows: bool) -> None:
-        """What was begun becomes the batch ahead. Where it cannot be scored `next_groups` says so, and its prompts are drawn again."""
+        """Makes the work in progress the batch ahead. If it cannot be scored, `next_groups` raises, and its prompts are drawn again."""
         ctx, state, progress = self._ctx, self._state, background.progress
         try:
             with ctx.engines.finishing(progress.work, refill=not sync_follows):
@@ -97,12 +97,12 @@ class RolloutSource:
             state.sampler.restore(self._sampler)
         except NoEngine:
             fault = next(iter(progress.work.lost.values()))
-            raise WorkerDied(f"{fault}: no engine is left that has the weights of the batch ahead") from fault
+            raise WorkerDied(f"{fault}: no remaining engine has the weights of the batch ahead") from fault
         else:
             state.ahead, state.pool = progress.result(), _rest(progress)
 
     def metrics(self) -> dict[str, Metric]:
-        """Since the last call: in what share of the time the ranks waited for a batch, and an engine had nothing to do."""
+        """Since the last call: the share of the time that the ranks waited for a batch, and that an engine was idle."""
         now, busy_s, engines = time.monotonic(), self._ctx.engines.busy_s, self._ctx.config.rollout.replicas
         seconds = now - self._clock
         metrics: dict[str, Metric] = {
@@ -127,7 +127,7 @@ def _rest(progress: InProgress) -> list[Group]:
 
 
 class _Background:
-    """Goes on beside the ranks' work, in a thread."""
+    """Works in the background, in a thread."""
 
     def __init__(self, progress: InProgress) -> None:
         self.progress = progress
@@ -137,14 +137,14 @@ class _Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when it can go no further without ranks. Raises what it failed with."""
+        """Returns when it can do no more without the ranks. Raises its error if it failed."""
         while self._thread.is_alive():
             self._thread.join(1.0)
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Ends it where it is."""
+        """Stops it at once."""
         self._stopped = True
         self._thread.join(STOP_S)
         self.progress.work.cancel()

@@ -1,4 +1,4 @@
-"""Where an RL run stands between two steps: all of it that no model holds and no metric shows."""
+"""The state of an RL run between two steps: everything that is not in a model or a metric."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class TrainState:
     Args:
         config: of the run.
         prompts: of data.train.
-        stages: as which experts are kept (`ExpertsWanted.stages`).
+        stages: over which experts are split (`ExpertsWanted.stages`).
 
     Attributes:
         step: steps so far, of the policy or of the critic alone.
-        learned: those in which the policy learned.
+        learned: steps in which the policy learned.
         evaluated: the step after which the policy was last evaluated.
-        kl_coef: weight of the KL to the reference, which `algorithm.kl_target` steers.
-        scale: of the rewards, where `reward.normalise` asks for one.
-        ahead: the batch of the next step, where it is there already.
+        kl_coef: weight of the KL to the reference, adapted by `algorithm.kl_target`.
+        scale: of the rewards, with `reward.normalise`.
+        ahead: the batch of the next step, if it exists already.
         pool: further groups that have begun, and wait.
-        best: the best evaluation, where `train.best` says which that is.
+        best: the best evaluation, with `train.best`.
     """
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], stages: in_flight.Stages = ()) -> None:
@@ -64,11 +64,11 @@ class TrainState:
         self._algorithm, self._prompts, self._stages = config.algorithm, prompts, stages
 
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
-        """The next `count` prompts, each with its place among all."""
+        """The next `count` prompts, each with its index among all."""
         return [(place, self._prompts[place]) for place in self.sampler.take(count)]
 
     def policy_learned(self, plan: StepPlan, kl_N: np.ndarray) -> dict[str, Metric]:
-        """Counts a step of the policy and adapts the KL coefficient; the metrics of both.
+        """Counts a step of the policy and adapts the KL coefficient; returns the metrics of both.
 
         kl_N: each response's KL to the reference in nats.
         """
@@ -95,7 +95,7 @@ class TrainState:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stands where `state` was taken. ValueError where the prompts are others."""
+        """Restores `state`. ValueError if the prompts are different."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
         self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
@@ -104,12 +104,12 @@ class TrainState:
         self.pretraining.restore(state["pretraining"])
 
     def files(self) -> dict[str, ResponseFile]:
-        """The batch that is ahead, and what has begun beside it."""
+        """The batch ahead, and the groups that have begun besides it."""
         there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
         return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
-        """Gets them back."""
+        """Restores them."""
         there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
         self.ahead = there.get(BATCH)
         self.pool = there[REST].groups if REST in there else []

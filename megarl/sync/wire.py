@@ -146,9 +146,15 @@ def place_of(device: torch.device) -> str:
 
 
 def share_cuda(bytes_B: Tensor) -> list[Any]:
-    """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far."""
+    """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far.
+
+    torch keeps what belongs to a handle (an event, a counter) with the storage that was shared, wrapped once more each time: a storage
+    of its own for each handle lets go of it.
+    """
     assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
-    return list(bytes_B.untyped_storage()._share_cuda_())
+    storage = bytes_B.untyped_storage()
+    alias: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), bytes_B.device, storage.nbytes())
+    return list(alias._share_cuda_())
 
 
 def open_cuda(handle: list[Any], device: int) -> Tensor:

@@ -12,7 +12,7 @@ import ray
 
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
-from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings
+from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig
 from megarl.imports import uncollected
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.output import keep_output
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megarl.parallel.checkpoint.save import Saver
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.workers.model import Model
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class MegatronWorker:
@@ -40,6 +42,7 @@ class MegatronWorker:
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, group: str = "") -> None:
         """`group`: tells apart the logs of groups that stand beside the policy's."""
+        os.environ.update(rank_environment(config))  # before torch is imported
         keep_output(config.directory, f"{group} rank {rank}".strip())
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads())
@@ -188,6 +191,18 @@ class MegatronWorker:
         from megarl.parallel.collectives import summed
 
         return summed(value, self._grid.groups.dp)
+
+
+def rank_environment(config: RunSettings) -> dict[str, str]:
+    """What a rank's process must have in its environment before it imports torch.
+
+    On GPUs torch's allocator grows its segments instead of leaving holes between them, where nothing else was asked of it. Memory that
+    another process opens (`cuda_ipc`) stays as the driver gives it.
+    """
+    handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
+    if not config.cluster.gpus or handed_over or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+        return {}
+    return {ALLOCATOR: "expandable_segments:True"}
 
 
 def threads() -> int:

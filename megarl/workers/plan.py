@@ -5,8 +5,8 @@ Axes: N responses of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +57,12 @@ class StepPlan:
         """The mini-batches that have a loss token."""
         return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
 
+    def part(self, dp_rank: int) -> StepPlan:
+        """The plan as one data-parallel rank needs it, with the payloads of its own responses: whoever is given a reference to an object
+        tells its owner of it, and again when it lets go."""
+        mine = {n for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for n in micro_batch}
+        return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
+
 
 @dataclass(frozen=True)
 class ScoringPlan:
@@ -64,6 +70,15 @@ class ScoringPlan:
 
     payload_N: Sequence[Any]  # references to Samples
     split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
+
+    def part(self, dp_rank: int) -> ScoringPlan:
+        """As that of a StepPlan."""
+        return replace(self, payload_N=_only({n for micro_batch in self.split[dp_rank] for n in micro_batch}, self.payload_N))
+
+
+def _only(chosen: Set[int], values_N: Sequence[Any]) -> list[Any]:
+    """The values of the chosen responses, None in the places of the others."""
+    return [value if n in chosen else None for n, value in enumerate(values_N)]
 
 
 def members(mini_batch: list[list[list[int]]]) -> list[int]:

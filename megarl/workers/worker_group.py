@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from megarl.cluster.demand import Role, files
 from megarl.cluster.placement import ProcessKind
 from megarl.cluster.reserve import reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
-from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings, TrainConfig
+from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.workers.assemble import Columns
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import ScoringPlan, StepPlan
 from megarl.workers.rollout_worker import ExpertsWanted
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 Running = list[Any]
 """Calls that have been started, to be waited for."""
 
@@ -49,14 +47,19 @@ class WorkerGroup:
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Hands the step to the ranks; they compute what their models say of its tokens (`ModelWorker.forward`)."""
-        return self.group.start("forward", ray.put(plan), score)
+        return self.group.start_each("forward", self._dealt(plan), score)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """The reward model's score of each response of the plan."""
         found: dict[int, float] = {}
-        for part in self.group.call("rewards", ray.put(plan), timeout_s=self.timeout_s):
+        for part in self.group.wait(self.group.start_each("rewards", self._dealt(plan)), "rewards", self.timeout_s):
             found |= part
         return found
+
+    def _dealt(self, plan: StepPlan | ScoringPlan) -> list[Any]:
+        """For each rank a reference to its part of the plan."""
+        parts = [ray.put(plan.part(dp_rank)) for dp_rank in range(self.layout.dp)]
+        return [parts[self.layout.dp_rank(rank)] for rank in range(self.layout.ranks)]
 
     def columns(self, *names: str) -> Columns:
         """Per-token numbers of the scored plan, as references."""
@@ -132,31 +135,11 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
         *arguments: for the class, after (rank, config, layout).
     """
     actor, gpus = ray.remote(worker), int(config.cluster.gpus)
-    options = (
-        {"runtime_env": {"env_vars": variables}}
-        if (variables := rank_environment(config.cluster.gpus, config.sync.transport if isinstance(config, TrainConfig) else None))
-        else {}
-    )
     actors = [
-        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place, **options).remote(rank, config, layout, *arguments)
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
         for rank, place in enumerate(places)
     ]
     return ActorGroup("rank", actors)
-
-
-def rank_environment(gpus: bool, transport: str | None) -> dict[str, str]:
-    """What the ranks of a run must start with.
-
-    On GPUs torch's allocator grows its segments instead of leaving holes between them, where nothing else was asked of it. Memory that
-    another process opens (`cuda_ipc`) stays as the driver gives it.
-
-    Args:
-        gpus: whether each has one.
-        transport: of the weights to the engines; None: there are none.
-    """
-    if not gpus or transport == "cuda_ipc" or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
-        return {}
-    return {ALLOCATOR: "expandable_segments:True"}
 
 
 def build_ranks(groups: Sequence[ActorGroup], start_timeout_s: float, *, blank: bool = False) -> None:

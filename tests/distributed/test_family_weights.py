@@ -134,7 +134,7 @@ def test_critic_may_start_from_a_language_model(pool: Pool, make: Make, tmp_path
 
 def test_critic_that_transformers_cannot_load_is_announced(make: Make, tmp_path: Path, pool: Pool) -> None:
     [[said]] = pool.run(announced, Layout(), make("glm4_moe", layers=2), tmp_path / "out")
-    assert said == f"{tmp_path / 'out'}: transformers has no class Glm4MoeForSequenceClassification: megarl alone can load what is saved"
+    assert said == f"{tmp_path / 'out'}: transformers has no class Glm4MoeForSequenceClassification: only megarl can load what is saved"
 
 
 def announced(grid: Grid, path: Path, target: Path) -> list[str]:

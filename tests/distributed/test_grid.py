@@ -10,6 +10,7 @@ from tests.distributed.tiny_training import (
     Job,
     compiler_is_imported,
     disagree,
+    dp_rank,
     end_of_the_template,
     forward_only,
     listening,
@@ -43,6 +44,11 @@ def test_groups_of_the_same_ranks_are_one_and_share_a_thread(pool: Pool, layout:
     for groups, threads in pool.run(process_groups, layout):
         assert len(groups) == len(set(groups)) and tuple(range(layout.ranks)) in groups
         assert threads <= 4 + 2 * len(groups)
+
+
+@pytest.mark.parametrize("layout", [Layout(ranks=4, tp=2), Layout(ranks=4, cp=2), Layout(ranks=4, pp=2, ep=2), Layout(ranks=4, ep=4)])
+def test_the_part_of_a_batch_that_a_rank_works_on_is_known_from_its_number(pool: Pool, layout: Layout) -> None:
+    assert pool.run(dp_rank, layout) == [layout.dp_rank(rank) for rank in range(layout.ranks)]
 
 
 def test_engines_meet_the_trainer_on_the_interface_that_it_listens_on(pool: Pool) -> None:

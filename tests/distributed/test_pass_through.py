@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megarl.config import Layout
 from megarl.models.hf import read_config
+from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
+from megarl.parking import Parking
 from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import Job, Report, build, learn, make_checkpoint
 from tests.rank_pool import Pool
@@ -25,6 +27,24 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
     report = learn(grid, policy, job)
     policy.wait_for_weights()
     return report, tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
+
+
+def park_twice(grid: Grid, job: Job) -> bool:
+    """Trains, and parks the weights; whether they are what they were after they were asked for once more, and came back."""
+    policy, parking = build(grid, job), Parking(choose().parking_buffer)
+    learn(grid, policy, job)
+    policy.wait_for_weights()
+    parameters = [parameter.detach() for chunk in policy.chunks for parameter in chunk.parameters()]
+    before = [parameter.clone() for parameter in parameters]
+    parking.park(parameters)
+    policy.wait_for_weights()
+    parking.wake()
+    return all(map(torch.equal, before, parameters))
+
+
+def test_weights_that_are_parked_are_not_gathered_once_more(pool: Pool, tmp_path: Path) -> None:
+    job = Job(make_checkpoint(tmp_path / "model"), steps=1, optimizer={"ddp": OVERLAPPED})
+    assert pool.run(park_twice, Layout(ranks=2), job) == [True, True]
 
 
 def test_overlapped_communication_gives_the_same_weights_bit_for_bit(pool: Pool, tmp_path: Path) -> None:

@@ -280,6 +280,11 @@ def process_groups(grid: Grid) -> tuple[list[tuple[int, ...]], int]:
     return [tuple(torch.distributed.get_process_group_ranks(group)) for group in groups], len(os.listdir("/proc/self/task"))
 
 
+def dp_rank(grid: Grid) -> int:
+    """This rank's among those that share a batch."""
+    return grid.dp_rank
+
+
 def listening(grid: Grid) -> set[str]:
     """The local addresses (hexadecimal, as the kernel prints them) on which this process listens."""
     torch.distributed.all_reduce(torch.zeros(1), group=grid.groups.tp)

@@ -77,7 +77,7 @@ def test_a_run_whose_engines_are_ahead_and_that_is_killed_in_every_phase_is_the_
                 job.wait_for("an engine and a rank", lambda: bool(len(engine_processes(job)) == 1 and titled(job, "ray::ModelWorker")))
                 met.append(Aim(phase, victim, done(job) + 2).hit(job, Processes.of(job), job.wait_for, random))
                 if victim != "driver":
-                    job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+                    job.wait_for("its recovery", lambda: job.text().count(": resumed after step ") > number)  # noqa: B023
             assert job.finish() == -9 and job.gone(), met
         job.run()
     finally:
@@ -98,7 +98,7 @@ def test_engines_that_never_wait_are_replaced(replicas: int, tmp_path: Path, tin
             job.wait_for(f"step {2 + 3 * number}", lambda: done(job) >= 2 + 3 * number, pause_s=0.02)  # noqa: B023
             time.sleep(random.uniform(0, 0.5))
             os.kill(int(random.choice([core for _, core in engine_processes(job)])), signal.SIGKILL)
-            job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+            job.wait_for("its recovery", lambda: job.text().count(": resumed after step ") > number)  # noqa: B023
         assert job.finish() == 0 and job.gone(), job.text()[-3000:]
     finally:
         job.kill()

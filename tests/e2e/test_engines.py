@@ -131,7 +131,7 @@ def test_engines_that_are_late_are_replaced_and_so_are_those_in_their_places_as_
         for actor in engines.group.actors:
             ray.kill(actor)
     assert [one.fault for one in told] == ["generate: no answer within 3 s from engine 0"]
-    assert notes[-1] == "1 restarts within a day are all that cluster.restarts=1 allows"
+    assert notes[-1] == "1 restarts within a day are the most that cluster.restarts=1 allows"
 
 
 def test_on_a_cpu_an_engine_imports_no_compiler_no_chat_server_and_no_other_loader(tiny_model: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
     token, moments = closed_to_the_network(job), []
     for number, (phase, victim) in enumerate(MENDED):
         moments.append(Aim(phase, victim, step + 2 * number).hit(job, Processes.of(job), job.wait_for, random))
-        job.wait_for("its recovery", lambda: job.text().count(": goes on after step ") > number)  # noqa: B023
+        job.wait_for("its recovery", lambda: job.text().count(": resumed after step ") > number)  # noqa: B023
     assert job.finish() == 0, job.text()[-4000:]
     assert not any(token in path.read_bytes() for path in job.runs.rglob("*") if path.is_file())
     return moments

@@ -78,7 +78,7 @@ def test_damaged_and_incomplete_checkpoints_are_named_and_passed_over_and_anothe
 
     job = lab.run(Job(tmp_path, tiny_model, (*apart, "train.steps=3", "log.tensorboard=true")))
     said = "".join(capsys.readouterr())
-    told = [line for line in said.splitlines() if "is passed over" in line and ".partial" not in line]
+    told = [line for line in said.splitlines() if "is skipped: " in line and ".partial" not in line]
     assert len(told) == 2 and str(newest) in told[0] and "flipped" in told[0] and str(middle) in told[1] and "missing" in told[1]
     assert f"step {int(oldest.name[-6:]) + 1}/" in said
     assert len(job.updates()) == 4
@@ -175,7 +175,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
         lab.run(job)
     told = "the run is saved after this step" in capsys.readouterr().err
     step = 2 if phase == "generate" else 3
-    assert stop.value.code == 143 and stop.value.message == f"SIGTERM: saved at step {step}; started again, the run goes on"
+    assert stop.value.code == 143 and stop.value.message == f"SIGTERM: saved at step {step}; started again, the run resumes"
     assert done(job) == step and told == (phase == "update")
     lab.run(job)
     assert len(job.updates()) == 4

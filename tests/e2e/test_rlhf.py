@@ -156,7 +156,7 @@ def test_rewards_are_relative_to_the_first_policy_and_told_where_the_reward_mode
     with pytest.raises(Alarmed, match=r"step 3: reward outside range: for 3 steps .* now 100%.*train\.on_alarm=continue"):
         lab.run(job)
     assert len(job.updates()) == 3 and "warning: step 3: reward outside range" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"^train\.on_alarm: stop, and an alarm has ended this run \(step 3: reward outside range"):
+    with pytest.raises(ConfigError, match=r"^train\.on_alarm=stop: an alarm has ended this run \(step 3: reward outside range"):
         lab.run(job)
     job.overrides = (*job.overrides, "train.on_alarm=continue")
     rows = lab.run(job).updates()

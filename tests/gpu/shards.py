@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -
 
     backend = choose()
     gpu = backend.device.type == "cuda"
+    gc.collect()  # of another run's model
     before = torch.cuda.memory_allocated() if gpu else 0
     chunks = build_chunks(transformer_config(hf, settings, grid.layout, backend), hf, backend, grad=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def park(grid: Any, path: Path) -> dict[str, Any]:
     from megarl.workers.model import Model
 
     backend = choose()
+    gc.collect()  # of what this process has trained before; cuBLAS's workspace stays
+    base = torch.cuda.memory_allocated() if backend.device.type == "cuda" else 0
     settings = ModelSettings(path=path, dtype="float32")
     model = Model(path, settings, grid.layout, backend, grid, optimizer=OptimizerSettings(lr=1e-3), updates=3)
 
@@ -57,7 +60,9 @@ def park(grid: Any, path: Path) -> dict[str, Any]:
         return {name: (found.value, found.numel) for name, found in prints.digest().items()}
 
     def held() -> int:
-        return torch.cuda.memory_allocated() if backend.device.type == "cuda" else sum(p.untyped_storage().nbytes() for p in parameters)
+        return (
+            torch.cuda.memory_allocated() - base if backend.device.type == "cuda" else sum(p.untyped_storage().nbytes() for p in parameters)
+        )
 
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     before, there = printed(), held()

@@ -42,9 +42,8 @@ async def _updated(tiny: Path) -> list[Sample]:
         await trainer.update(checkpoint(other_weights(tiny, 1)))
         first = asyncio.create_task(responder.all(requests(range(24)), TIMEOUT_S))
         counts = list[int]()
-        while len(counts) < 8 or min(counts) < 12:
-            [found] = await engine._call("megarl_counts", timeout_s=TIMEOUT_S)
-            counts = list(found.values())
+        while sum(count >= 12 for count in counts) < 8:
+            counts = list((await engine._llm.engine_core.call_utility_async("megarl_counts")).values())
         async with engine._lock:  # for which both wait, the update first
             update = asyncio.create_task(trainer.update(checkpoint(other_weights(tiny, 2))))
             await _until(lambda: len(engine._lock._waiters or ()) == 1)

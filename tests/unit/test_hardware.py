@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
+from megarl.parallel.backend import DETERMINISTIC
 from megarl.stages.checks import check_gpus, check_train
 from megarl.stages.gap import check_gap
-from megarl.workers.worker_group import rank_environment
+from megarl.workers.megatron_worker import rank_environment
 from tests.e2e.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +72,7 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
     [
         (
             ["sync.transport=cuda_ipc"],
-            "^sync.transport=cuda_ipc: hands over memory of one GPU, and ranks and engines have",
+            "^sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have",
         ),
     ],
 )
@@ -161,12 +163,44 @@ def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: 
 def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*overrides: str) -> dict[str, str]:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
-        return rank_environment(config.cluster.gpus, config.sync.transport)
+        return rank_environment(config)
 
     assert told() == {} == told("cluster.gpus=true", "sync.transport=cuda_ipc")
     assert told("cluster.gpus=true", "sync.transport=nccl") == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert told("cluster.gpus=true", "sync.transport=nccl") == {}
+
+
+def test_no_process_asks_ray_for_an_environment_since_nobody_is_there_to_make_it() -> None:
+    """`cluster/ray_start.py` leaves out Ray's agent for these; an actor that waits for it ends the raylet."""
+    asking = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(r"runtime_env\b(?!_agent)", path.read_text())]
+    assert asking == []
+
+
+def test_what_runs_in_an_engine_leaves_torchs_view_of_a_gpu_alone() -> None:
+    """vLLM's module of CPU workers replaces it when it is imported (vllm/v1/worker/cpu/shm.py)."""
+    code = """
+        import torch
+
+        def view():
+            return torch.cuda.Stream, torch.Event, torch.accelerator.get_memory_info, torch.Tensor.pin_memory
+
+        before = view()
+        import megarl.rollout.vllm.worker_extension
+        assert view() == before
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_deterministic_ranks_tell_nccl_what_deterministic_engines_tell_it() -> None:
+    """They form one communicator for the weights."""
+    [package] = importlib.util.find_spec("vllm").submodule_search_locations or []  # type: ignore[union-attr]
+    source = Path(package, "model_executor", "determinism", "batch_invariant.py").read_text()
+    theirs = dict(re.findall(r'os\.environ\["(NCCL_\w+)"\] = "(.*)"', source))
+    assert len(theirs) > 5
+    ours = {name: value for name, value in DETERMINISTIC.items() if name.startswith("NCCL_")}
+    assert ours == theirs | {"NCCL_ALGO": "Ring"}  # which only says how sums are made
 
 
 def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:

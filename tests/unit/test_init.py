@@ -46,7 +46,7 @@ def test_what_it_writes_passes_every_check(
     assert main([verb, "own.yaml", "--check"]) == 0
     assert capsys.readouterr().out == "megarl: own.yaml passes every check\n"
     assert main(wrote(folder, rows, tiny_model, "--cpu")) == 2
-    assert capsys.readouterr().err == "megarl: error: init: own.yaml is there already; --out names another file\n"
+    assert capsys.readouterr().err == "megarl: error: init: own.yaml already exists; name another file with --out\n"
 
 
 def test_a_reward_to_be_rewritten_is_written_once_and_passes_the_check(
@@ -56,14 +56,14 @@ def test_a_reward_to_be_rewritten_is_written_once_and_passes_the_check(
     assert main(wrote(folder, WORDS, tiny_model, "--cpu")) == 0
     assert capsys.readouterr().out.splitlines() == [
         "megarl: wrote own.yaml",
-        "megarl: wrote my_reward.py, which compares response and answer: put your reward in its place",
+        "megarl: wrote my_reward.py, which compares response and answer: replace that with your reward",
         "next:   megarl train own.yaml --check",
     ]
     assert main(["train", "own.yaml", "--check"]) == 0
     (folder / "my_reward.py").write_text("mine\n")
     capsys.readouterr()
     assert main(wrote(folder, WORDS, tiny_model, "--cpu", "--out", "other.yaml")) == 0
-    assert "megarl: my_reward.py is there already, and is the reward" in capsys.readouterr().out.splitlines()
+    assert "megarl: my_reward.py already exists and is used as the reward" in capsys.readouterr().out.splitlines()
     assert (folder / "my_reward.py").read_text() == "mine\n"
 
 
@@ -91,7 +91,9 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 8 and config.sync.transport == "nccl"
     assert main(wrote(folder, WORDS, tiny_model, "--cpu", "--out", "words.yaml")) == 0
     assert load(folder / "words.yaml", [], TrainConfig).reward.source.type == "function"
-    assert all("cuts scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml"))
+    assert all(
+        "cut off by rollout.max_response_tokens scores 0 unread" in (folder / name).read_text() for name in ("own.yaml", "words.yaml")
+    )
 
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_what_a_killed_run_left_is_ended_and_removed(start: Start, capsys: pytes
     sweep()
     assert not alive(owner.agent) and not owner.path.exists()
     assert alive(owner.reader), "who looks at a log is no process of the run"
-    assert capsys.readouterr().err == f"megarl: a run was killed: removed {owner.path}, ended 1 processes of it\n"
+    assert capsys.readouterr().err == f"megarl: cleaned up after a killed run: removed {owner.path}, ended 1 processes\n"
     sweep()
     assert capsys.readouterr().err == ""
 

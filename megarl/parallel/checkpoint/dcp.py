@@ -219,7 +219,7 @@ def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tens
         window = cast(IO[bytes], _Window(file, location.offset, location.length))
         with zipfile.ZipFile(window) as entries:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
-                raise ValueError("is compressed, which torch writes never")
+                raise ValueError("is compressed, which torch never writes")
         window.seek(0)
         records = cast(Any, torch._C).PyTorchFileReader(window)
         # torch (2.13, serialization.py:2135) swaps the bytes of a storage on `meta`, which has none

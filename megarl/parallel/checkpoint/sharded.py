@@ -121,10 +121,17 @@ def local_optimizer_state(trainable: Trainable) -> list[Tensor]:
 
 
 def start_optimizer(trainable: Trainable) -> None:
-    """Gives the optimizer moments where it has none yet: a step on zero gradients. What that changes must be overwritten then."""
-    for part in _optimizers(trainable):
-        if not part.optimizer.state:
-            part._init_optimizer_states_with_dummy_values()
+    """Gives the optimizer moments where it has none yet: a step on zero gradients. What that changes must be overwritten then.
+
+    The gradients are those of the buffers, where Megatron's own step of this kind (distrib_optimizer.py:1125) takes as much memory again.
+    """
+    parts = [part for part in _optimizers(trainable) if not part.optimizer.state]
+    if parts:
+        trainable.zero_grad()
+    for part in parts:
+        part._copy_model_grads_to_main_grads()
+        part.optimizer.step()
+        part.optimizer.zero_grad()
 
 
 def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
@@ -135,7 +142,7 @@ def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter
                 entry["step"].fill_(adam_step)
-        for group in part.optimizer.param_groups:
+        for group in _counting(part):
             if "step" in group:  # Transformer Engine and apex
                 group["step"] = adam_step
 
@@ -145,7 +152,7 @@ def adam_step(trainable: Trainable) -> int:
     steps: set[int] = set()
     for part in _optimizers(trainable):
         steps |= {int(entry["step"]) for entry in part.optimizer.state.values() if "step" in entry}
-        steps |= {int(group["step"]) for group in part.optimizer.param_groups if group["params"] and "step" in group}
+        steps |= {int(group["step"]) for group in _counting(part) if group["params"] and "step" in group}
     assert len(steps) <= 1, f"parameters disagree on Adam's step: {sorted(steps)}"
     return max(steps, default=0)
 
@@ -220,23 +227,28 @@ def _optimizers(trainable: Trainable) -> list[Any]:
     return [part for part in trainable.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
+def _counting(part: Any) -> list[dict[str, Any]]:
+    """The groups of parameters in which an optimizer counts its steps. One that is offloaded in part consists of several, which count."""
+    return [group for one in getattr(part.optimizer, "sub_optimizers", [part.optimizer]) for group in one.param_groups]
+
+
 def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
     """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
     if not buffered.held:
         return None
-    mine, first = [tensor.to(buffered.main.device) for tensor in buffered.local()], buffered.owners.start
-    group, shape = buffered.part.data_parallel_group, buffered.parameter.shape
-    if len(buffered.owners) > 1 and buffered.rank != first:
-        dist.send(torch.stack(mine), group=group, group_dst=first)
+    shape, first = buffered.parameter.shape, buffered.owners.start
+    if buffered.whole:
+        return [tensor.view(shape) for tensor in buffered.local()]  # what an offloaded optimizer holds stays in host memory
+    group, mine = buffered.part.data_parallel_group, torch.stack([tensor.to(buffered.main.device) for tensor in buffered.local()])
+    if buffered.rank != first:
+        dist.send(mine, group=group, group_dst=first)
         return None
-    if len(buffered.owners) > 1:
-        pieces = [torch.stack(mine)]
-        for owner in buffered.owners[1:]:
-            begin, end = buffered.cuts[owner - first : owner - first + 2]
-            pieces.append(pieces[0].new_empty(len(STATES), end - begin))
-            dist.recv(pieces[-1], group=group, group_src=owner)
-        mine = list(torch.cat(pieces, dim=1))
-    return [tensor.view(shape) for tensor in mine]
+    pieces = [mine]
+    for owner in buffered.owners[1:]:
+        begin, end = buffered.cuts[owner - first : owner - first + 2]
+        pieces.append(mine.new_empty(len(STATES), end - begin))
+        dist.recv(pieces[-1], group=group, group_src=owner)
+    return [tensor.view(shape) for tensor in torch.cat(pieces, dim=1)]
 
 
 def _like(leaf: ShardedTensor | ShardedTensorFactory, name: str, data: Tensor) -> ShardedTensor | ShardedTensorFactory:

@@ -53,7 +53,7 @@ def _check_architectures(architectures: Sequence[str]) -> None:
     for architecture in architectures:
         if known and architecture not in known:
             raise ConfigError(
-                f"model.path: vLLM {VLLM_VERSION} has no code of its own for {architecture}, and megarl's engines do not use its "
+                f"model.path: vLLM {VLLM_VERSION} has no native implementation of {architecture}, and megarl's engines do not use its "
                 "transformers backend"
             )
 

@@ -9,7 +9,6 @@ import ctypes
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megarl.parking import Parking, file_buffer
 from megarl.patching import expect
@@ -19,6 +18,9 @@ KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels
 
 def install() -> None:
     """Gives CPU workers a sleep. RuntimeError where vLLM's own has changed (vllm/v1/worker/cpu_worker.py:193)."""
+    # Its import replaces torch's streams, events and figures of a GPU's memory by a CPU's: no engine on a GPU may come here.
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
     for method in (CPUWorker.sleep, CPUWorker.wake_up):
         expect(method, "sleep mode is not supported on CPU, ignore it.")
     CPUWorker.sleep, CPUWorker.wake_up = _sleep, _wake_up

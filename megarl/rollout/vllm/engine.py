@@ -288,7 +288,8 @@ class VllmEngine(Engine):
             self._updated.clear()
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
             if self._open:
-                [self._counts, *_] = await self._call("megarl_counts", timeout_s=timeout_s)
+                counting = self._llm.engine_core.call_utility_async("megarl_counts")
+                self._counts = await self._bounded(counting, timeout_s, lambda: "counting tokens")
             await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
 
     async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:

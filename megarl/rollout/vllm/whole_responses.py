@@ -48,8 +48,12 @@ class WholeResponses:
                 last = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
                 core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=self.ended([last], {}))))
 
+        def counts(core: Any) -> dict[str, int]:
+            """The tokens of each request that has not ended, prompt and response; exact while the scheduler is paused."""
+            return {name: request.num_tokens for name, request in core.scheduler.requests.items()}
+
         Scheduler.update_from_output = update_from_output
-        EngineCoreProc.megarl_abort = abort
+        EngineCoreProc.megarl_abort, EngineCoreProc.megarl_counts = abort, counts
 
     def ended(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
         """What is to be sent.

@@ -65,9 +65,9 @@ def enter_engine_process() -> None:
     if current_platform.is_cpu():
         cpu_sleep.install()
         _rest()
-    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the grant.
-        raise RuntimeError("Linux grants this process no AMX tile registers")
+        if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+            # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the grant.
+            raise RuntimeError("Linux grants this process no AMX tile registers")
 
 
 def _rest() -> None:
@@ -105,6 +105,7 @@ class WorkerExtension:
     rank: int
     get_model: Callable[[], Any]
     model_runner: Any
+    use_v2_model_runner: bool
 
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
         return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + self.rank))
@@ -122,16 +123,15 @@ class WorkerExtension:
         pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
         return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
 
-    def megarl_counts(self) -> dict[str, int]:
-        """The tokens of each request that has begun and not ended, prompt and response; exact while the scheduler is paused."""
-        return {name: int(state.num_tokens) for name, state in self.model_runner.requests.items()}
-
     def megarl_draw_by_position(self) -> None:
         """From now on a request that asks for it draws each token by its seed and the token's position.
 
         vLLM seeds a request's generator once, when it is added (v1/worker/gpu_model_runner.py:1305): what goes on in a new request would
-        repeat the noise of the beginning.
+        repeat the noise of the beginning. Its second model runner, which it takes on GPUs, draws so by itself
+        (v1/worker/gpu/sample/gumbel.py).
         """
+        if self.use_v2_model_runner:
+            return
         runner = self.model_runner
         assert hasattr(runner.input_batch, "generators"), "vLLM draws in another way than v1/worker/gpu_model_runner.py does"
         sample: Callable[..., Any] = runner._sample

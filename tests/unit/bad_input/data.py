@@ -167,12 +167,12 @@ TABLE = [
         )
         for where, line in (
             ("{lvl: 1}", r": no row of \S+ has a value for 'lvl'; the first one has prompt, level$"),
-            ("{level: [1, 2]}", r": takes none of 1 rows of \S+, where level is 3$"),
+            ("{level: [1, 2]}", r": selects none of the 1 rows of \S+, where level is 3$"),
             ("{level: {min: 2, max: 1}}", ": level: min=2 is above max=1$"),
             ("{level: {}}", r": level: a range has the numbers min, max or both \(got \{\}\)$"),
             ("{level: {min: 1, most: 2}}", r": level: a range has the numbers min, max or both \(got \{'min': 1, 'most': 2\}\)$"),
-            ("{level: [[1]]}", r": level: must be texts, numbers, true or false, or a mapping of min and max \(got \[\[1\]\]\)$"),
-            ("{level: }", r": level: must be texts, numbers, true or false, or a mapping of min and max \(got None\)$"),
+            ("{level: [[1]]}", r": level: must be strings, numbers, true or false, or a mapping of min and max \(got \[\[1\]\]\)$"),
+            ("{level: }", r": level: must be strings, numbers, true or false, or a mapping of min and max \(got None\)$"),
             ("[level]", ": Input should be an object"),
         )
     ),
@@ -180,13 +180,13 @@ TABLE = [
         "conversations none of which is chosen",
         "sft",
         rows('{"messages": [], "level": 3}\n', more=", type: conversations, where: {level: 2}"),
-        r"^data\.train\.where: takes none of 1 rows of \S+, where level is 3$",
+        r"^data\.train\.where: selects none of the 1 rows of \S+, where level is 3$",
     ),
     Case(
         "pairs none of which is chosen",
         "dpo",
         rows('{"prompt": "1", "level": 3}\n', "data.eval", ", where: {level: 2}"),
-        r"^data\.eval\.where: takes none of 1 rows of \S+, where level is 3$",
+        r"^data\.eval\.where: selects none of the 1 rows of \S+, where level is 3$",
     ),
     Case("a pipe of prompts", "train", pipe_of_rows, r"^data\.train\.path: no such file: "),
     Case(

@@ -44,14 +44,14 @@ def step_of(make: Make, *before: str) -> Make:
 
 TABLE = [
     # --- places
-    Case("the run's directory is a file", "train", run_directory, r"^name: .*out/job: .*out/job is no directory that can be written to$"),
-    Case("runs below a file", "eval", below_a_file, r"^run_dir: .*file is no directory that can be written to$"),
+    Case("the run's directory is a file", "train", run_directory, r"^name: .*out/job: .*out/job is not a writable directory$"),
+    Case("runs below a file", "eval", below_a_file, r"^run_dir: .*file is not a writable directory$"),
     *(
         Case(
             f"a long {key}",
             verb,
             given(f"{key}={LONG}"),
-            rf"^{key.replace('.', '[.]')}: .*a path of 3\d\d bytes, with a name of 300 in it: 2048 and 255 are the most",
+            rf"^{key.replace('.', '[.]')}: .*a path of 3\d\d bytes, with a name of 300 in it: at most 2048 and 255 are allowed",
         )
         for verb, key in (
             ("train", "model.path"),
@@ -65,7 +65,7 @@ TABLE = [
         "a long path",
         "train",
         given("run_dir=" + "x/" * 2000),
-        r"^run_dir: .*a path of 3999 bytes, with a name of 1 in it: 2048 and 255 are the most",
+        r"^run_dir: .*a path of 3999 bytes, with a name of 1 in it: at most 2048 and 255 are allowed",
     ),
     Case(
         "a long path of prompts",
@@ -124,7 +124,7 @@ TABLE = [
             f"--shard-gb {size}",
             "convert",
             step_of(manifest(), "megatron-to-hf", "--shard-gb", size),
-            r"^convert: --shard-gb \S+ is no size of a file$",
+            r"^convert: --shard-gb \S+ is not a valid file size$",
         )
         for size in ("nan", "inf", "1e300", "0")
     ),

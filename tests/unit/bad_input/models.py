@@ -60,13 +60,25 @@ TABLE = [
         "bfloat16 moments",
         "train",
         given("optimizer.megatron={exp_avg_dtype: bfloat16}"),
-        r"^optimizer\.megatron\.exp_avg_dtype: checkpoints hold main weights and moments in float32, and know no others$",
+        r"^optimizer\.megatron\.exp_avg_dtype: checkpoints store main weights and moments in float32 only$",
     ),
     Case(
         "an optimizer that is offloaded from the CPU to the CPU",
         "train",
         given("optimizer.megatron={optimizer_cpu_offload: true}"),
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "layers in eight bits",
+        "train",
+        given("model.megatron={fp8: hybrid}"),
+        r"^model\.megatron\.fp8: set by model\.path, model\.dtype, layout or megarl itself \(to None\)$",
+    ),
+    Case(
+        "a kernel of attention that there is not",
+        "train",
+        given("model.megatron={attention_backend: flash3}"),
+        r"^model\.megatron\.attention_backend: 'flash3' is none of auto, flash, fused, unfused$",
     ),
     Case(
         "a field that Megatron has not",
@@ -115,7 +127,7 @@ TABLE = [
         "replay past fused routers",
         "train",
         given("routing.replay=r2", f"{ROUTERS}router_fusion=true"),
-        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are chosen, or dropped, where no replay reaches$",
+        r"^routing\.replay=r2: model\.megatron\.moe_router_fusion=True: experts are then chosen, or dropped, where replay has no control$",
     ),
     Case(
         "replay and dropped tokens",
@@ -184,7 +196,7 @@ TABLE = [
     Case("99 of 8 experts", "train", config_json({"num_experts_per_tok": 99}), says("num_experts_per_tok", "99", "its 8 experts")),
     Case("no expert", "train", config_json({"num_experts_per_tok": 0}), says("num_experts_per_tok", "0")),
     Case("experts as a text", "train", config_json({"num_experts_per_tok": "2"}), says("num_experts_per_tok", "'2'")),
-    Case("experts as a list", "sft", config_json({"num_experts": [8]}), says("num_experts", r"\[8\]", "no positive integer")),
+    Case("experts as a list", "sft", config_json({"num_experts": [8]}), says("num_experts", r"\[8\]", "not a positive integer")),
     Case("epsilon as a text", "train", config_json({"rms_norm_eps": "tiny"}), says("rms_norm_eps", "'tiny'", "valid number")),
     Case("epsilon as NaN", "train", config_json({"rms_norm_eps": float("nan")}), says("rms_norm_eps", "nan", "finite|greater")),
     Case("epsilon below 0", "train", config_json({"rms_norm_eps": -1e-6}), says("rms_norm_eps", "-1e-06", "greater than 0")),
@@ -300,13 +312,15 @@ TABLE = [
     Case("weights are a pipe", "train", pipe("model.safetensors"), r"^model\.path: .* has neither model\.safetensors nor "),
     Case("a tokenizer of lists", "train", model(deep_tokenizer), r"^model\.path: no usable tokenizer in "),
     Case("a tokenizer of nothing", "train", wrote("tokenizer.json", b"{}"), r"^model\.path: no usable tokenizer in "),
-    Case("a header of lists", "train", header(DEEP), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
-    Case("a header of mappings", "train", header(b'{"a": ' * 50_000), r"^model\.path: .*its header is no JSON object: nested too deeply$"),
+    Case("a header of lists", "train", header(DEEP), r"^model\.path: .*its header is not a JSON object: nested too deeply$"),
+    Case(
+        "a header of mappings", "train", header(b'{"a": ' * 50_000), r"^model\.path: .*its header is not a JSON object: nested too deeply$"
+    ),
     Case(
         "a header with a name twice",
         "train",
         header(b'{"a": 1, "a": 2}'),
-        r"^model\.path: .*its header is no JSON object: 'a' is there twice$",
+        r"^model\.path: .*its header is not a JSON object: 'a' is there twice$",
     ),
     Case(
         "an index of lists",
@@ -318,7 +332,7 @@ TABLE = [
         "an index of long names",
         "train",
         wrote("model.safetensors.index.json", json.dumps({"weight_map": {"a": LONG}}).encode()),
-        r"index\.json names 'x{100}.*, which is no file of the directory$",
+        r"index\.json names 'x{100}.*, which is not a file in the directory$",
     ),
     Case("a dtype that is a number", "train", config_json({"torch_dtype": 16}), says("torch_dtype", "16", "valid string")),
     Case(
@@ -350,7 +364,7 @@ TABLE = [
     *(
         Case(f"a base {name}", "train", base(change), rf"^model\.base: {line}")
         for name, change, line in (
-            ("of another architecture", dense, ".* is of another architecture than model.path="),
+            ("of another architecture", dense, ".* has a different architecture from model.path="),
             ("of another size", larger, "num_layers is 3 in .*base and 2 in model.path="),
             (
                 "of other end tokens",
@@ -415,7 +429,7 @@ TABLE = [
         "a template of a power",
         "train",
         template("{{ 10 ** 10 ** 9 }}"),
-        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take for ever$",
+        r"^data\.chat: the model's chat template raises to a power \(\*\*\), which can take forever$",
     ),
     Case(
         "a template of roles", "sft", template("{% for m in messages %}{{ m.role }}{% endfor %}"), r"^data\.chat: .*leaves the prompt out"

@@ -131,16 +131,16 @@ TABLE = [
     Case("no samples", "samples", drawn("--most", "0"), "^samples: --most 0: must be 1 or more$"),
     Case("a long run", "samples", tool(LONG), "^samples: x+: File name too long$"),
     Case("an escape sequence for a run", "samples", tool("\x1b[2J"), r"^samples: no such directory: \\x1b\[2J$"),
-    Case("an option's value that argparse loses", "samples", drawn("--search=--"), "^--search=--: -- is no value of an option$"),
+    Case("an option's value that argparse loses", "samples", drawn("--search=--"), "^--search=--: -- is not a valid option value$"),
     # --- compare, and how a job stands
     *(
         Case(f"{verb} metrics: {name}", verb, of(run("metrics.jsonl", spoil), *before), rf"metrics\.jsonl:1: {line}")
         for verb, before in (("compare", ()), ("slurm", ("status",)))
         for name, spoil, line in (
-            ("no step", b'{"reward/mean": 1}\n', "no row of metrics: "),
-            ("a step that is NaN", b'{"step": NaN}\n', "no row of metrics: "),
-            ("a step of 400 digits", json.dumps({"step": HUGE}).encode() + b"\n", "no row of metrics: "),
-            ("lists", DEEP + b"\n", "no row of metrics: "),
+            ("no step", b'{"reward/mean": 1}\n', "not a row of metrics: "),
+            ("a step that is NaN", b'{"step": NaN}\n', "not a row of metrics: "),
+            ("a step of 400 digits", json.dumps({"step": HUGE}).encode() + b"\n", "not a row of metrics: "),
+            ("lists", DEEP + b"\n", "not a row of metrics: "),
             ("a line of 65 MB", b"x" * (65 << 20), "a line of more than 67,108,864 bytes$"),
         )
     ),
@@ -157,7 +157,7 @@ TABLE = [
     Case("a summary that is a pipe", "compare", of(run("summary.json", os.mkfifo)), "^compare: .*not a plain file"),
     Case("a run's configuration in Latin-1", "compare", of(run("config.yaml", b"name: \xff")), "^compare: .*'utf-8' codec"),
     Case("a run's configuration of 2 MB", "compare", of(run("config.yaml", b"x" * (2 << 20))), "^compare: .*2,097,152 bytes, more than"),
-    Case("a picture of no kind", "compare", drawn("--picture=picture"), "^compare: --picture picture: its name does not end in a kind"),
+    Case("a picture of no kind", "compare", drawn("--picture=picture"), "^compare: --picture picture: unknown picture format"),
     Case("17 runs", "compare", tool(*["HERE"] * 17), "^compare: 17 runs, more than 16$"),
     # --- jobs
     *(
@@ -165,7 +165,7 @@ TABLE = [
             f"a job with {given.partition('=')[0]} of two lines",
             "slurm",
             job(given),
-            rf"^slurm: {given.partition('=')[0]} .*is no printable",
+            rf"^slurm: {given.partition('=')[0]} .*is not printable",
         )
         for given in (
             "--partition=a\n#SBATCH --x",
@@ -182,7 +182,7 @@ TABLE = [
             ("--nodes=0", "--nodes 0 is not between 1 and 100,000$"),
             ("--gpus-per-node=1000000000", "--gpus-per-node 1000000000 is not between 0 and 100,000$"),
             ("--grace=-5", "--grace -5 is not between 10 and 100,000$"),
-            ("--time=1:2:3:4", "--time '1:2:3:4' is no time limit"),
+            ("--time=1:2:3:4", "--time '1:2:3:4' is not a time limit"),
         )
     ),
     Case("a job of 5,000 digits of minutes", "slurm", job(f"--time={'9' * 5000}"), "^slurm: --time '9+"),
@@ -193,9 +193,9 @@ TABLE = [
         for size in ("nan", "inf", "0.0", "-1.0")
     ),
     Case(
-        "data named over two lines", "init", own("--cpu", name="a\nmodel: x.jsonl"), r"^init: DATA '.*\\nmodel: x\.jsonl' is no printable"
+        "data named over two lines", "init", own("--cpu", name="a\nmodel: x.jsonl"), r"^init: DATA '.*\\nmodel: x\.jsonl' is not printable"
     ),
-    Case("data of no UTF-8 name", "init", own("--cpu", name="\udcff.jsonl"), "^init: DATA .* is no printable text of one line$"),
+    Case("data of no UTF-8 name", "init", own("--cpu", name="\udcff.jsonl"), "^init: DATA .* is not printable text on one line$"),
     Case(
         "data of hostile columns",
         "init",
@@ -212,7 +212,7 @@ TABLE = [
     ),
     Case("long data", "init", tool("MODEL", f"HERE/{LONG}", "--out=HERE/own.yaml"), "^init: .*x+: File name too long$"),
     Case("a place that cannot be written", "init", own("--cpu", "--out=/proc/own.yaml"), "^init: /proc/own.yaml: No such file"),
-    Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is no file of the directory$"),
+    Case("prompts in a pipe", "generate", piped_data, "^--file: .*it names data.arrow, which is not a file in the directory$"),
     Case("a long file of prompts", "generate", tool("MODEL", "--file", LONG), "^--file: x+: File name too long$"),
     Case("a long model", "generate", tool(f"HERE/{LONG}", "x"), "^MODEL: .*x+: File name too long$"),
     Case(

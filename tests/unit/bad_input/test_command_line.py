@@ -70,19 +70,19 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "^sync.transport=nccl with placement.engines=shared: on one GPU only",
         ),
         ("placement.reference.ranks=2", "^placement.reference: algorithm.kl_coef=0 keeps no reference"),
-        ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is no reward model"),
+        ("placement.reward.ranks=2", "^placement.reward: reward.source.type=function is not a reward model"),
         ("algorithm.kl_coef=0.1 placement.reference.ranks=32", "^placement.reference.ranks=32: 32 data-parallel ranks for 16 sequences"),
         ("reward.source.type=reward_model reward.source.path=/nowhere", "^reward.source.path: .*/nowhere"),
         (
             "reward.source.type=reward_model reward.source.path=MODEL",
-            "^reward.source.path: .* is a Qwen3MoeForCausalLM, and a reward model",
+            "^reward.source.path: .* is a Qwen3MoeForCausalLM, but a reward model needs a trained scalar head",
         ),
         ("reward.normalise.prompts=65", "^reward.normalise.prompts=65: data.train holds 64 prompts"),
         ("reward.normalise.prompts=1", "^reward.normalise.prompts: .*greater than or equal to 2"),
         ("train.on_alarm=pause", "^train.on_alarm: .*'continue' or 'stop'"),
         ("model.weights=/nowhere", "^model.weights: no such directory: /nowhere"),
         ("model.weights=MODEL", "^model.weights: .* is not a step directory"),
-        ("data.train.type=null", r"^data.train.type: required, and missing \(one of 'reasoning_gym', 'file', 'mixture', 'episodes'\)$"),
+        ("data.train.type=null", r"^data.train.type: required, but missing \(one of 'reasoning_gym', 'file', 'mixture', 'episodes'\)$"),
         ("data.train.file=3", r"^data.train.file: unknown key"),
         ("layout.ranks=3 layout.tp=2", r"^layout.ranks=3 is not divisible by tp\*pp\*cp=2\*1\*1=2"),
         ("layout.ranks=3 layout.tp=3", "layout.tp=3: model has 4 attention heads, not divisible by 3"),
@@ -93,7 +93,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("rollout.max_prompt_tokens=3", "data.train: item 0: prompt of [0-9]+ tokens is longer than rollout.max_prompt_tokens=3"),
         (
             "rollout.max_response_tokens=600 train.micro_batch_tokens=700",
-            r"rollout.max_response_tokens=600: .* 616 tokens, and the model takes 512",
+            r"rollout.max_response_tokens=600: .* 616 tokens, and the model supports at most 512",
         ),
         ("train.micro_batch_tokens=20", r"^train.micro_batch_tokens=20 is below rollout.max_prompt_tokens\+max_response_tokens=28"),
         ("train.mini_batches=5", r"^train.mini_batches=5 does not divide .*8\*4=32"),
@@ -113,7 +113,7 @@ def test_a_value_is_refused(override: str, line: str, tmp_path: Path, tiny_model
     [
         (b"train: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
         (b"name: \xff", "is not UTF-8: byte 6"),
-        (b"name: [", "is not YAML"),
+        (b"name: [", "is not accepted as YAML"),
         (b"- 1", "must hold a mapping, not list"),
     ],
 )
@@ -145,7 +145,7 @@ rollout: {{max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 16}}
         ("reward.source={type: reward_model, path: x}", "reward.source.type=reward_model: .* has no ranks .*`megarl serve`"),
         ("reward.normalise={prompts: 8}", "reward.normalise: `megarl pairs` compares what reward.source says"),
         ("model.weights=/nowhere", "model.weights: "),
-        ("rollout.max_response_tokens=4096", "rollout.max_response_tokens=4096: .* the model takes 512"),
+        ("rollout.max_response_tokens=4096", "rollout.max_response_tokens=4096: .* the model supports at most 512"),
         ("pairs.per_prompt=0", "pairs.per_prompt: "),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_language_model_is_not_served_as_a_reward_model(tmp_path: Path, tiny_m
     config = tmp_path / "serve.yaml"
     config.write_text(f"name: serve\nmodel: {{path: {tiny_model}, dtype: float32}}\ncluster: {{gpus: false}}\nserve: {{max_tokens: 64}}\n")
     assert cli.main(["serve", str(config)]) == 2
-    assert "a reward model has a trained scalar head" in capsys.readouterr().err
+    assert "a reward model needs a trained scalar head" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model:
             "config.json",
             '"max_position_embeddings": 512',
             '"max_position_embeddings": 20',
-            "takes 20 tokens, and prompt and response may have 28",
+            "supports at most 20 tokens, and prompt and response may have 28",
         ),
         (
             "config.json",

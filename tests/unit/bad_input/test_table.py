@@ -59,7 +59,7 @@ def test_is_refused(case: Case, tmp_path: Path, tiny_model: Path, capsys: pytest
     lines = [line.removeprefix("megarl: error: ") for line in shown.splitlines()]
     assert "Traceback" not in shown and all(len(line) < 2000 for line in lines)
     assert re.search(case.line, lines[-1]), shown
-    assert len(lines) == 1 or "further faults" in lines[-1], shown
+    assert len(lines) == 1 or "further errors" in lines[-1], shown
     assert seconds < CPU_S and grown < MEMORY_MB << 10, f"{seconds:.1f} s, {grown >> 10} MB"
 
 
@@ -146,7 +146,7 @@ def test_few_files_are_refused(
     """ulimit -n 64"""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
     assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
-    line = "megarl: error: cluster: this process may open 64 files (ulimit -n); Ray and the engines need 1024\n"
+    line = "megarl: error: cluster: the open-file limit is 64 (ulimit -n); Ray and the engines need at least 1024\n"
     assert capsys.readouterr().err == line
 
 
@@ -156,11 +156,11 @@ def test_a_full_dev_shm_is_refused(
     usage = shutil.disk_usage("/dev/shm")._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", {"/dev/shm": usage}.__getitem__)
     assert cli.main(["train", str(Room(tmp_path, tiny_model, "train").config()), "--check"]) == 2
-    assert capsys.readouterr().err == "megarl: error: cluster: /dev/shm has 1 MB free; Ray and the engines need 32\n"
+    assert capsys.readouterr().err == "megarl: error: cluster: /dev/shm has 1 MB free; Ray and the engines need at least 32\n"
 
 
 @pytest.mark.parametrize("line", [b"[" * 100_000, b"3", b'{"step": [1]}', b'{"step": 1, "step": 2}', b"\xff"])
 def test_a_row_of_metrics_that_nobody_wrote(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=r"^/.*metrics\.jsonl:2: no row of metrics: "):
+    with pytest.raises(ConfigError, match=r"^/.*metrics\.jsonl:2: not a row of metrics: "):
         read_json_lines(tmp_path / "metrics.jsonl")

@@ -159,9 +159,7 @@ def test_an_unfinished_save_is_skipped_and_cleared_by_the_next(tmp_path: Path) -
     skipped: list[Entry] = []
     good = newest(tmp_path, skipped.append)
     assert (
-        good is not None
-        and good.manifest.step == 1
-        and [entry.faults for entry in skipped] == [("partial: a save that did not finish left it",)]
+        good is not None and good.manifest.step == 1 and [entry.faults for entry in skipped] == [("partial: left by an unfinished save",)]
     )
     assert main([str(tmp_path)]) == 0  # nothing is damaged
     save(tmp_path, 3)

@@ -126,7 +126,7 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     assert done.returncode == 0, done.stderr
     seen, restored = done.stdout.splitlines()
     assert restored == "True" and not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
-    assert f"megarl: a run was killed: removed {left}, ended " in done.stderr
+    assert f"megarl: cleaned up after a killed run: removed {left}, ended " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []
 
 

@@ -80,7 +80,7 @@ def test_a_killed_conversion_goes_on_where_it_was(
     assert done and not (out / "step_000000").exists()
     monkeypatch.setattr(plan, "_LEAST", 1 << 19)
     monkeypatch.setattr(plan, "_MOST", 1 << 19)
-    assert "begun otherwise (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
+    assert "started with other settings (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
     damaged = (
         tmp_path / ".out.partial" / WEIGHTS if direction == "megatron-to-hf" else out / "step_000000.partial" / "policy" / "__0_0.distcp"
     )
@@ -148,5 +148,5 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
         line = refused(capsys, direction, source, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large; the same command goes on from here" in line
+    assert "File too large; the same command continues from here" in line
     convert(direction, source, tmp_path / "out")

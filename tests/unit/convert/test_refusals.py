@@ -47,7 +47,7 @@ def test_files_that_are_not_whole_are_named(source: Path, tmp_path: Path, capsys
     assert "its tensors end at" in says(whole + b"more")
     header = json.loads(whole[8 : 8 + length])
     text = json.dumps(header)[:-1] + ', "model.norm.weight": ' + json.dumps(header["model.norm.weight"]) + "}"
-    assert "its header is no JSON object: 'model.norm.weight' is there twice" in says(
+    assert "its header is not a JSON object: 'model.norm.weight' is there twice" in says(
         struct.pack("<Q", len(text)) + text.encode() + whole[8 + length :]
     )
     (source / WEIGHTS).rename(source / "pytorch_model.bin")

@@ -123,11 +123,11 @@ def test_datasets_on_disk_give_the_same_prompts(load: Load, tmp_path: Path) -> N
     (tmp_path / "cut" / "data-00000-of-00001.arrow").write_bytes(data[: len(data) // 2])
     (tmp_path / "other").mkdir()
     for bad, message in (
-        (ordered, r".*ordered was saved with an order of its own; flatten_indices\(\) before"),
+        (ordered, r".*ordered was saved with an index mapping; call flatten_indices\(\) before"),
         (FileSource(path=tmp_path / "dict"), r".*dict holds several splits \(train\): name one, such as .*dict/train$"),
         (outside, ".*state.json: it names a file elsewhere"),
         (cut, ".*00001.arrow is not readable as Arrow after row 0: "),
-        (FileSource(path=tmp_path / "other"), r".*other is no directory of `datasets` \(save_to_disk\): state.json"),
+        (FileSource(path=tmp_path / "other"), r".*other is not a directory of `datasets` \(save_to_disk\): state.json"),
     ):
         with pytest.raises(ConfigError, match=rf"^data\.train\.path: {message}"):
             load(bad)
@@ -374,7 +374,7 @@ def test_a_faulty_conversation_is_refused_with_file_and_line(
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = "{%- for m in messages[-1:] -%}<|{{ m.role }}|>{{ m.content }}{%- endfor -%}<|assistant|>"
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template renders what comes before it otherwise"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template changes the messages before it"):
         conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
     forgetful.chat_template = None
     with pytest.raises(ConfigError, match=r"^data\.train: the tokenizer has no chat template"):

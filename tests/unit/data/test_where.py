@@ -94,12 +94,12 @@ def test_every_kind_of_file_gives_the_rows_that_are_asked_for(source: FileSource
 def test_what_takes_no_row_is_refused(source: FileSource, read: Read) -> None:
     refused = [
         ({"extra_info.lvl": 1}, r"no row of \S+ has a value for 'extra_info.lvl'; the first one has prompt, .*, extra_info.level, "),
-        ({"hard": 1}, r"takes none of 60 rows of \S+, where hard is True, False$"),
-        ({"hard": {"min": 0}}, "takes none of 60 rows"),
-        ({"data_source": ["Sums"]}, "takes none of 60 rows of .*, where data_source is 'sums', 'words'$"),
-        ({"data_source": {"min": 1}}, "takes none of 60 rows"),
-        ({"extra_info": 1}, r"takes none of 60 rows of .*, where extra_info is \{"),
-        ({"rate": 5, "hard": True}, r"takes none of 60 rows of .*, where rate is 0.01, 0.02, 0.03, 0.04, ...; hard is "),
+        ({"hard": 1}, r"selects none of the 60 rows of \S+, where hard is True, False$"),
+        ({"hard": {"min": 0}}, "selects none of the 60 rows"),
+        ({"data_source": ["Sums"]}, "selects none of the 60 rows of .*, where data_source is 'sums', 'words'$"),
+        ({"data_source": {"min": 1}}, "selects none of the 60 rows"),
+        ({"extra_info": 1}, r"selects none of the 60 rows of .*, where extra_info is \{"),
+        ({"rate": 5, "hard": True}, r"selects none of the 60 rows of .*, where rate is 0.01, 0.02, 0.03, 0.04, ...; hard is "),
         ({"extra_info.level": 0, "extra_info.of.what": 0}, r"no row of \S+ has a value for 'extra_info.of.what'"),
     ]
     for where, line in refused:
@@ -139,6 +139,6 @@ def test_conversations_and_pairs_are_chosen_too(tokenizer: PreTrainedTokenizerBa
     pairs = PreferenceSource(path=write(tmp_path / "pairs.jsonl", *rows).path, where=where)
     data = PreferenceData(train=pairs, eval=pairs)
     assert len(load_preferences(pairs, tokenizer, data, 64, "data.train", "rm.max_tokens")) == 2
-    with pytest.raises(ConfigError, match=r"^data\.eval\.where: takes none of 4 rows of .*, where level is 0, 1, 2, 3$"):
+    with pytest.raises(ConfigError, match=r"^data\.eval\.where: selects none of the 4 rows of .*, where level is 0, 1, 2, 3$"):
         none = pairs.model_copy(update={"where": {"level": {"min": 9}}})
         load_preferences(none, tokenizer, data, 64, "data.eval", "rm.max_tokens")

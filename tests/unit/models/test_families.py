@@ -105,7 +105,7 @@ def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], 
 def test_multi_token_prediction_is_refused_by_name_or_left_out_by_choice(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
     further: dict[str, Tensor | None] = {f"model.layers.2.{name}": torch.zeros(2) for name in ("eh_proj.weight", "shared_head.head.weight")}
     path = copied(tiny[family], tmp_path / "mtp", further, num_nextn_predict_layers=1)
-    expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more tensors of multi-token prediction, which megarl does not train"
+    expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more multi-token prediction tensors, which megarl does not train"
     with pytest.raises(ConfigError, match=expected):
         check_checkpoint(path)
     assert check_checkpoint(path, drop_mtp=True)["num_nextn_predict_layers"] == 1

@@ -141,7 +141,9 @@ def test_wrong_shape_is_refused_with_both_shapes(path: Path) -> None:
 
 def test_unknown_tensor_is_refused_by_name(path: Path) -> None:
     rewrite(path, **{"model.layers.4.input_layernorm.weight": torch.zeros(128)})
-    with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.4\.input_layernorm\.weight, which Qwen3MoeForCausalLM has not"):
+    with pytest.raises(
+        ConfigError, match=r"holds the tensor model\.layers\.4\.input_layernorm\.weight, which Qwen3MoeForCausalLM does not have"
+    ):
         check_checkpoint(path)
 
 
@@ -167,12 +169,20 @@ def test_critic_may_come_from_a_language_model_or_from_a_classifier_with_one_lab
         ({}, {"score.weight": torch.zeros(2, 128)}, "score.weight has shape [2, 128], expected [1, 128] by config.json"),
         ({}, {"score.weight": torch.zeros(1, 64)}, "score.weight has shape [1, 64], expected [1, 128] by config.json"),
         ({}, {"score.weight": None}, "lacks the tensor score.weight (1 of 135 are missing)"),
-        ({}, {"score.bias": torch.zeros(1)}, "holds the tensor score.bias, which Qwen3MoeForSequenceClassification has not (1 such)"),
-        ({}, {"lm_head.weight": torch.zeros(128, 128)}, "holds the tensor lm_head.weight, which Qwen3MoeForSequenceClassification has not"),
+        (
+            {},
+            {"score.bias": torch.zeros(1)},
+            "holds the tensor score.bias, which Qwen3MoeForSequenceClassification does not have (1 such tensors)",
+        ),
+        (
+            {},
+            {"lm_head.weight": torch.zeros(128, 128)},
+            "holds the tensor lm_head.weight, which Qwen3MoeForSequenceClassification does not have",
+        ),
         ({"hidden_size": 64}, {}, "model.embed_tokens.weight has shape [128, 128], expected [128, 64] by config.json"),
-        ({"num_labels": 3}, {}, "classifies into 3 labels; a critic or reward model has 1"),
-        ({"num_labels": None}, {}, "classifies into None labels; a critic or reward model has 1"),
-        ({"id2label": {"0": "bad", "1": "good"}}, {}, "classifies into 2 labels; a critic or reward model has 1"),
+        ({"num_labels": 3}, {}, "classifies into 3 labels; a critic or reward model must have exactly 1"),
+        ({"num_labels": None}, {}, "classifies into None labels; a critic or reward model must have exactly 1"),
+        ({"id2label": {"0": "bad", "1": "good"}}, {}, "classifies into 2 labels; a critic or reward model must have exactly 1"),
         ({"architectures": ["Qwen3MoeForTokenClassification"]}, {}, "architecture 'Qwen3MoeForTokenClassification' is not supported"),
     ],
 )
@@ -206,7 +216,7 @@ def test_critic_is_no_policy(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for Qwen3-MoE"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is no positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
     ],
 )

@@ -32,7 +32,7 @@ def test_reward_up_and_pass_rate_down() -> None:
     assert given([*rows, evaluated(0.0)]) == [(7, "over_optimisation")]
     [message] = [text for alarms in [Alarms()] for number, row in enumerate(rows) for text in alarms.check(number, row).values()]
     assert message.startswith(
-        "step 7: over-optimisation: the held-out score of heldout is 0.2 and was 0.5, while the reward has risen from 1.5 to 3"
+        "step 7: over-optimisation: the held-out score of heldout is 0.2, down from 0.5, while the reward has risen from 1.5 to 3"
     )
 
 
@@ -124,8 +124,8 @@ def test_cut_responses_that_score_nothing_are_told_with_their_share_and_the_key(
     messages = [alarms.check(step, ALIVE | DEAD["responses_unscored"]).get("responses_unscored") for step in (1, 2, 3)]
     assert messages[:2] == [None, None] and messages[2] is not None
     assert messages[2].startswith(
-        "step 3: responses unscored: for 3 steps 60% of the responses are cut by the length limit and score 0 without being read; "
-        "reward.require_finished=true asks for that: raise rollout.max_response_tokens"
+        "step 3: responses unscored: for 3 steps 60% of the responses are cut by the length limit and score 0 unread; "
+        "reward.require_finished=true causes this: raise rollout.max_response_tokens"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_critic_learns_from_rewards_that_differ_between_prompts() -> None:
         (
             [ALIVE | DEAD["rewards_equal"] | DEAD["responses_unscored"], ALIVE | DEAD["rewards_equal"]],
             "learned nothing from the reward: all responses scored the same in each of 2 steps of the policy; in 1 of them most responses "
-            "were cut and scored 0 without being read (reward.require_finished)",
+            "were cut off and scored 0 unread (reward.require_finished)",
         ),
         ([ALIVE | DEAD["no_gradient"], ALIVE], None),
         ([evaluated(0.5)], None),
@@ -162,5 +162,5 @@ def test_a_side_that_waits_for_the_other_is_named_where_both_may_work() -> None:
     alarms, in_turn = Alarms(ahead=True), Alarms()
     found = [alarms.check(step, waiting) for step in range(1, 12)]
     assert [list(one) for one in found] == [[]] * 9 + [["ranks_starved"], []]
-    assert "10 steps they have had nothing to do in more than 50% of the time, now 60%" in found[9]["ranks_starved"]
+    assert "10 steps they have had nothing to do for more than 50% of the time, now 60%" in found[9]["ranks_starved"]
     assert not any(in_turn.check(step, waiting) for step in range(1, 12))

@@ -336,7 +336,7 @@ def test_a_collapse_and_a_nan_raise_a_named_warning_once() -> None:
     assert alarms.check(1, {"reward/mean": 0.1, "actor/entropy": 1.0, "response_length/mean": 50.0}) == {}
     found = alarms.check(2, {"reward/mean": 0.1, "actor/entropy": 0.005, "response_length/mean": 4.0, "actor/grad_norm": math.nan})
     assert set(found) == {"entropy_collapse", "length_collapse", "non_finite/actor/grad_norm"}
-    assert "actor/entropy is 0.005, and was 1 at first" in found["entropy_collapse"]
+    assert "actor/entropy is 0.005, down from 1 at first" in found["entropy_collapse"]
     assert alarms.check(3, {"reward/mean": 0.1, "actor/entropy": 0.005}) == {}
 
 
@@ -345,7 +345,7 @@ def test_an_alarm_is_in_the_metrics_on_the_screen_and_in_the_summary(config: Tra
         for step in (1, 2):
             run.log(step, {"reward/mean": Mean(1.0, 4.0), "actor/entropy": Mean(1.0 if step == 1 else 0.001, 1.0)})
     assert [row.get("events/entropy_collapse") for row in read_json_lines(run.directory / "metrics.jsonl")] == [None, 1.0]
-    message = "step 2: entropy collapse: actor/entropy is 0.001, and was 1 at first"
+    message = "step 2: entropy collapse: actor/entropy is 0.001, down from 1 at first"
     assert json.loads((run.directory / "summary.json").read_text())["alarms"] == {"entropy_collapse": message}
     screen = capsys.readouterr()
     assert f"warning: {message}" in screen.err and "alarm entropy_collapse" in screen.out
@@ -376,7 +376,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig)
     with pytest.raises(RewardUnavailable, match=rf"^{message} of this run: KeyError: 'x.\[2J'$"), Run(config) as run:
         run.failures([broken])
         run.failures([broken])
-    with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times on end: KeyError"), Run(config) as run:
+    with pytest.raises(RewardUnavailable, match=f"^{message}, 3 times in a row: KeyError"), Run(config) as run:
         for scores in ([broken], [broken], [broken, good], [broken], [], [broken], [], [broken]):  # nothing scored says nothing
             run.failures(scores)
     with Run(config) as run:

@@ -100,7 +100,7 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
     shown = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert shown["reward/mean (last)"].split()[-2:] == ["0.75", "0.75"]
     assert shown["eval/own/avg@2 (first, last, highest)"].split()[-3:] == ["1,", "1,", "1"]
-    assert shown["seed"].split() == ["seed", "1", "7"] and "not at its end" in shown["seconds"]
+    assert shown["seed"].split() == ["seed", "1", "7"] and "not finished" in shown["seconds"]
     assert "name" not in shown and "model.path" not in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
     (other / "config.yaml").write_text("name: other\nseed: 7\nsft: {steps: 3}\n")  # of another verb
@@ -109,7 +109,7 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
     assert any(line.split() == ["seed", "1", "7"] for line in lines) and not any(line.startswith(("sft.", "rollout.")) for line in lines)
     assert sum(line.endswith(" keys that only some have)") for line in lines) == 1
     for arguments, message in (
-        ([tmp_path / "none"], f"megarl: error: compare: {tmp_path / 'none'} is no run: it has no metrics.jsonl"),
+        ([tmp_path / "none"], f"megarl: error: compare: {tmp_path / 'none'} is not a run: it has no metrics.jsonl"),
         ([one, "--picture", tmp_path / "no" / "x.png"], f"megarl: error: compare: --picture: cannot write {tmp_path}/no/x.png: [Errno 2]"),
     ):
         assert main(["compare", *map(str, arguments)]) == 2

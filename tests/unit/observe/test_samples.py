@@ -67,8 +67,8 @@ def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Pa
     (broken / FOLDER / "step_1.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
     for arguments, message in (
         ([tmp_path / "none"], f"megarl: error: samples: no such directory: {tmp_path / 'none'}"),
-        ([empty], f"megarl: error: samples: {empty} has none: it is no run of megarl, has taken no step, or log.samples=0"),
-        ([run, "--step", "4"], f"megarl: error: samples: {run} has none like that (steps 3 to 12, sets held_out, train)"),
+        ([empty], f"megarl: error: samples: {empty} has no samples: it is not a megarl run, has taken no step, or log.samples=0"),
+        ([run, "--step", "4"], f"megarl: error: samples: {run} has no such samples (steps 3 to 12, sets held_out, train)"),
         ([broken], f"megarl: error: {broken / FOLDER / 'step_1.jsonl'}:1: no sample: answer: Field required"),
     ):
         assert main(["samples", *map(str, arguments)]) == 2

@@ -59,10 +59,10 @@ def test_a_run_that_goes_on_says_from_where_and_one_that_begins_what_became_of_t
         steps(run, 3)
     lines(capsys)
     with Run(settings, state):
-        assert lines(capsys) == ["goes on from the checkpoint of step 2"]
+        assert lines(capsys) == ["resuming from the checkpoint of step 2"]
     lines(capsys)
     with Run(settings):
-        assert lines(capsys) == [f"what an earlier run of this name left is in {settings.directory / 'earlier-2'}"]
+        assert lines(capsys) == [f"files of an earlier run with this name were moved to {settings.directory / 'earlier-2'}"]
 
 
 def test_metrics_that_no_run_wrote_are_refused_when_it_goes_on(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_metrics_that_no_run_wrote_are_refused_when_it_goes_on(tmp_path: Path) -
     path = settings.directory / METRICS
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": {'))
     with (
-        pytest.raises(ConfigError, match=rf"^save\.resume: {path}:2: no row of metrics: .*; restore it, or start anew$"),
+        pytest.raises(ConfigError, match=rf"^save\.resume: {path}:2: not a row of metrics: .*; restore it, or start over$"),
         Run(settings, state),
     ):
         pass
@@ -88,13 +88,13 @@ def test_an_interrupted_run_says_what_is_saved(saved: str | None, tmp_path: Path
             (run.directory / CHECKPOINTS / "latest").write_text(saved + "\n")
         lines(capsys)
         raise KeyboardInterrupt
-    then = "begins anew (save.every)" if saved is None else "goes on from step_000002"
+    then = "begins from scratch (save.every)" if saved is None else "resumes from step_000002"
     assert lines(capsys) == [f"interrupted after step 3; another start {then}"]
 
 
 def test_a_run_that_is_not_saved_on_the_way_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(config("train", tmp_path, "train.steps=50")):
-        assert lines(capsys) == ["save.every=0: of 50 steps none is saved on the way; a run that is killed begins anew"]
+        assert lines(capsys) == ["save.every=0: none of the 50 steps is saved as a checkpoint; a killed run starts over"]
     with Run(config("train", tmp_path, "train.steps=50", "save.every=10", "name=saved")):
         assert not any("save.every" in line for line in lines(capsys))
 
@@ -116,8 +116,8 @@ def test_at_its_end_a_run_says_where_all_of_it_is_and_the_next_command(
             run.keep(1, [RECORD])
         (run.directory / "model").mkdir()
     told, kinds = lines(capsys), ", ".join(["report.html", "summary.json", *(["samples"] if kept else []), "model"])
-    where, *after = told[told.index(next(line for line in told if line.startswith("all of it"))) :]
-    assert where == f"all of it is in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
+    where, *after = told[told.index(next(line for line in told if line.startswith("results are in "))) :]
+    assert where == f"results are in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_a_run_that_fails_says_where_its_processes_have_printed_unless_its_messa
         if printed:
             (run.directory / LOGS / "rank-0.log").touch()
         raise error
-    assert lines(capsys) == [f"what its processes printed is in {run.directory / LOGS}"] * told
+    assert lines(capsys) == [f"the output of its processes is in {run.directory / LOGS}"] * told

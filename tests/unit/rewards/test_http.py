@@ -129,7 +129,7 @@ LIES = {
     "null": (b'{"scores": [1, null]}', r"score 1 of 2: None \(NoneType\), not a finite number"),
     "text": (b'{"scores": ["1", 1]}', r"score 0 of 2: '1' \(str\), not a finite number"),
     "no score": (b'{"scores": [{"value": 1}, 1]}', r"score 0 of 2: a dict without 'score' \(keys: value\)"),
-    "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, and beyond 1e\+09 nothing is taken"),
+    "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, beyond the limit of 1e\+09"),
     "deep": (b"[" * 100_000, "the answer is not JSON"),
     "endless": (b"1" * (1 << 18), "the answer is longer than 196608 bytes for 2 samples"),
 }
@@ -347,12 +347,12 @@ def test_a_token_reaches_the_server_and_nothing_else(
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("127.0.0.1:8000", "'127.0.0.1:8000' is no http:// or https:// address"),
-        ("ftp://host/x", "'ftp://host/x' is no http:// or https:// address"),
-        ("http://", "'http://' is no http:// or https:// address"),
+        ("127.0.0.1:8000", "'127.0.0.1:8000' is not an http:// or https:// address"),
+        ("ftp://host/x", "'ftp://host/x' is not an http:// or https:// address"),
+        ("http://", "'http://' is not an http:// or https:// address"),
         ("http://host:port/", "Port could not be cast to integer"),
-        ("http://ho st/", "is no http:// or https:// address"),
-        ("http://user:hush@host/", "holds a user or a password; a token comes from the environment variable"),
+        ("http://ho st/", "is not an http:// or https:// address"),
+        ("http://user:hush@host/", "contains a user or a password; put a token into the environment variable"),
     ],
 )
 def test_an_address_that_is_none_is_refused_at_load(url: str, message: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_equal_rewards_are_refused(value: float, count: int) -> None:
 
 
 def test_too_few_judged_responses_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.normalise: 1 of the reference responses could be judged"):
+    with pytest.raises(ConfigError, match=r"reward\.normalise: 1 of the reference responses could be scored"):
         RewardScale.of([0.5], None)
 
 

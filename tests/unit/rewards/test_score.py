@@ -219,9 +219,9 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:
     assert scores[2].value == 0 and scores[2].error is not None and scores[2].error.startswith("bad return: ")
     with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.1\.source\.path: cannot import module 'nowhere'"):
         check(summed(right, {**judged, "source": {**function, "path": "nowhere:f"}}))
-    with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.0\.source\.extract: '\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.0\.source\.extract: '\(' is not a regular expression"):
         check(summed({**right, "source": {"type": "reasoning_gym", "extract": "("}}))
-    with pytest.raises(ValueError, match=r"two parts have one name \(right, right\)"):
+    with pytest.raises(ValueError, match=r"two parts have the same name \(right, right\)"):
         summed(right, right)
 
 
@@ -247,7 +247,7 @@ def test_the_answers_of_known_sets_are_read_as_they_are(name: str, right: str, w
 def test_module_that_ends_its_process_and_bad_expression_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.source: importing it ended the process \(worker died: exit status 4\)$"):
         check(RewardSettings(source=FunctionReward(path="ends:f")))
-    with pytest.raises(ConfigError, match=r"^reward\.source\.extract: '\(' is no regular expression: .*$"):
+    with pytest.raises(ConfigError, match=r"^reward\.source\.extract: '\(' is not a regular expression: .*$"):
         check(RewardSettings(source=ReasoningGymReward(extract="(")))
     check(RewardSettings(source=ReasoningGymReward(extract=r"=(\d+)")))
 
@@ -261,7 +261,7 @@ FAILURES = {
     "text": "bad return: the reward function returned '1' (str), not a finite number",
     "list": "bad return: the reward function returned [1] (list), not a finite number",
     "no score": "bad return: the reward function returned a dict without 'score' (keys: a)",
-    "huge": "bad return: the reward function returned -1e+308, and beyond 1e+09 nothing is taken",
+    "huge": "bad return: the reward function returned -1e+308, beyond the limit of 1e+09",
     "loop": "timeout",
     "swallow": "timeout",
     "deaf": "timeout",
@@ -389,6 +389,6 @@ def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> No
 def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     meta = {"source_dataset": "string_insertion", "source_params": {}}
-    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, and is not used"):
+    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, which is refused"):
         load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})("q", f"[open({str(touched)!r}, 'w')]", "a", meta)
     assert not touched.exists()

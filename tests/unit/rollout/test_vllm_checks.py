@@ -39,7 +39,9 @@ def test_a_head_that_no_cpu_engine_takes_is_refused(tiny_model: Path) -> None:
 def test_an_architecture_that_vllm_has_no_code_of_its_own_for_is_refused(tiny_model: Path, architecture: str, gpu: bool) -> None:
     """The first two it would run through its transformers backend."""
     hf = {**json.loads((tiny_model / "config.json").read_text()), "architectures": [architecture]}
-    with pytest.raises(ConfigError, match=rf"^model\.path: vLLM 0\.30\.0 has no code of its own for {architecture}, and [^\n]*backend$"):
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path: vLLM 0\.30\.0 has no native implementation of {architecture}, and [^\n]*backend$"
+    ):
         check(hf, "float32", RolloutSettings(kv_cache_mb=64), gpu=gpu)
 
 

@@ -31,7 +31,7 @@ TIMEOUT_S = 2.5  # forty children take most of one on a busy machine
 Beginnings = str | tuple[str, ...] | None
 NOTHING: tuple[float, Beginnings] = (0.0, None)
 DIED = "worker died: "
-BROKE = "worker died: it wrote what is no answer"
+BROKE = "worker died: it wrote an invalid answer"
 NO_THREAD = "RuntimeError: can't start new thread"
 SECRETS = [
     *("environment", "environment_of_the_run", "environment_of_everybody", "memory_of_the_run", "trace_the_run", "home_directory"),
@@ -90,10 +90,10 @@ EXPECTED: dict[str, tuple[float, Beginnings]] = {
     "an_exception_that_clears_the_screen": (0, "{0}[2J{0}{0}megarl: done: ".format("\N{REPLACEMENT CHARACTER}")),
     "prints_that_clear_the_screen": (1, None),
     "prints_without_end": (1, None),
-    "ten_thousand_parts": (0, "bad return: 10000 parts, and 64 are the most"),
+    "ten_thousand_parts": (0, "bad return: 10000 parts, more than 64"),
     "a_part_with_a_long_name": (1, None),
     "a_number_too_large": (0, "bad return: "),
-    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, and beyond 1e+09 nothing is taken"),
+    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, beyond the limit of 1e+09"),
     "a_decimal": (0, "bad return: "),
     "a_fraction": (0.5, None),
     "a_complex_number": (0, "bad return: "),
@@ -263,7 +263,7 @@ def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -
 
 def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process, "level", lambda: Level.LIMITS)
-    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine grants limits only"):
+    with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine allows only limits"):
         check(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(require="namespaces")))
     with pytest.raises(ConfigError, match=r"^reward\.sandbox\.readable: .*: there is no such file or directory$"):
         check(RewardSettings(source=FunctionReward(path="m:f"), sandbox=SandboxSettings(readable=[tmp_path / "nothing"])))

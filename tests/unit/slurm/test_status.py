@@ -63,7 +63,7 @@ def test_what_is_no_configuration_says_nothing(
 ) -> None:
     assert status(run(tmp_path, config)) == 0
     shown = capsys.readouterr().out
-    assert "step: 3 of ?, reward 0.5\n" in shown and "next expected: where the run is stopped" in shown
+    assert "step: 3 of ?, reward 0.5\n" in shown and "next expected: when the run is stopped" in shown
 
 
 def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,10 +112,10 @@ BAD = {
     "too few GPUs": (["cluster.gpus=true", "layout.ranks=16", "--gpus-per-node", "8"], "--nodes 2: 17 GPUs are asked for"),
     "a container that is not there": (["--container", "/nowhere.sqsh"], "--container: no such file: /nowhere.sqsh"),
     "a mount that is not there": (["--container", "docker://a", "--mount", "/nowhere:/x"], "--mount: no such file: /nowhere"),
-    "a mount of no container": (["--mount", "/tmp"], "--mount /tmp: there is no --container"),
+    "a mount of no container": (["--mount", "/tmp"], "--mount /tmp: needs --container"),
     "no time left": (["--time", "10"], "--time 10 is 600 s, of which --grace 600"),
-    "no time": (["--time", "soon"], "--time 'soon' is no time limit"),
-    "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is no option of sbatch"),
+    "no time": (["--time", "soon"], "--time 'soon' is not a time limit"),
+    "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is not an sbatch option"),
     "another cluster": (["cluster.address=auto"], "cluster.address and cluster.allocation are the job's own"),
     "nodes that do not reach each other": (["cluster.interface=null"], "cluster.interface: required on 2 nodes"),
 }
@@ -177,10 +177,13 @@ def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
 PARTITION = "PartitionName=main Default=YES TotalNodes=2"
 ANSWERS = {
     "no node": ((PARTITION.replace("2", "0"), ""), "--nodes 4: partition main has 0"),
-    "no number of nodes": (("PartitionName=main Default=YES", "64|gpu:8"), "scontrol and sinfo say what is not understood: .*Default"),
+    "no number of nodes": (
+        ("PartitionName=main Default=YES", "64|gpu:8"),
+        "cannot read what scontrol and sinfo say of partition .*: .*Default",
+    ),
     "no default": (("PartitionName=main TotalNodes=2", "64|gpu:8"), "no --partition, and no default one: this cluster has main"),
-    "nodes of text": ((PARTITION, "many|gpu:8"), "say what is not understood: .*many"),
-    "nodes of one column": ((PARTITION, "64\n64|gpu:8"), "say what is not understood: .*64"),
+    "nodes of text": ((PARTITION, "many|gpu:8"), "cannot read what scontrol and sinfo say of partition .*: .*many"),
+    "nodes of one column": ((PARTITION, "64\n64|gpu:8"), "cannot read what scontrol and sinfo say of partition .*: .*64"),
     "nothing": (("", ""), "no --partition, and no default one: this cluster has none"),
 }
 

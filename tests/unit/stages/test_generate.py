@@ -30,7 +30,7 @@ REFUSED = [
     (["{model}", "x\udcff"], "PROMPT: is not UTF-8"),
     (["{model}", "x", "--stop", "a", "--stop", "\udcff"], "--stop: is not UTF-8"),
     (["{model}", "x", "--max-tokens", "0"], "--max-tokens: Input should be greater than 0 (got 0)"),
-    (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999: with the longest prompt's 3 tokens more than the model takes (512)"),
+    (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999: with the longest prompt's 3 tokens more than the model supports (512)"),
     (["{model}", "x" * 600], "prompt of 602 tokens is longer than the model's room=511"),
     (["{model}", "x", "--tp", "3"], "--tp 3: does not divide the model's 4 attention heads and 2 KV heads"),
     (["{model}", "x", "--template", "no place"], "--template: 'no place' has no {{prompt}} in it"),
@@ -39,7 +39,7 @@ REFUSED = [
     (["{model}", "--file", "{here}/none.jsonl"], "--file: no such file"),
     (["{model}", "--file", "{here}/rows.jsonl"], "rows.jsonl:1: no value for --prompt-key 'prompt'; the row has question"),
     (["{model}", "--file", "{here}/empty.jsonl"], "--file: {here}/empty.jsonl holds no prompts"),
-    (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: is there already"),
+    (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: already exists"),
     (["{model}", "x", "--out", "{here}/none/out.jsonl"], "--out {here}/none/out.jsonl: its directory does not exist"),
     (["{model}", "--chat", "--out", "{here}/out.jsonl"], "--out {here}/out.jsonl: a chat is not written"),
 ]

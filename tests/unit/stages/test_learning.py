@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path) -> None:
 
 def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rm.yaml").write_text(RM.format(runs=tmp_path))
-    with pytest.raises(ConfigError, match="^rm.patience=2: rm.eval_every=0 evaluates nothing on the way"):
+    with pytest.raises(ConfigError, match="^rm.patience=2: rm.eval_every=0 runs no evaluations during training"):
         load(tmp_path / "rm.yaml", ["rm.eval_every=0"], RmConfig)
     with pytest.raises(ConfigError, match="^sft.patience=3: there is no data.eval to measure on"):
         load(EXAMPLES / "quickstart" / "sft.yaml", ["data.eval=null", "sft.eval_every=2", "sft.patience=3"], SftConfig)

@@ -133,7 +133,7 @@ def test_more_than_the_restarts_of_a_day_end_the_run(
     faults: dict[int, BaseException] = {step: WorkerDied(f"step {step}: rank 0 died") for step in (4, 5, 7)}
     with pytest.raises(WorkerDied, match=r"^step 7: " if most else r"^step 4: "):
         done(tmp_path / "ended", faults, most)
-    assert ("are all that cluster.restarts=2 allows" in capsys.readouterr().err) == (most == 2)
+    assert ("are the most that cluster.restarts=2 allows" in capsys.readouterr().err) == (most == 2)
     clock = iter(range(0, 10_000_000, 50_000))
     monkeypatch.setattr(restarts_module.time, "monotonic", lambda: float(next(clock)))
     budget = Restarts(1, lambda _: None, lambda _: None)
@@ -151,7 +151,7 @@ def test_a_run_that_was_to_end_does_not_start_its_ranks_again(tmp_path: Path, mo
     with pytest.raises(termination.Terminated) as stop:
         done(tmp_path, {5: WorkerDied("update: rank 0 died")}, 3)
     assert stop.value.code == 143
-    assert stop.value.message == "SIGTERM, after update: rank 0 died; started again, the run goes on from what it has saved"
+    assert stop.value.message == "SIGTERM, after update: rank 0 died; started again, the run resumes from what it has saved"
     assert not (tmp_path / "job" / "summary.json").exists()
 
 
@@ -170,7 +170,7 @@ def test_a_signal_while_ranks_start_again_is_taken_once_they_have(
         done(tmp_path, {5: WorkerDied("update: rank 0 died")}, 3)
     assert stop.value.code == 143 and begun == [False]
     said = capsys.readouterr()
-    assert "SIGTERM: the run ends; a second signal ends it at once" in said.err and "goes on after" not in said.out + said.err
+    assert "SIGTERM: the run ends; a second signal ends it at once" in said.err and "resumed after" not in said.out + said.err
 
 
 def test_what_stands_still_does_not_keep_a_recovery_from_reading_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

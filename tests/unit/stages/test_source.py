@@ -374,5 +374,5 @@ def test_engines_that_are_replaced_behind_the_ranks_get_the_weights_that_follow_
 def test_without_an_engine_that_has_the_weights_the_run_goes_back(make: Any) -> None:
     loop = make(*MODES["ahead"]).run(2)
     loop.engines.dead = True
-    with pytest.raises(WorkerDied, match="^engine 0 died: no engine is left that has the weights of the batch ahead$"):
+    with pytest.raises(WorkerDied, match="^engine 0 died: no remaining engine has the weights of the batch ahead$"):
         loop.run(3)

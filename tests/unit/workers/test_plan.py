@@ -144,6 +144,18 @@ def sampled(
     return finish(ctx, RolloutCollector(ctx, draw, 1, None, rounds)).batch(), table
 
 
+def test_a_part_of_a_plan_has_the_payloads_of_one_data_parallel_rank() -> None:
+    split, number_N = split_step([300] * 12, 2, 3, 700), np.zeros(12, np.float32)
+    plan = StepPlan([*range(12)], [[[n]] for n in range(12)], (), split, number_N, number_N, number_N == 0, number_N)
+    parts = [plan.part(dp_rank) for dp_rank in range(3)]
+    held = [{n for n in range(12) if part.payload_N[n] is not None} for part in parts]
+    assert held == [{n for mini_batch in split for micro_batch in mini_batch[dp_rank] for n in micro_batch} for dp_rank in range(3)]
+    assert sorted(n for own in held for n in own) == [*range(12)]
+    for part, own in zip(parts, held, strict=True):
+        assert part.payload_N == [n if n in own else None for n in range(12)]
+        assert part.experts_N == [[[n]] if n in own else None for n in range(12)]
+
+
 @pytest.mark.parametrize("order", [min, max, lambda open_: open_[len(open_) // 2]], ids=["first", "last", "middle"])
 def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finished_first(config: TrainConfig, order: Any) -> None:
     config = changed(config, train={"prompts_per_step": 2}, rollout={"samples_per_prompt": 2})
