@@ -111,6 +111,13 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
             raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
 
 
+def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
+    """ConfigError, which begins with `key`, where the model was built for fewer tokens."""
+    limit = int(hf["max_position_embeddings"])
+    if tokens > limit:
+        raise ConfigError(f"{key}: {tokens} tokens, and the model supports at most {limit}")
+
+
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Checks that a layout divides a model.
 

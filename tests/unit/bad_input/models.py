@@ -384,7 +384,7 @@ TABLE = [
             (
                 "with less room",
                 with_json("config.json", max_position_embeddings=16),
-                ".*base takes 16 tokens, and prompt and response may have 28",
+                ".*base: 28 tokens, and the model supports at most 16",
             ),
         )
     ),
