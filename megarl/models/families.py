@@ -112,7 +112,16 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
 
 
 def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
-    """ConfigError, which begins with `key`, where the model was built for fewer tokens."""
+    """Checks that the model was built for so many tokens.
+
+    Args:
+        hf: its config.json.
+        tokens: of prompt and response together.
+        key: what asks for them.
+
+    Raises:
+        ConfigError: starting with `key`: it was built for fewer.
+    """
     limit = int(hf["max_position_embeddings"])
     if tokens > limit:
         raise ConfigError(f"{key}: {tokens} tokens, and the model supports at most {limit}")
