@@ -10,6 +10,10 @@ class ConfigError(ValueError):
     """Bad input from the user: one line that names the dotted key and the numbers."""
 
 
+class Unfit(ConfigError):
+    """What a machine lacks, and no configuration names. Bad input of whoever starts a run there; in a Slurm job the machine's fault."""
+
+
 class Stopped(RuntimeError):
     """Stopped by an external failure, or on purpose; the message says all, and no traceback is shown."""
 

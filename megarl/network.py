@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import psutil
@@ -13,6 +14,11 @@ def interface_towards(host: str) -> str:
     Raises RuntimeError where no interface has the address from which it is reached.
     """
     return _interface_of(own_address(host))
+
+
+def choose_nccl_interface(interface: str) -> None:
+    """NCCL's sockets of this process listen on this interface, unless the user has named another (NCCL_SOCKET_IFNAME)."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it would also be eth01 that begins with eth0
 
 
 def own_address(host: str) -> str:

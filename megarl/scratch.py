@@ -16,7 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.errors import ConfigError
+from megarl.errors import Unfit
 from megarl.reaper import end
 
 PREFIX, OWNER = "megarl-", "owner"
@@ -24,7 +24,7 @@ SHORT = "/tmp"  # where directories go whose names must be short
 
 
 class Scratch:
-    """A private directory, below the temporary one or another. Raises ConfigError where nothing can be written."""
+    """A private directory, below the temporary one or another. Raises Unfit where nothing can be written."""
 
     def __init__(self, kind: str = "", below: str | None = None) -> None:
         below = below or _temporary()
@@ -38,7 +38,7 @@ class Scratch:
                 shutil.rmtree(self.path)
                 raise
         except OSError as error:
-            raise ConfigError(f"TMPDIR: cannot write to {below}: {error.strerror}") from None
+            raise Unfit(f"TMPDIR: cannot write to {below}: {error.strerror}") from None
         with suppress(OSError):  # a disk without locks: nobody will sweep it
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path / OWNER)  # nobody finds it before it is locked
@@ -54,14 +54,14 @@ class Scratch:
 def sweep() -> None:
     """Ends the processes, and removes the directories, of owners that were killed with whoever was to clean up after them.
 
-    Raises ConfigError where there is no temporary directory.
+    Raises Unfit where there is no temporary directory.
     """
     locks = {}
     for below in {_temporary(), SHORT}:
         try:
             entries = os.scandir(below)
         except OSError as error:
-            raise ConfigError(f"TMPDIR: cannot read {below}: {error.strerror}") from None
+            raise Unfit(f"TMPDIR: cannot read {below}: {error.strerror}") from None
         with entries:
             for entry in entries:
                 lock = _take(Path(entry.path)) if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) else None
@@ -82,7 +82,7 @@ def _temporary() -> str:
     try:
         usual = tempfile.gettempdir()  # remembers it: a session sets TMPDIR for its processes
     except FileNotFoundError as error:
-        raise ConfigError(f"TMPDIR: {error.strerror}") from None
+        raise Unfit(f"TMPDIR: {error.strerror}") from None
     return os.path.abspath(os.environ.get("TMPDIR") or usual)
 
 

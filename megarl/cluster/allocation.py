@@ -3,6 +3,7 @@
 nodes.json   what the job script knows: the nodes, the head first; how many the run needs; the GPUs of each
 head.json    the driver's, readable by its owner alone: where its Ray session is, and the token that it asks for
 stop         the job script's, once Slurm has signalled it: the run is to be saved and to end
+bad-NODE     the driver's, and of a node that cannot join its own: why it is of no use
 lost         the driver's at its end: what died under it, so that the run is to start again: nodes, or Ray's own servers
 """
 
@@ -13,13 +14,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.errors import ConfigError
 
-NODES, HEAD, STOP, LOST = "nodes.json", "head.json", "stop", "lost"
+NODES, HEAD, STOP, LOST, BAD = "nodes.json", "head.json", "stop", "lost", "bad-"
 POLL_S = 0.5
 # Of a launcher, for which Ray's processes and the ranks would take themselves to be its tasks.
 FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
@@ -81,25 +82,34 @@ class Allocation:
 
     def exclude(self, node: str, why: str) -> None:
         """A node is of no use; where it has joined, it leaves."""
-        (self.directory / f"bad-{node}").write_text(why + "\n")
+        (self.directory / f"{BAD}{node}").write_text(why + "\n")
 
     def excluded(self, node: str) -> str | None:
         """Why a node is to leave; None where it is not."""
         try:
-            return (self.directory / f"bad-{node}").read_text().strip()
+            return (self.directory / f"{BAD}{node}").read_text().strip()
         except FileNotFoundError:
             return None
+
+    def all_excluded(self) -> dict[str, str]:
+        """The nodes of no use, as far as one sees now, and why."""
+        with suppress(OSError):  # a shared disk may fail for a moment
+            said = {path.name.removeprefix(BAD): path.read_text().strip() for path in self.directory.glob(f"{BAD}*")}
+            return {node: why for node, why in said.items() if why}  # else it is being written
+        return {}
 
     def lose(self, nodes: Mapping[str, str]) -> None:
         """Tells the job script for want of which nodes the run has failed.
 
         Args:
-            nodes: their names, with what became of them.
+            nodes: their names, with what became of them; of those that are excluded already one knows better.
         """
-        for node, why in nodes.items():
+        known = self.all_excluded()
+        lost = {node: known.get(node, why) for node, why in nodes.items()}
+        for node, why in lost.items():
             self.exclude(node, why)
-        if nodes:
-            self.fail("".join(f"{node}: {why}\n" for node, why in nodes.items()))
+        if lost:
+            self.fail("".join(f"{node}: {why}\n" for node, why in lost.items()))
 
     def fail(self, why: str) -> None:
         """Tells the job script that the run has failed by no fault of its own."""
@@ -116,9 +126,10 @@ class Allocation:
 
         def look() -> None:
             while not over.wait(POLL_S):
-                if (self.directory / STOP).exists():
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                    return
+                with suppress(OSError):  # a shared disk may fail for a moment
+                    if (self.directory / STOP).exists():
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                        return
 
         thread = threading.Thread(target=look, name="stop", daemon=True)
         thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ray._private.node import Node
@@ -15,63 +16,80 @@ from megarl.cluster.membership import tell
 from megarl.cluster.session import hosting, interface_address
 from megarl.network import own_address
 from megarl.scratch import sweep
+from megarl.text import one_line
 
 POLL_S = 0.5
 WAIT_S = 3600.0  # for a driver, which first reads its prompts
+SHOWN = 200  # characters of what the start has failed with
 
 
 def main(directory: Path) -> int:
-    """Returns 0 when the session is over, 1 where there is none, or this node's part of it ends before."""
+    """Returns 0 when the session is over, 1 where there is none, or this node's part of it ends before.
+
+    Where this node cannot join it tells the driver why, which else would wait for it, and raises that.
+    """
     allocation, cpus, gpus = Allocation.read(directory), cpus_here(), gpus_here()
-    name = allocation.here
+    name, head = allocation.here, None
     forget_launcher()
-    sweep()
-    head = _wait_for_head(allocation)
-    if head is None:
-        tell(f"{name}: no session to join within {WAIT_S:g} s")
-        return 1
-    with hosting(head.start_timeout_s, head.interface, head.token, one_of_many=True) as scratch:
-        address = own_address(head.address.rpartition(":")[0]) if head.interface is None else interface_address(head.interface)
-        parameters = RayParams(
-            gcs_address=head.address,
-            node_ip_address=address,
-            node_name=name,
-            num_cpus=cpus,
-            num_gpus=gpus if head.gpus else 0,
-            object_store_memory=head.object_store_mb << 20,
-            temp_dir=str(scratch.path / "r"),
-        )
-        node = Node(parameters, head=False, shutdown_at_exit=False)
-        tell(f"{name} ({address}, {cpus} CPUs, {parameters.num_gpus} GPUs) has joined {head.address}")
+    with ExitStack() as ending:
         try:
+            sweep()
+            head = _wait_for_head(allocation)
+            if head is None:
+                tell(f"{name}: no session to join within {WAIT_S:g} s")
+                return 1
+            scratch = ending.enter_context(hosting(head.start_timeout_s, head.interface, head.token, one_of_many=True))
+            address = own_address(head.address.rpartition(":")[0]) if head.interface is None else interface_address(head.interface)
+            parameters = RayParams(
+                gcs_address=head.address,
+                node_ip_address=address,
+                node_name=name,
+                num_cpus=cpus,
+                num_gpus=gpus if head.gpus else 0,
+                object_store_memory=head.object_store_mb << 20,
+                temp_dir=str(scratch.path / "r"),
+            )
+            node = Node(parameters, head=False, shutdown_at_exit=False)
+        except Exception as error:
+            if head is None or allocation.head() == head:  # else the session has ended meanwhile
+                allocation.exclude(name, f"cannot join: {one_line(str(error), SHOWN)}")
+            raise
+        ending.callback(node.kill_all_processes, check_alive=False, allow_graceful=False, wait=True)
+        tell(f"{name} ({address}, {cpus} CPUs, {parameters.num_gpus} GPUs) has joined {head.address}")
+        return _stay(allocation, name, head, node)
+
+
+def _stay(allocation: Allocation, name: str, head: HeadNode, node: Node) -> int:
+    """Returns what `main` returns, once this node's part of the session is over."""
+    seen = time.monotonic()
+    while True:
+        try:
+            over, why = allocation.head() != head, allocation.excluded(name)
             seen = time.monotonic()
-            while True:
-                try:
-                    over, why = allocation.head() != head, allocation.excluded(name)
-                    seen = time.monotonic()
-                except OSError:  # a shared disk may fail for a moment
-                    if time.monotonic() - seen > head.start_timeout_s:
-                        raise
-                    over, why = False, None
-                if over:
-                    return 0
-                if why:
-                    tell(f"{name} leaves: {why}")
-                    return 1
-                if ended := node.dead_processes():
-                    kinds = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
-                    tell(f"{name}: Ray's {kinds} ended")
-                    return int(allocation.head() == head)
-                time.sleep(POLL_S)
-        finally:
-            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        except OSError:  # a shared disk may fail for a moment
+            if time.monotonic() - seen > head.start_timeout_s:
+                raise
+            over, why = False, None
+        if over:
+            return 0
+        if why:
+            tell(f"{name} leaves: {why}")
+            return 1
+        if ended := node.dead_processes():
+            kinds = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
+            tell(f"{name}: Ray's {kinds} ended")
+            return int(allocation.head() == head)
+        time.sleep(POLL_S)
 
 
 def _wait_for_head(allocation: Allocation) -> HeadNode | None:
     deadline = time.monotonic() + WAIT_S
-    while (head := allocation.head()) is None and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with suppress(OSError):  # a shared disk may fail for a moment
+            if head := allocation.head():
+                return head
         time.sleep(POLL_S)
-    return head
+    return None
 
 
 if __name__ == "__main__":

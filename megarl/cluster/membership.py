@@ -16,6 +16,7 @@ from megarl.cluster.watch import NOTICE_S
 from megarl.errors import Stopped
 
 POLL_S = 0.2
+MISSING = "is missing"  # so far
 SPARE_S = 30.0  # how long a spare node is waited for once there are enough
 
 
@@ -28,7 +29,7 @@ class TooFewNodes(Stopped):
 
 
 def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict[str, str]:
-    """Returns when every node of the allocation is there, or, a little later, as many as the run needs.
+    """Returns when every node of the allocation is there that can be, or, a little later, as many as the run needs.
 
     Args:
         allocation: of the job.
@@ -39,16 +40,20 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
         What the other nodes lack.
 
     Raises:
-        TooFewNodes: not so many are there in time.
+        TooFewNodes: not so many are there in time, or will ever be; names those that are to blame.
     """
     begun, enough = time.monotonic(), None
     while True:
         there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in joined().values()}
         bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
+        unfit = {name: why for name, why in bad.items() if why != MISSING}
         whole, now = len(allocation.nodes) - len(bad), time.monotonic()
         enough = (enough or now) if whole >= allocation.needed else None
-        if not bad or (enough is not None and now - enough > SPARE_S):
+        if enough is not None and (bad == unfit or now - enough > SPARE_S):
             return bad
+        if len(allocation.nodes) - len(unfit) < allocation.needed:
+            of = f"{len(unfit)} of {len(allocation.nodes)} nodes cannot take part"
+            raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", unfit)
         if enough is None and now - begun > timeout_s:
             of = f"{whole} of {len(allocation.nodes)} nodes have joined within cluster.start_timeout_s={timeout_s:g}"
             raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", bad)
@@ -57,13 +62,21 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
 
 def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
     """What each node lacks, if anything; `there`: the GPUs of those that have joined."""
-    short = {name: f"has {there[name]} of {gpus} GPUs" if name in there else "is missing" for name in allocation.nodes}
-    return {name: why for name, why in short.items() if there.get(name, -1) < gpus}
+    excluded = allocation.all_excluded()
+    absent = {name: excluded.get(name, MISSING) for name in allocation.nodes if name not in there}
+    short = {name: f"has {has} of {gpus} GPUs" for name, has in there.items() if has < gpus}
+    return {name: (absent | short)[name] for name in allocation.nodes if name in absent or name in short}
 
 
 def joined() -> dict[str, dict[str, Any]]:
     """The living nodes of the session, by id."""
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def present(allocation: Allocation) -> dict[str, str]:
+    """The ids of the allocation's living nodes by name, the head's first."""
+    there = {node["NodeName"]: node["NodeID"] for node in joined().values()}
+    return {name: there[name] for name in allocation.nodes if name in there}
 
 
 def died(before: set[str]) -> dict[str, str]:

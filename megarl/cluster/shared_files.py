@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
-from megarl.errors import ConfigError
+from megarl.errors import Unfit
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
 POLL_S = 0.5
@@ -41,16 +42,16 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
         timeout_s: for all answers.
 
     Raises:
-        ConfigError: naming key, path and node.
+        Unfit: naming key, path and node.
         WorkerDied: a node was lost meanwhile.
         WorkerLate: a node has not answered in time.
     """
     with ExitStack() as made:
-        wanted = {key: (path, _content(path)) for key, path in read.items()}
+        wanted = {key: (path, content(path)) for key, path in read.items()}
         for key, path in written.items():
-            canary = Path(made.enter_context(tempfile.NamedTemporaryFile(dir=path, prefix=".seen-")).name)
-            wanted[key] = (canary, _content(canary))
-        look: Any = ray.remote(_differences)
+            canary = made.enter_context(fresh_file(path))
+            wanted[key] = (canary, content(canary))
+        look: Any = ray.remote(differences)
         asked = {
             node: look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(wanted)
             for node in nodes
@@ -67,20 +68,30 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
                 raise task_fault(error, f"node {nodes[node]}", DOING) from error
             for key in differing:
                 path = written.get(key) or read[key]
-                raise ConfigError(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
+                raise Unfit(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
 
 
-def _differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
-    """The keys whose files are others on this machine."""
+@contextmanager
+def fresh_file(directory: Path) -> Iterator[Path]:
+    """A new file that other machines see too: it is on the disk. While it is open, NFS shows them no byte of one that is only flushed."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-") as file:
+        file.write(b"seen")
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
+
+
+def differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
+    """The keys whose files are others on this machine. `wanted`: of each its path, and its content where it was written."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        differing = [key for key, (path, content) in wanted.items() if _content(path) != content]
+        differing = [key for key, (path, known) in wanted.items() if content(path) != known]
         if not differing or time.monotonic() > deadline:
             return differing
         time.sleep(POLL_S)
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
     """What is there, by sizes and a directory's names; "" where there is nothing."""
     try:
         if path.is_dir():

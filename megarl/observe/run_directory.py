@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import ConfigError
+from megarl.errors import Stopped
 
+LOCK = ".lock"
 LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
 
 
 def claim(directory: Path, *, patient: bool) -> int:
     """Makes the directory and locks it for this process; returns the lock's descriptor.
 
-    ConfigError where another process holds it. `patient`: still after LOCK_S.
+    Where the disk has no locks, nothing keeps two runs apart, which is told.
+
+    Args:
+        directory: of the run.
+        patient: still wait for LOCK_S where another process holds it.
+
+    Raises:
+        ConfigError: another process holds it, or nothing can be written there.
+        Stopped: another process still holds it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
+    try:
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks files that are open for writing, and no directory
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot write to {directory}: {error.strerror}") from None
     deadline = time.monotonic() + (LOCK_S if patient else 0.0)
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() >= deadline:
                 os.close(lock)
-                raise ConfigError(f"name: {directory} is in use by another run") from None
+                raise (Stopped if patient else ConfigError)(f"name: {directory} is in use by another run") from None
+        except OSError as error:
+            print(f"megarl: {directory}: no lock keeps another run out ({error.strerror})", file=sys.stderr)
+            return lock
         time.sleep(POLL_S)
 
 

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, Unfit
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
 from megarl.parking import file_buffer
+from megarl.text import one_line
 
 MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # what it asks for: from the first on, before the second
@@ -43,6 +44,8 @@ DETERMINISTIC = {
     "NCCL_SOCKET_NTHREADS": "1",
 }
 GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
+ROOM = 256 << 20  # bytes, which cuBLAS needs at most for a small product
+TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says of a GPU that others use
 LOCAL = "Megatron's local ones with torch's attention"
 
 
@@ -236,7 +239,8 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
         exact: of the first call: float32 is float32 on a GPU, too.
 
     Raises:
-        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and CUDA shows none, or Transformer Engine is broken.
+        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and torch or Transformer Engine is another build.
+        Unfit: a GPU is asked for, and CUDA shows none, or Transformer Engine does not load.
     """
     global _chosen
     if _chosen is None:
@@ -245,7 +249,7 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
             raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
         if gpus and not torch.cuda.is_available():
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-            raise ConfigError(
+            raise (ConfigError if torch.version.cuda is None else Unfit)(
                 f"cluster.gpus=true: this process sees no CUDA device (torch {torch.__version__}, CUDA_VISIBLE_DEVICES: {shown}); "
                 "bash tools/setup.sh --gpu installs the CUDA builds"
             )
@@ -257,8 +261,36 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
     return _chosen
 
 
+def touch_gpus(count: int) -> str | None:
+    """Lets each GPU compute, as ranks do before anything else. A process of its own calls it: a sick GPU may hold it for ever.
+
+    Args:
+        count: how many there must be.
+
+    Returns:
+        What fails, or None. A GPU whose memory, or which itself, others have at the moment is not sick.
+    """
+    if torch.version.cuda is None:
+        return None  # `choose` refuses it: no GPU is to blame
+    try:
+        has_transformer_engine()
+    except Unfit as error:
+        return str(error)
+    except ConfigError:
+        pass  # the same everywhere
+    for n in range(count):
+        try:
+            ones = torch.ones(64, 64, device=f"cuda:{n}")
+            if torch.cuda.mem_get_info(n)[0] >= ROOM and (ones @ ones).sum().item() != 64**3:
+                return f"GPU {n}: computes wrong"
+        except Exception as error:  # each generation of torch has its own
+            if not any(text in str(error) for text in TAKEN):
+                return f"GPU {n}: {one_line(str(error))}"
+    return None
+
+
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed. ConfigError where it does not load, or is not what Megatron-core asks for."""
+    """Whether Transformer Engine is installed. Unfit where it does not load, ConfigError where it is not what Megatron-core asks for."""
     remedy = f"Megatron-core {MEGATRON} builds its GPU layers from it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
     try:
         version = importlib.metadata.version("transformer-engine")
@@ -267,7 +299,7 @@ def has_transformer_engine() -> bool:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # a library of CUDA's that is missing is an OSError
-        raise ConfigError(f"transformer-engine: does not load ({error}); {remedy}") from None
+        raise Unfit(f"transformer-engine: does not load ({error}); {remedy}") from None
     if not TRANSFORMER_ENGINE[0] <= tuple(map(int, version.split(".")[:2])) < TRANSFORMER_ENGINE[1]:
         low, end = (".".join(map(str, bound)) for bound in TRANSFORMER_ENGINE)
         raise ConfigError(f"transformer-engine: {version} is installed, and it must be at least {low} and below {end}; {remedy}")

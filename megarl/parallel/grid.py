@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.parallel.backend import choose
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeou
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    interface = interface_towards(_host(store))
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_towards(_host(store))
+    choose_nccl_interface(interface)
     timeout = timedelta(seconds=timeout_s)
     with backend.few_groups():
         dist.init_process_group(backend.collective, store=store, rank=rank, world_size=layout.ranks, timeout=timeout)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 
 REPEATS = 3
 MEGABYTES = {"gloo": 4, "nccl": 256}
@@ -54,7 +54,8 @@ def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, 
         gpus: NCCL on this process's only GPU instead of gloo.
         timeout_s: ends every wait.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_towards(host)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_towards(host)
+    choose_nccl_interface(interface)
     backend, device = ("nccl", torch.device("cuda", 0)) if gpus else ("gloo", torch.device("cpu"))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
     try:

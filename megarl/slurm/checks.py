@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,19 @@ class Partition:
 
     name: str
     nodes: int
-    # Of each node that is switched on:
-    cpus: tuple[int, ...]
-    gpus: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]  # CPUs and GPUs of each node that is switched on
 
 
-def check(job: Job, config: RunSettings, asked: bool) -> None:
+def check(job: Job, config: RunSettings, asked: bool) -> Job:
     """Refuses a job that could not run as it is asked for.
 
     Args:
         job: what is asked of Slurm.
         config: of the run.
         asked: the script is only printed; it then needs no Slurm here.
+
+    Returns:
+        The job as this cluster's Slurm takes it.
 
     Raises:
         ConfigError: with the numbers.
@@ -58,9 +59,10 @@ def check(job: Job, config: RunSettings, asked: bool) -> None:
         raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node} does not go with cluster.gpus={gpus}")
     cpus = None
     try:
+        job = replace(job, counts_gpus=not job.gpus_per_node or counts_gpus())
         partition = partition_of(job)
         check_partition(job, partition)
-        cpus = min(partition.cpus, default=None)
+        cpus = min((cpus for cpus, gpus in partition.sizes if gpus >= job.counted_gpus), default=None)
     except NoAnswer as error:
         if not asked:
             raise
@@ -71,6 +73,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> None:
         Path(directory, NODES).write_text(json.dumps(planned))
         cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
         find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
+    return job
 
 
 def check_numbers(job: Job) -> None:
@@ -130,10 +133,8 @@ def partition_of(job: Job) -> Partition:
         raise ConfigError(f"slurm: {given}: this cluster has {', '.join(known) or 'none'}")
     nodes = call("sinfo", "--noheader", "--Node", f"--partition={wanted}", "--format=%c|%G").splitlines()
     try:
-        pairs = [line.split("|", 1) for line in nodes]
-        return Partition(
-            wanted, int(known[wanted]["TotalNodes"]), tuple(int(cpus) for cpus, _ in pairs), tuple(_gpus(of) for _, of in pairs)
-        )
+        sizes = [(int(cpus), _gpus(of)) for cpus, of in (line.split("|", 1) for line in nodes)]
+        return Partition(wanted, int(known[wanted]["TotalNodes"]), tuple(sizes))
     except (KeyError, ValueError):
         said = one_line(f"{known[wanted]}, {nodes}", 200)
         raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {wanted}: {said}") from None
@@ -144,13 +145,19 @@ def _gpus(resources: str) -> int:
     return sum(int(found) for found in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
 
 
+def counts_gpus() -> bool:
+    """Whether Slurm knows of its nodes' GPUs. NoAnswer where it cannot be asked."""
+    return bool(re.search(r"^GresTypes\s*=.*\bgpu\b", call("scontrol", "show", "config"), re.MULTILINE))
+
+
 def check_partition(job: Job, partition: Partition) -> None:
     """ConfigError where the partition has not so many nodes, or not so many GPUs in each."""
-    fitting = partition.nodes - sum(gpus < job.gpus_per_node for gpus in partition.gpus)
-    if not fitting and partition.gpus:
-        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: a node of partition {partition.name} has {max(partition.gpus)}")
+    fitting = partition.nodes - sum(gpus < job.counted_gpus for _, gpus in partition.sizes)
+    if not fitting and partition.sizes:
+        most = max(gpus for _, gpus in partition.sizes)
+        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: a node of partition {partition.name} has {most}")
     if job.nodes + job.spare > fitting:
-        of = f" with {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
+        of = f" with {job.gpus_per_node} GPUs" if job.counted_gpus else ""
         spare = f" and --spare {job.spare}" if job.spare else ""
         raise ConfigError(f"slurm: --nodes {job.nodes}{spare}: partition {partition.name} has {fitting}{of}")
 

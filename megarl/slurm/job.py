@@ -24,6 +24,7 @@ class Job:
     verb: str
     nodes: int
     gpus_per_node: int
+    counts_gpus: bool  # Slurm knows of the nodes' GPUs, and is asked for them
     spare: int
     partition: str | None
     account: str | None
@@ -38,6 +39,11 @@ class Job:
     runtime: str
     mount: list[str]
     python: str
+
+    @property
+    def counted_gpus(self) -> int:
+        """What Slurm is asked for, of each node."""
+        return self.gpus_per_node if self.counts_gpus else 0
 
     @property
     def size(self) -> str:

@@ -69,12 +69,13 @@ def main(arguments: Sequence[str]) -> int:
         name=config.name.replace("/", "-"),
         directory=config.directory,
         here=Path.cwd(),
+        counts_gpus=True,
         container=image,
         python=options.pop("python") or (sys.executable if image is None else "python"),
         reads=_reads(config),
         **options,
     )
-    check(job, config, asked=given.dry_run)
+    job = check(job, config, asked=given.dry_run)
     if given.dry_run:
         say(render(job, config.directory / "slurm" / "submitted"))
         return 0

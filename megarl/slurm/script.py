@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.slurm.job import Job
 
-TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh")
+TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh", "guard.sh")
 OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
 
 
@@ -42,7 +42,7 @@ def options(job: Job) -> list[str]:
         "output": job.directory / "slurm" / "%j.out",
         "open-mode": "append",
         "nodes": f"{job.nodes}-{job.nodes + job.spare}" if job.spare else job.nodes,
-        "gpus-per-node": job.gpus_per_node or None,
+        "gpus-per-node": job.counted_gpus or None,
         "mem": 0,  # all of each node
         "partition": job.partition,
         "account": job.account,
@@ -54,7 +54,8 @@ def options(job: Job) -> list[str]:
     }
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
     # --no-kill: one lost node does not end the job. No number of tasks: Slurm would give as few nodes as hold them, and none to spare.
-    return [*given, "--exclusive", "--no-kill", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
+    # --propagate: the limits of the machine it is submitted from (files, locked memory) are none of the nodes'.
+    return [*given, "--exclusive", "--no-kill", "--propagate=NONE", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
 
 
 def settings(job: Job, scripts: Path) -> list[str]:

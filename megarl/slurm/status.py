@@ -62,15 +62,19 @@ def _jobs(run: Path) -> list[str]:
             starts[match[1]] = max(starts.get(match[1], 0), int(match[2]))
     numbers = sorted({*starts, *(match[1] for path in logs.glob("*.out") if (match := LOG.fullmatch(path.name)))}, key=int)
     lines = [f"restarts: {sum(starts.values())}{f', logs in {logs}' if starts else ''}"]
-    name = _submitted(run, r"^#SBATCH --job-name=(.*)$")
     try:
-        queue = call("squeue", "--noheader", "--me", "--states=all", "--format=%i|%j|%T|%M|%l|%D|%R").splitlines()
+        mine = queued(run, "--states=all")
     except NoAnswer as error:
         return [*lines, f"jobs: {', '.join(numbers) or 'none'} ({error})"]
-    mine = [row for line in queue if (row := line.split("|", 6))[0] in numbers or (row[1] == name and row[2] == "PENDING")]
-    for number, _, state, used, limit, nodes, why in mine:
+    for number, state, used, limit, nodes, why in mine:
         lines.append(f"job {number}: {state.lower()}, {used} of {limit}, {nodes} nodes {why}".rstrip())
     return lines if mine else [*lines, "jobs: none in the queue"]
+
+
+def queued(run: Path, *options: str) -> list[list[str]]:
+    """What squeue says of the jobs whose script lies in the run's directory: number, state, time used, its limit, nodes, reason."""
+    rows = [line.split("|", 6) for line in call("squeue", "--noheader", "--me", *options, "--format=%i|%T|%M|%l|%D|%R|%o").splitlines()]
+    return [said for *said, script in rows if Path(script).resolve().is_relative_to((run / "slurm").resolve())]
 
 
 def _submitted(run: Path, pattern: str) -> str | None:

@@ -9,6 +9,7 @@ from megarl.config import ConfigError, RunSettings, dump
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
+from megarl.slurm.status import queued
 
 
 def submit(job: Job, config: RunSettings) -> list[str]:
@@ -20,8 +21,12 @@ def submit(job: Job, config: RunSettings) -> list[str]:
         The numbers of the jobs.
 
     Raises:
-        ConfigError: Slurm refuses the script; where it has taken others of a chain before, their numbers are named.
+        ConfigError: a job of this run is in the queue already, with which this one would share its directory; or Slurm refuses the script,
+            and where it has taken others of a chain before, their numbers are named.
     """
+    for number, state, *_ in queued(config.directory):
+        if state != "COMPLETING":
+            raise ConfigError(f"slurm: job {number} of {config.directory} is {state.lower()} (scancel {number} ends it)")
     scripts = _new(config.directory / "slurm")
     try:
         (scripts / "config.yaml").write_text(dump(config))

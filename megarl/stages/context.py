@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from megarl.cluster.demand import demand, processes
+from megarl.cluster.demand import demand, files, processes
 from megarl.cluster.session import ray_session
 from megarl.config import RunSettings, TrainConfig
 from megarl.lazy_torch import import_meanwhile
@@ -25,7 +25,7 @@ def session(config: RunSettings, run: Run) -> Iterator[None]:
     """The Ray session of a run; reports its start."""
     with ExitStack() as stack:
         with run.starting("Ray"):
-            stack.enter_context(ray_session(config.cluster, processes(demand(config))))
+            stack.enter_context(ray_session(config.cluster, processes(demand(config)), files(config)[0]))
         yield
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from megarl.batch import Sample
-from megarl.cluster.demand import demand, processes
+from megarl.cluster.demand import demand, files, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.prompts import Renderer, Row, checked
@@ -77,7 +77,7 @@ def serve(config: ServeConfig) -> None:
     renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
     kinds = demand(config)
-    with ray_session(config.cluster, processes(kinds)):
+    with ray_session(config.cluster, processes(kinds), files(config)[0]):
         [places] = reserve_workers(config, kinds)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
         ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)

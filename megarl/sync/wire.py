@@ -8,7 +8,6 @@ shape may travel as a stack, which costs everyone who handles it as much as one 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.sync import gloo
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
@@ -186,7 +185,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     if rendezvous.transport == "gloo":
         return gloo.group(members, rank, rendezvous.world, timeout, interface)
     assert rendezvous.transport == "nccl", rendezvous.transport
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    choose_nccl_interface(interface)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)

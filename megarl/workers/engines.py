@@ -13,7 +13,6 @@ import ray
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import engine_kind
-from megarl.cluster.reserve import lost_nodes
 from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.response import Response
@@ -24,7 +23,7 @@ from megarl.rollout.registry import ENGINES
 from megarl.workers.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
-from megarl.workers.worker_group import reserve_workers
+from megarl.workers.worker_group import must_move, reserve_workers
 
 PING_S = 60.0  # longest time in which an engine that has nothing to do says that it is there
 
@@ -286,7 +285,7 @@ class Engines:
                 if self.starter is None or self._restarts is None or not isinstance(fault, ENGINE_FAULTS):
                     raise fault
                 watch.renew()
-                if lost_nodes(self.starter.places):
+                if must_move(self.starter.config, self.starter.places):
                     raise fault
                 if not opening:
                     if not self._restarts.allow(fault):

@@ -20,7 +20,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
-from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.cluster.reserve import give_back
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.lazy_torch import Tensor, torch
@@ -29,7 +29,7 @@ from megarl.workers.copies import Copies
 from megarl.workers.critic import values
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
-from megarl.workers.worker_group import reserve_workers, start_ranks
+from megarl.workers.worker_group import must_move, reserve_workers, start_ranks
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
@@ -211,7 +211,7 @@ class Learners:
         beginning: the model is as it was at the start; else `load` or `restore` comes next.
         """
         end(self.group.actors)
-        moved = lost_nodes(self.places)
+        moved = must_move(self.config, self.places)
         if moved:
             give_back(self.places)
             [self.places] = reserve_workers(self.config, demand(self.config))

@@ -19,7 +19,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
-from megarl.cluster.reserve import give_back, lost_nodes
+from megarl.cluster.reserve import give_back
 from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig, total_steps
 from megarl.observe.metrics import Last, Metric, merge
@@ -31,7 +31,7 @@ from megarl.workers.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.workers.plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.workers.rollout_worker import ExpertsWanted
 from megarl.workers.turns import Turns
-from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, reserve_workers
+from megarl.workers.worker_group import Running, WorkerGroup, build_ranks, create_ranks, must_move, reserve_workers
 
 
 @dataclass
@@ -174,7 +174,7 @@ class ModelGroups:
         if self.turns is not None:
             self.turns.join(None)
         engine_places, places = engines.places, [*chain(*self.places), *engines.places]
-        moved = lost_nodes(places)
+        moved = must_move(self.config, places)
         if moved:
             give_back(places)
             self.places, engine_places = places_of(self.config)

@@ -20,7 +20,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.models.hf import end_tokens
-from megarl.network import interface_towards
+from megarl.network import choose_nccl_interface, interface_towards
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Part, RolloutError
@@ -170,7 +170,7 @@ class RolloutWorker:
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._ends, self._timeout_s = load_tokenizer(model), end_tokens(model), settings.timeout_s
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_towards(ray.util.get_node_ip_address()))  # the trainer's
+        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the trainer's
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
         self._responder = Responder(self._engine, settings.timeout_s)
 

@@ -12,9 +12,11 @@ import numpy as np
 import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.allocation import Allocation
 from megarl.cluster.demand import Role, files
 from megarl.cluster.placement import ProcessKind
-from megarl.cluster.reserve import reserve
+from megarl.cluster.preflight import send_away
+from megarl.cluster.reserve import lost_nodes, reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
 from megarl.observe.metrics import Mean, Metric, Sum, merge
@@ -196,9 +198,17 @@ def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[l
     Raises:
         NoNodes: the session has no room, and cannot grow.
         WorkerLate: the cluster that was joined has no room in time.
-        ConfigError: a machine besides this one does not see the run's files.
+        Unfit: a machine besides this one does not see the run's files.
     """
     places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
     if config.cluster.address is not None or config.cluster.allocation is not None:
         check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
     return places
+
+
+def must_move(config: RunSettings, places: Sequence[Any]) -> bool:
+    """Whether what has failed cannot start again in these places: a node is gone. In a Slurm job those that are unfit go first."""
+    cluster = config.cluster
+    if not lost_nodes(places) and cluster.allocation is not None:
+        send_away(Allocation.read(cluster.allocation), cluster.gpus, files(config)[0], cluster.start_timeout_s)
+    return lost_nodes(places)

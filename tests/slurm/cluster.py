@@ -80,8 +80,8 @@ class Cluster:
         root = Path(f"/proc/{self.init(node)}/root")
         kept = {ROOT, self.directory, Path(sys.prefix)}
         files = [path for place in ("tmp", "dev/shm") for path in (root / place).iterdir()]
-        # torch makes its cache's directory in /tmp where the session's own is gone already: no process, port or lock
-        files = [path for path in files if not path.name.startswith("torchinductor_")]
+        # Caches: the session's own, which it leaves for the next one; and torch's, where the session's directory is gone already.
+        files = [path for path in files if not path.name.startswith(("megarl-kernels-", "torchinductor_"))]
         strange = [str(path) for path in files if not any(one.is_relative_to(Path("/") / path.relative_to(root)) for one in kept)]
         listening = [line.split()[1] for line in Path(f"/proc/{self.init(node)}/net/tcp").read_text().splitlines()[1:] if " 0A " in line]
         ports = [str(int(address.partition(":")[2], 16)) for address in listening]

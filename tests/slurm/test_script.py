@@ -35,6 +35,9 @@ DRIVERS = {
     "left": f"{OTHER} echo $here >$allocation/other; while [[ -e $allocation/head.json ]]; do sleep .1; done; exit 0; fi; "
     "touch $allocation/head.json; sleep 2; rm $allocation/head.json; sleep 4; other=$(<$allocation/other); "
     'echo died >$allocation/bad-$other; echo "$other died" >$allocation/lost; exit 1',
+    # Of two other nodes one leaves: the other one's part goes on, for longer than slurm.conf's WaitTime.
+    "thinned": f"{OTHER} mkdir $allocation/gone && exit 1; while [[ -e $allocation/head.json ]]; do sleep .1; done; "
+    "touch $allocation/stayed; exit 0; fi; touch $allocation/head.json; sleep 6; rm $allocation/head.json; sleep 2; rm $allocation/stayed",
     "warned": "until [[ -e $allocation/stop ]]; do sleep .1; done; ((restart)) && exit 0; exit 138",
     "chained": "[[ -e $allocation/../once ]] && exit 0; touch $allocation/../once; exit 138",
 }
@@ -43,7 +46,9 @@ HEADLESS = "touch $allocation/on-$here; [[ ${!#} == *=* ]] && sleep infinity; un
 OPTIONS = {
     "spare": {"spare": 2},
     "stepless": {"nodes": 2},
+    "lost": {"exclude": "n3"},
     "left": {"nodes": 2},
+    "thinned": {"nodes": 3},
     "saved": {"max_restarts": 2},
     "evaluated": {"verb": "eval"},
     "chained": {"chain": 3},
@@ -81,7 +86,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         (tmp_path / name).chmod(0o755)
     submitting = (sys.executable, "-c", textwrap.dedent(SUBMIT), tmp_path / "job.yaml", tmp_path)
     partition, nowhere, nine, *lines = slurm.say(*submitting).splitlines()
-    assert partition == "Partition(name='main', nodes=3, cpus=(2, 2, 2), gpus=(8, 8, 8))"
+    assert partition == "Partition(name='main', nodes=3, sizes=((2, 8), (2, 8), (2, 8)))"
     assert nowhere == "slurm: --partition nowhere: this cluster has main, high, many"
     assert nine == "slurm: --gpus-per-node 9: a node of partition main has 8"
     jobs = {line.split()[0]: line.split()[1:] for line in lines}
@@ -110,13 +115,14 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
         "lost": [("COMPLETED", "0:0", "1")],
         "stepless": [("COMPLETED", "0:0", "1")],
         "left": [("COMPLETED", "0:0", "1")],
+        "thinned": [("COMPLETED", "0:0", "0")],
         "warned": [("COMPLETED", "0:0", "1")],
         "chained": [("FAILED", "138:0", "0"), ("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "0")],
     }, "\n".join(map(text, jobs))
     assert "3 nodes (n1 n2 n3)" in text("spare")
     assert "not queued again after 2 restarts (--max-restarts)" in text("saved")
     first, second = re.findall(r"1 nodes \((n\d)\)", text("lost"))
-    assert first != second and slurm.job(jobs["lost"][0], "ExcNodeList") == first
+    assert {first, second} == {"n1", "n2"} and slurm.job(jobs["lost"][0], "ExcNodeList") == f"n3,{first}"
     assert slurm.job(jobs["stepless"][0], "ExcNodeList") == "(null)"
     [lost] = re.findall(r": (n\d) died: queued again", text("left"))
     assert slurm.job(jobs["left"][0], "ExcNodeList") == lost, text("left")
@@ -166,3 +172,19 @@ def test_what_sbatch_refuses_is_said_in_a_line_and_leaves_nothing(slurm: Cluster
     done = slurm.megarl("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--licenses=gold")
     assert done.returncode == 2 and re.fullmatch("megarl: error: slurm: sbatch: .*[Ll]icense.*\n", done.stderr), done.stderr
     assert not list((tmp_path / "runs").rglob("submitted*")) and slurm.say("squeue", "--noheader") == ""
+
+
+def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    submitting = ("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--hold")
+    assert slurm.megarl(*submitting, "name=other").returncode == 0, "another run"
+    said = slurm.megarl(*submitting)
+    [number] = re.findall(r"submitted job (\d+)", said.stdout)
+    run = tmp_path / "runs" / "job"
+    assert f"job {number}: pending" in slurm.megarl("slurm", "status", run).stdout
+    again = slurm.megarl(*submitting)
+    assert (again.returncode, again.stderr) == (2, f"megarl: error: slurm: job {number} of {run} is pending (scancel {number} ends it)\n")
+    slurm.say("scancel", "--me")
+    assert f"job {number}: cancelled" in slurm.megarl("slurm", "status", run).stdout
+    assert slurm.megarl(*submitting).returncode == 0
+    slurm.say("scancel", "--me")

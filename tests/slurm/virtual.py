@@ -46,6 +46,7 @@ SlurmctldTimeout=10
 SlurmdTimeout=10
 MessageTimeout=5
 KillWait=30
+WaitTime=2
 MinJobAge=3600
 JobRequeue=1
 SlurmdParameters=config_overrides

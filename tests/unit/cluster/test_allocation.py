@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -11,21 +12,31 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.cluster import fitness
 from megarl.cluster.allocation import Allocation, HeadNode
-from megarl.cluster.preflight import Report, faults
+from megarl.cluster.join import _wait_for_head
+from megarl.cluster.preflight import Report, bound, faults, report
+from megarl.cluster.session import CACHES, _own_caches
+from megarl.cluster.shared_files import content, fresh_file
+from megarl.parallel import backend
+from megarl.parallel.backend import touch_gpus
 from megarl.parallel.links import edges, slow
 from tests.e2e.job import read
+from tests.unit.cluster.nodes import bubblewrap
 
 ROOT = Path(__file__).resolve().parents[3]
-GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, files=65536, free_gb={"its own disk": 100.0}, shared=True)
+GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, files=65536, free_gb={"its own disk": 100.0}, unseen=())
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
     import os, sys
+    import time
     from contextlib import suppress
     from pathlib import Path
     from ray._private import worker
@@ -39,12 +50,21 @@ HEAD = """
     settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300)
     with suppress(InterruptedError), session.ray_session(settings, actors=1):
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
-        for gpus, needed in ((False, 3), (True, 2)):
+        for gpus, needed, seconds, says in ((False, 3, 0.5, None), (True, 2, 300, None), (False, 3, 300, "c"), (False, 2, 300, "c")):
+            if says:
+                allocation.exclude(says, "cannot join")
+            asked, begun = Allocation(directory, allocation.nodes, needed, allocation.gpus), time.monotonic()
             try:
-                membership.wait_for_nodes(Allocation(directory, allocation.nodes, needed, allocation.gpus), gpus, 0.5)
+                print(">", membership.wait_for_nodes(asked, gpus, seconds), sep="")
+            except membership.TooFewNodes as error:
+                print(">", error, error.bad, sep="")
+            assert time.monotonic() - begun < 100, "nobody waits for what cannot come"
+        for sick in "ab":  # in the place of a test of its GPUs
+            preflight.unfit = lambda *_: {sick: "GPU 1: has fallen off the bus"}
+            try:
+                preflight.send_away(allocation, True, {}, 300)
             except membership.TooFewNodes as error:
                 print(">", error, sep="")
-        preflight._leave(allocation, {"b": "is slow"}, 300)
         print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
         print(">", membership.died({"a", "b"}), sep="")
         server = worker._global_node.all_processes["gcs_server"][0].process
@@ -74,15 +94,114 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
         said, _ = join.communicate(timeout=60)
     finally:
         join.kill()
-    assert join.returncode == 1 and "b leaves: is slow" in said, said
+    assert join.returncode == 1 and "b leaves: GPU 1: has fallen off the bus" in said, said
     assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
-    two, missing, unfit, one, dead, lost, foreign = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    lines = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
+    two, missing, unfit, failed, without, first, one, dead, lost, foreign = lines
     assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
-    assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing")
-    assert unfit.endswith("and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs; c is missing")
+    assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing{'c': 'is missing'}")
+    assert unfit.startswith("2 of 3 nodes cannot take part, and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs{")
+    assert failed == "1 of 3 nodes cannot take part, and the run needs 3: c cannot join{'c': 'cannot join'}"
+    assert first == "the first node cannot go on: a GPU 1: has fallen off the bus"
+    assert without == "{'c': 'cannot join'}"
     assert dead == "{'b': 'died'}"
     assert lost == "Ray's gcs_server ended" and not (tmp_path / "bad-a").exists(), "no node is to blame"
     assert not (tmp_path / "head.json").exists()
+
+
+# The head of two nodes, one of which does not see the model.
+FAILING = """
+    import os, sys
+    from pathlib import Path
+    from megarl.cluster import membership, session
+    from megarl.config import ClusterSettings, ConfigError
+    from megarl.errors import Unfit
+
+    directory, model = map(Path, sys.argv[1:])
+    settings, usual = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300), os.environ["TMPDIR"]
+    for temporary, fault in (("/missing", None), (usual, Unfit("CUDA shows no GPU")), (usual, ConfigError("model.megatron: refused"))):
+        os.environ["TMPDIR"] = temporary
+        try:
+            with session.ray_session(settings, 1, {"model.path": model}):
+                print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+                raise fault
+        except Exception as error:
+            lost = directory / "lost"
+            print(">", type(error).__name__, ": ", error, "; ", lost.read_text().strip() if lost.exists() else "no node is lost", sep="")
+            lost.unlink(missing_ok=True)
+            (directory / "bad-a").unlink(missing_ok=True)
+"""
+
+
+def test_what_a_node_lacks_is_no_fault_of_the_configuration(tmp_path: Path) -> None:
+    (allocation := tmp_path / "allocation").mkdir()
+    (allocation / "nodes.json").write_text('{"nodes": ["a", "b"], "needed": 1, "gpus": 0}')
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").touch()
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CPUS_ON_NODE": "2", "TMPDIR": str(tmp_path)}
+    blind = [bubblewrap(), "--dev-bind", "/", "/", "--tmpfs", str(model), "--die-with-parent", sys.executable, "-m", "megarl.cluster.join"]
+    join = subprocess.Popen([*blind, str(allocation)], env={**here, "SLURMD_NODENAME": "b"}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        command = [sys.executable, "-c", textwrap.dedent(FAILING), str(allocation), str(model)]
+        done = subprocess.run(command, env={**here, "SLURMD_NODENAME": "a"}, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, left = join.communicate(timeout=60)
+    finally:
+        join.kill()
+    assert f"b leaves: does not see model.path={model} as the driver does" in left, left
+    missing = "TMPDIR: cannot read /missing: No such file or directory"
+    assert [line[1:] for line in done.stdout.splitlines() if line.startswith(">")] == [
+        f"ClusterError: {missing}; a: {missing}",
+        "joined ['a']",
+        "ClusterError: CUDA shows no GPU; no node is lost",
+        "joined ['a']",
+        "ConfigError: model.megatron: refused; no node is lost",
+    ]
+
+
+ALL = {"a": "GPU 0: no driver", "b": "GPU 0: no driver"}
+ANSWERS: list[tuple[dict[str, str | None], dict[str, str]]] = [
+    ({"a": None, "b": None}, {}),
+    ({"a": None, "b": "GPU 3: ECC error"}, {"b": "GPU 3: ECC error"}),
+    ({**ALL}, {}),  # what all of several nodes lack is the fault of none
+    ({**ALL, "c": None}, ALL),
+    ({"a": "GPU 3: ECC error"}, {"a": "GPU 3: ECC error"}),
+    ({"a": "transformer-engine: does not load"}, {}),  # of one node nobody can tell
+    ({}, {}),
+]
+
+
+@pytest.mark.parametrize(("said", "found"), ANSWERS)
+def test_nodes_are_to_blame_for_what_others_have(
+    said: dict[str, str | None], found: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fitness, "answers", lambda nodes, *_, within_s: {name: said[name] for name in nodes})
+    assert fitness.unfit(dict.fromkeys(said, "id"), {}, True, 1.0) == found
+    if said:  # the driver itself does not see the model any more
+        assert fitness.unfit(dict.fromkeys(said, "id"), {"model.path": tmp_path / "m"}, True, 1.0) == {
+            "a": f"does not see model.path={tmp_path}/m"
+        }
+
+
+def test_gpus_are_touched_in_a_process_of_its_own_which_nobody_waits_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fitness.sick_gpus(3, 300.0) is None, "torch for CPUs: no GPU is to blame"
+    assert fitness.sick_gpus(3, 300.0, "import sys; sys.exit(f'GPU {sys.argv[1]}: ECC error')") == "GPU 3: ECC error"
+    assert fitness.sick_gpus(3, 300.0, "import os; os.abort()") == "GPU test: ended with status -6"
+    assert fitness.sick_gpus(3, 0.5, "import time; time.sleep(600)") == "GPU test: no answer within 0.5 s"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert str(touch_gpus(2)).startswith("GPU 0: ") and touch_gpus(0) is None
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(backend, "TAKEN", ("division by zero",))
+    assert touch_gpus(2) is None, "others have them"
+
+
+def test_a_node_that_cannot_join_says_why(tmp_path: Path) -> None:
+    (tmp_path / "nodes.json").write_text('{"nodes": ["a", "b"], "needed": 2, "gpus": 0}')
+    allocation = Allocation.read(tmp_path)
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CPUS_ON_NODE": "2", "SLURMD_NODENAME": "b", "TMPDIR": str(tmp_path / "full")}
+    done = subprocess.run([sys.executable, "-m", "megarl.cluster.join", tmp_path], env=here, cwd=ROOT, capture_output=True, timeout=300)
+    assert done.returncode == 1
+    assert allocation.all_excluded() == {"b": f"cannot join: TMPDIR: cannot read {tmp_path}/full: No such file or directory"}
 
 
 # A process of a job, with one that stands for Ray's: it has a log in the session's directory open for writing.
@@ -92,38 +211,65 @@ CANCELLED = """
 
     with hosting(60, "lo", "0" * 32, one_of_many=True) as scratch:
         with open(scratch.path / "log", "w") as log:
-            other = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=log)
-        while not (scratch.path / "log").read_text():
+            program = "import os, time; print(os.environ['TRITON_CACHE_DIR'], os.environ['VLLM_CACHE_ROOT'], flush=True); time.sleep(600)"
+            other = subprocess.Popen([sys.executable, "-c", program], stdout=log)
+        while not (scratch.path / "log").read_text().endswith("\\n"):
             pass
-        print(scratch.path, other.pid, flush=True)
+        print(scratch.path, other.pid, (scratch.path / "log").read_text(), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached")
 """
 
 
 def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "VLLM_CACHE_ROOT": "/the/users"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CANCELLED)], env=here, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    scratch, pid = done.stdout.split()
+    scratch, pid, *caches = done.stdout.split()
     assert read(f"/proc/{pid}/cmdline") == b"", "it has ended"
-    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == []
+    kept = tmp_path / f"megarl-kernels-{os.geteuid()}"  # for the next start
+    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == [kept] and stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert caches == [str(kept / "triton"), "/the/users"]
 
 
-def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path) -> None:
+def test_compiled_kernels_are_kept_in_no_folder_that_somebody_else_has_made(tmp_path: Path) -> None:
+    assert _own_caches(tmp_path).keys() == CACHES.keys()
+    (folder,) = tmp_path.iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert _own_caches(tmp_path) == {}
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The next call of a method of Path fails, as on a shared disk whose server is busy."""
+    usual, calls = getattr(Path, method), list[Path]()
+
+    def once(path: Path, **given: object) -> object:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual(path, **given)
+
+    monkeypatch.setattr(Path, method, once)
+
+
+def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(tmp_path, ("a",), 1, 0)
     head = HeadNode("10.0.0.1:1", "secret", None, 80, 1.0, False)
     assert allocation.head() is None
     allocation.announce(head)
     assert allocation.head() == head and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    failing_once(monkeypatch, "read_text")
+    assert _wait_for_head(allocation) == head
     allocation.withdraw()
     assert allocation.head() is None
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
         (tmp_path / "stop").touch()
+        failing_once(monkeypatch, "exists")
         with allocation.stopped_from_outside():
             deadline = time.monotonic() + 60
             while not got and time.monotonic() < deadline:
@@ -138,15 +284,35 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
     [
         (replace(GOOD, versions={**GOOD.versions, "ray": "2.61.0"}), "ray is 2.61.0, and 2.60.0 on a"),
         (replace(GOOD, gpus=7), "has 7 GPUs of 8"),
-        (replace(GOOD, files=256), "lets a process open 256 files of 1024"),
+        (replace(GOOD, files=256), "lets a process open 256 files of 1056"),
         (replace(GOOD, free_gb={"its own disk": 0.25}), "its own disk has 0.2 GB free of 1"),
-        (replace(GOOD, shared=False), "does not see the run's directory as the driver does"),
+        (replace(GOOD, unseen=["the run's directory"]), "does not see the run's directory as the driver does"),
         ("does not answer", "does not answer"),
     ],
 )
 def test_a_node_that_is_unlike_the_head_or_lacks_something_is_named(wrong: Report | str, why: str) -> None:
     assert faults({"a": GOOD, "b": wrong, "c": GOOD}, "a", gpus=8) == {"b": why}
     assert faults({"a": GOOD, "b": GOOD}, "a", gpus=8) == {}
+
+
+def test_a_node_whose_processes_are_bound_to_a_core_is_told() -> None:
+    reports: dict[str, Report | str] = {"a": GOOD, "b": replace(GOOD, cpus=1), "c": "does not answer"}
+    assert bound(reports, dict.fromkeys("abc", 96)) == ["b lets processes run on 1 of its 96 CPUs (--cpu-bind of Slurm's step?)"]
+
+
+def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.pread(file, 99, 0)))
+    with fresh_file(tmp_path) as canary:
+        written = canary.read_bytes()
+        assert written and synced == [written]
+        known = content(canary)
+    elsewhere = tmp_path / "elsewhere"  # the file as another node of an NFS sees it: first empty, then whole
+    elsewhere.touch()
+    late = Timer(1.0, elsewhere.write_bytes, [written])
+    late.start()
+    assert report(tmp_path, {"the run's directory": (elsewhere, known)}).unseen == []
+    late.join()
 
 
 def test_the_slow_node_is_named_whatever_the_others_take() -> None:

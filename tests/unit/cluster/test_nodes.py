@@ -116,10 +116,7 @@ def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_no
         assert len(taken) == len(set(taken)), "no GPU is given twice"
     assert said[-1].startswith("WorkerLate: cluster: 14 GPUs are asked for") and "there are 10 (4, 4, 2), after 2 s" in said[-1]
     assert read == "shared"
-    assert (
-        written
-        == f"ConfigError: run_dir: {tmp_path}/runs is not, on a node, what it is here: every machine of a run must see the same disk"
-    )
+    assert written == f"Unfit: run_dir: {tmp_path}/runs is not, on a node, what it is here: every machine of a run must see the same disk"
     assert hashed == [["33.distcp", "7.distcp"], True], "all machines read; what only the blind one finds wrong is not"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +12,21 @@ import pytest
 from megarl.cluster import reach
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.membership import TooFewNodes
-from megarl.parallel.links import edges
+from megarl.parallel.links import LinkTimes, edges
 
 HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
 
 
 class Links:
-    """Times of nodes that reach each other; those that are to hang do."""
+    """Times of nodes that reach each other; those that are to hang do: links, or one of a node's two GPUs, of which pairs use the other."""
 
     def __init__(self, *hang: str) -> None:
         self.hang, self.tests = [set(link) for link in hang], list[str]()
 
     def __call__(self, nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
         self.tests.append("".join(nodes))
-        rounds = edges(len(nodes)) if len(nodes) > 2 else [[(0, 1)]]
-        if any({nodes[a], nodes[b]} in self.hang for pairs in rounds for a, b in pairs):
+        links = [{nodes[a], nodes[b]} for pairs in edges(len(nodes)) for a, b in pairs]
+        if any(link in self.hang for link in links) or (per_node > 1 and any({name} in self.hang for name in nodes)):
             raise WorkerLate(HANGS)
         return list(nodes)
 
@@ -32,7 +34,7 @@ class Links:
 def outcome(monkeypatch: pytest.MonkeyPatch, names: str, needed: int, *hang: str) -> Any:
     links = Links(*hang)
     monkeypatch.setattr(reach, "_measured", links)
-    return reach.reach(list(names), {name: name for name in names}, needed, 1, False, 300.0), links.tests
+    return reach.reach(list(names), {name: name for name in names}, needed, 2, False, 300.0), links.tests
 
 
 def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,18 @@ def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_node_whose_links_hang_is_done_without_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, "bc", "cd")
     assert times == list("abde") and alone == {"c": "does not reach b, d"}
-    assert tests[0] == "abcde" and sorted(tests[1:-1]) == ["ab", "bc", "cd", "de", "ea"] and tests[-1] == "abde"
+    assert tests[0] == "abcde" and sorted(tests[1:6]) == list("abcde") and tests[-1] == "abde"
+    assert sorted(tests[6:-1]) == ["ab", "bc", "cd", "de", "ea"]
+
+
+def test_a_node_with_one_sick_gpu_fails_alone_and_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    (times, alone), tests = outcome(monkeypatch, "abcde", 4, "c")
+    assert times == list("abde") and alone == {"c": f"fails alone: WorkerLate: {HANGS}"} and len(tests) == 1 + 5 + 1
+    with pytest.raises(TooFewNodes) as refused:
+        outcome(monkeypatch, "ab", 2, "b")
+    assert refused.value.bad.keys() == {"b"}
+    with pytest.raises(WorkerLate, match=HANGS):  # what every node fails with is no node's fault
+        outcome(monkeypatch, "ab", 1, "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_others_tell_which_one_is_to_g
 ) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, *hang)
     assert alone == bad and times == [name for name in "abcde" if name not in bad]
-    assert len(tests) == 1 + 5 + 2 + 1
+    assert len(tests) == 1 + 5 + 5 + 2 + 1
 
 
 def test_what_a_node_does_not_reach_that_is_left_out_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +107,14 @@ def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(reach, "_measured", measured)
     with pytest.raises(WorkerLate, match=HANGS):
         reach.reach(list("abc"), {name: name for name in "abc"}, 2, 1, False, 300.0)
+
+
+def test_ranks_that_are_as_slow_as_over_tcp_are_told_where_there_is_infiniband(tmp_path: Path) -> None:
+    def told(seconds: float, nodes: int, fabric: Path) -> str | None:
+        times = [LinkTimes(256, 1.0, 1.0, seconds if nodes > 1 else 0.0)] * (8 * nodes)
+        return reach.without_fabric([*times[1:], replace(times[0], best_edge=2 * seconds)], nodes, fabric)
+
+    assert told(0.2, 4, tmp_path) is None and told(0.2, 4, tmp_path / "missing") is None, "there is none"
+    (tmp_path / "mlx5_0").mkdir()
+    assert told(0.2, 1, tmp_path) is None and told(0.1, 4, tmp_path) is None, "8 x 256 MB in 0.1 s are 20.5 GB/s"
+    assert str(told(0.2, 4, tmp_path)).startswith("no node sends more than 10.2 GB/s to the next one")

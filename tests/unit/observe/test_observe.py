@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import math
@@ -20,7 +22,8 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from megarl.config import ConfigError, LogSettings, TrainConfig, load
-from megarl.observe import processes, summary
+from megarl.errors import Stopped
+from megarl.observe import processes, run_directory, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console
 from megarl.observe.estimates import estimated
@@ -29,6 +32,7 @@ from megarl.observe.phases import OTHER, Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
+from megarl.observe.run_directory import claim
 from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
 from megarl.rewards.score import RewardUnavailable, Score
 
@@ -276,6 +280,31 @@ def test_an_earlier_run_of_the_same_name_is_set_aside(config: TrainConfig) -> No
 def test_two_runs_do_not_share_a_directory(config: TrainConfig) -> None:
     with Run(config), pytest.raises(ConfigError, match="name: .*watched is in use by another run"), Run(config):
         pass
+
+
+def test_a_run_waits_for_the_lock_of_its_last_start_and_goes_on_without_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held, usual = claim(tmp_path, patient=False), fcntl.flock
+    assert os.path.samestat(os.fstat(held), (tmp_path / ".lock").stat()), "a file's, which NFS locks for all machines"
+    monkeypatch.setattr(run_directory, "POLL_S", 0.01)
+    monkeypatch.setattr(run_directory, "LOCK_S", 0.05)
+    with pytest.raises(Stopped, match="is in use by another run"):  # no fault of the configuration, which would end a chain of jobs
+        claim(tmp_path, patient=True)
+
+    def busy(lock: int, how: int) -> None:
+        os.close(held)
+        monkeypatch.setattr(fcntl, "flock", usual)
+        raise BlockingIOError
+
+    def missing(lock: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", busy)
+    os.close(claim(tmp_path, patient=True))
+    monkeypatch.setattr(fcntl, "flock", missing)
+    os.close(claim(tmp_path, patient=False))
+    assert capsys.readouterr().err == f"megarl: {tmp_path}: no lock keeps another run out (No locks available)\n"
 
 
 def test_a_run_directory_that_cannot_be_written_to_is_named(config: TrainConfig) -> None:

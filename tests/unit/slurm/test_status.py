@@ -73,17 +73,3 @@ def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "slurm" / "\N{SUPERSCRIPT TWO}.out").touch()
     assert status(run(tmp_path, GOOD)) == 0
     assert "restarts: 0\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("script", "line"),
-    [(os.mkfifo, "not a plain file"), (Path.mkdir, "not a plain file"), (lambda path: path.write_bytes(b"\xff"), "utf-8")],
-)
-def test_a_script_that_cannot_be_read_is_named(
-    script: Callable[[Path], object], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder := tmp_path / "slurm" / "submitted-1").mkdir(parents=True)
-    script(folder / "job.sbatch")
-    assert status(run(tmp_path, GOOD)) == 2
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"megarl: error: slurm: {tmp_path}") and line in told

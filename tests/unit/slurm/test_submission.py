@@ -31,6 +31,7 @@ JOB = Job(
     verb="train",
     nodes=4,
     gpus_per_node=8,
+    counts_gpus=True,
     spare=0,
     partition=None,
     account=None,
@@ -78,7 +79,14 @@ def test_scripts_are_bash_and_say_what_was_asked_for(name: str, tmp_path: Path) 
         assert done.returncode == 0, done.stdout
     assert all(subprocess.run(["bash", "-n", script]).returncode == 0 for script in scripts)
     options = {word for line in script.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line.removeprefix("#SBATCH "))}
-    assert {"--signal=B:USR1@600", "--no-kill", "--open-mode=append", "--exclusive", f"--gpus-per-node={job.gpus_per_node}"} <= options
+    assert {
+        "--signal=B:USR1@600",
+        "--no-kill",
+        "--open-mode=append",
+        "--exclusive",
+        "--propagate=NONE",
+        f"--gpus-per-node={job.gpus_per_node}",
+    } <= options
     assert "--job-name=a-run" in options
     assert f"--output={job.directory}/slurm/%j.out" in options
     assert ("--requeue" in options) == (job.chain == 1) != ({"--no-requeue", "--dependency=singleton"} <= options)
@@ -154,7 +162,9 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
 ) -> None:
     (tmp_path / "count").write_text(str(2 - taken))
     (tmp_path / "sbatch").write_text(SBATCH.format(count=tmp_path / "count"))
-    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '7|COMPLETING|0:10|1:00|1|n1|{tmp_path}/runs/job/slurm/submitted-1/job.sbatch'\n")
+    for command in ("sbatch", "squeue"):
+        (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     config = load(tmp_path / "job.yaml", [], TrainConfig)
@@ -166,7 +176,7 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
 
 
 def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
-    partition = Partition("main", nodes=3, cpus=(64, 64, 64), gpus=(8, 8, 4))
+    partition = Partition("main", nodes=3, sizes=((64, 8), (64, 8), (64, 4)))
     check_partition(replace(JOB, nodes=2), partition)
     with pytest.raises(ConfigError, match="--gpus-per-node 16: a node of partition main has 8"):
         check_partition(replace(JOB, gpus_per_node=16), partition)
@@ -197,6 +207,23 @@ def test_whatever_slurm_says_of_its_partitions_is_one_line(name: str, tmp_path: 
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(ConfigError, match=rf"^slurm: .*{line}.*$"):
         check_partition(replace(JOB, gpus_per_node=0), partition_of(replace(JOB, gpus_per_node=0)))
+
+
+@pytest.mark.parametrize(("types", "gpus"), [("(null)", ""), ("gpu,shard", "gpu:h100:2")])
+def test_slurm_is_asked_for_gpus_where_it_counts_them_and_nodes_without_do_not_matter(
+    types: str, gpus: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n[ $2 = config ] && echo 'GresTypes               = {types}' || echo '{PARTITION}'\n")
+    nodes = [f"96|{gpus}", "1|(null)" if gpus else "96|(null)"]
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf '%s\\n' '{nodes[0]}' '{nodes[1]}'\n")
+    for command in ("scontrol", "sinfo"):
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    places = ("cluster.gpus=true", "sync.transport=nccl", "rollout.kv_cache_mb=null")
+    assert main([str(tmp_path / "job.yaml"), *places, "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert ("#SBATCH --gpus-per-node=2\n" in said) == bool(gpus) and "\ngpus=2\n" in said
 
 
 @pytest.mark.parametrize(
