@@ -111,6 +111,22 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
             raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
 
 
+def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
+    """Checks that the model was built for so many tokens.
+
+    Args:
+        hf: its config.json.
+        tokens: of prompt and response together.
+        key: what asks for them.
+
+    Raises:
+        ConfigError: starting with `key`: it was built for fewer.
+    """
+    limit = int(hf["max_position_embeddings"])
+    if tokens > limit:
+        raise ConfigError(f"{key}: {tokens} tokens, and the model supports at most {limit}")
+
+
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Checks that a layout divides a model.
 

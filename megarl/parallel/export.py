@@ -42,19 +42,6 @@ class _Batch:
     owner: int = 0  # pipeline stage
 
 
-def export(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model to rank 0 as Hugging Face tensors, one by one; otherwise as `export_stacks`. Collective.
-
-    Args:
-        chunks: of the model on this rank.
-        hf: config.json of the model.
-        grid: this rank's.
-        dtype: of the tensors.
-    """
-    for names, stack in export_stacks(chunks, hf, grid, dtype):
-        yield from each(names, stack)
-
-
 def export_stacks(
     chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
 ) -> Iterator[tuple[TensorName, Tensor]]:

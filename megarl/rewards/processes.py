@@ -54,11 +54,6 @@ class ProcessScorer:
         """For the console: what a scoring process is kept from, and what not."""
         return self._processes[0].sandboxed.guarantee
 
-    @property
-    def pids(self) -> list[int]:
-        """The scoring processes as they are now; one that was late or died has been replaced."""
-        return [process.pid for process in self._processes]
-
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0 where `require_finished` says so.
 

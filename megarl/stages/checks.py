@@ -35,7 +35,7 @@ from megarl.data.gym import all_drawn
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
-from megarl.models.families import check_checkpoint, check_layout, family_of
+from megarl.models.families import check_checkpoint, check_layout, check_room, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
@@ -220,12 +220,8 @@ def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing
 
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
     """ConfigError where prompt and response together exceed what the model was built for."""
-    longest, limit = rollout.max_prompt_tokens + rollout.max_response_tokens, int(hf["max_position_embeddings"])
-    if longest > limit:
-        raise ConfigError(
-            f"rollout.max_response_tokens={rollout.max_response_tokens}: with max_prompt_tokens={rollout.max_prompt_tokens} that makes "
-            f"{longest} tokens, and the model supports at most {limit}"
-        )
+    prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
+    check_room(hf, prompt + response, f"rollout.max_response_tokens={response} with max_prompt_tokens={prompt}")
 
 
 def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
@@ -254,15 +250,7 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     check_same_tokenizer(path, key, policy.path, "model.path")
-    _check_longest(hf, path, key, rollout)
-
-
-def _check_longest(hf: dict[str, Any], path: Path, key: str, rollout: RolloutSettings) -> None:
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if longest > int(hf["max_position_embeddings"]):
-        raise ConfigError(
-            f"{key}: {path} supports at most {hf['max_position_embeddings']} tokens, and prompt and response may have {longest}"
-        )
+    check_room(hf, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
 
 
 def check_trained_head(path: Path, key: str) -> None:
@@ -319,7 +307,7 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
     for what in [*right, *left]:
         if left.get(what) != right.get(what):
             raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
-    _check_longest(its, base, "model.base", config.rollout)
+    check_room(its, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, f"model.base: {base}")
     check_same_tokenizer(base, "model.base", path, "model.path")
     # Prompts are rendered by the driver; what an environment answers, where the engine is.
     if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:

@@ -26,7 +26,7 @@ from megarl.data.columns import at
 from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
-from megarl.models.families import check_checkpoint
+from megarl.models.families import check_checkpoint, check_room
 from megarl.models.hf import end_tokens
 from megarl.rollout.engine import RolloutError
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
@@ -157,8 +157,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
     response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
     if given.chat:
         longest = room - response
-    if longest < 1 or longest + response > room:
-        raise ConfigError(f"--max-tokens {response}: with the longest prompt's {longest} tokens more than the model supports ({room})")
+    check_room(hf, max(1, longest) + response, f"--max-tokens {response} with its prompt")
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:

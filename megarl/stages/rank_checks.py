@@ -24,6 +24,7 @@ from megarl.data.prompts import Renderer
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.http_client import token_of
+from megarl.models.families import check_room
 from megarl.models.weight_map import HeadKind
 from megarl.plan.fits import check_fits
 from megarl.stages.checks import check_model, check_trained_head
@@ -122,8 +123,7 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
             f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
             f"{section}.max_tokens={learn.max_tokens}"
         )
-    if learn.max_tokens > hf["max_position_embeddings"]:
-        raise ConfigError(f"{section}.max_tokens={learn.max_tokens}: the model supports at most {hf['max_position_embeddings']}")
+    check_room(hf, learn.max_tokens, f"{section}.max_tokens")
     if learn.batch_size < config.layout.dp:
         raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
     check_fits(config)
@@ -148,6 +148,5 @@ def check_serve(config: ServeConfig) -> Renderer:
     renderer = Renderer(tokenizer, data.chat, data.template, limit, "serve.max_tokens", data.system)
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
-    if limit > int(hf["max_position_embeddings"]):
-        raise ConfigError(f"serve.max_tokens={limit}: the model supports at most {hf['max_position_embeddings']}")
+    check_room(hf, limit, "serve.max_tokens")
     return renderer

@@ -61,29 +61,11 @@ class FingerprintMismatch(RuntimeError):
         return type(self), (self.names, str(self).partition(" does not hold")[0])
 
 
-def fingerprint(tensor: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """The fingerprint of a tensor, or of a shard at its place in the whole.
-
-    Args:
-        tensor: of 16 or 32 bits, floating. [n] counts as one row, [rows, columns]; more axes count as further columns.
-        row: where in the whole its first row lies,
-        column: and its first column.
-
-    Returns:
-        int64, a scalar on the tensor's device.
-
-    Raises:
-        TypeError: another dtype.
-    """
-    matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(tensor.shape[0], -1)
-    return fingerprints(matrix[None], row, column)[0]
-
-
 def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """`fingerprint` of each matrix of a stack: one call for all the experts of a layer.
+    """The fingerprint of each matrix of a stack, or of a shard at its place in the whole: one call for all the experts of a layer.
 
     Args:
-        stack_BRC: [B, R, C], of the dtypes that `fingerprint` takes.
+        stack_BRC: [B, R, C], floating, of 16 or 32 bits.
         row: where in its whole the first row of each matrix lies,
         column: and the first column.
 
@@ -125,7 +107,7 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
     """`fingerprint` of matrices whose elements lie in another order: the keys are rearranged once, and the elements stay where they are.
 
     Args:
-        stack_BP: [B, P], of the dtypes that `fingerprint` takes.
+        stack_BP: [B, P], of the dtypes that `fingerprints` takes.
         key_P: of `keys`, each at the place of its element; 0 where there is none.
 
     Returns:

@@ -27,6 +27,7 @@ from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
 from megarl.sync.store import connect_store
+from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows
@@ -73,7 +74,7 @@ def round_trip(grid: Grid, path: Path, dtype: str, gather_bytes: int) -> dict[st
     chunks, hf = loaded(grid, path, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "GATHER_BYTES", gather_bytes)
-        return {name: tensor.clone() for name, tensor in export.export(chunks, hf, grid, getattr(torch, dtype))}
+        return tensors_of(chunks, hf, grid, getattr(torch, dtype))
 
 
 # All experts of a layer in one gather, or one expert of each rank at a time; the suite takes turns, `--long` does both on every layout.

@@ -12,9 +12,9 @@ from torch import Tensor
 from megarl.config import Layout
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
-from megarl.parallel.export import export
 from megarl.parallel.grid import Grid
 from megarl.parking import Parking
+from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import Job, Report, build, learn, make_checkpoint
 from tests.rank_pool import Pool
 
@@ -26,7 +26,7 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
     policy = build(grid, job)
     report = learn(grid, policy, job)
     policy.wait_for_weights()
-    return report, {name: tensor.clone() for name, tensor in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+    return report, tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
 
 
 def park_twice(grid: Grid, job: Job) -> bool:

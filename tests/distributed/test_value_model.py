@@ -24,10 +24,11 @@ from megarl.models.weight_map import HeadKind
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.export import export, save_hf
+from megarl.parallel.export import save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf, unwrap
+from tests.distributed.exported import tensors_of
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_training import global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool, RankError
@@ -136,7 +137,7 @@ def test_packing_changes_nothing(pool: Pool, critic: Path, one_rank: Report, mic
 
 def exported(grid: Grid, path: Path, dtype: str) -> dict[str, Tensor]:
     chunks, hf = build(grid, path, dtype)
-    return {name: tensor.clone() for name, tensor in export(chunks, hf, grid, getattr(torch, dtype))}
+    return tensors_of(chunks, hf, grid, getattr(torch, dtype))
 
 
 def test_critic_from_a_language_model_has_its_backbone_and_one_fresh_head_on_every_layout(pool: Pool, policy: Path) -> None:

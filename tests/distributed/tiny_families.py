@@ -14,9 +14,10 @@ from megarl.models.hf import read_config
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.export import export, save_hf
+from megarl.parallel.export import save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf, local_parameters
+from tests.distributed.exported import tensors_of
 from tools.make_tiny_model import FAMILIES, has_experts
 
 VOCABULARY = 129  # two ranks do not divide it
@@ -51,7 +52,7 @@ def load(grid: Grid, path: Path, dtype: str, head: HeadKind = "lm") -> tuple[lis
 def exported(grid: Grid, path: Path, dtype: str) -> dict[str, Tensor]:
     """What rank 0 is given of the loaded model."""
     chunks, hf = load(grid, path, dtype)
-    return {name: tensor.clone() for name, tensor in export(chunks, hf, grid, getattr(torch, dtype))}
+    return tensors_of(chunks, hf, grid, getattr(torch, dtype))
 
 
 def saved(grid: Grid, path: Path, dtype: str, head: HeadKind, target: Path) -> None:

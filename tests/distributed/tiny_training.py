@@ -27,7 +27,6 @@ from megarl.network import interface_towards
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
-from megarl.parallel.export import export
 from megarl.parallel.grid import Grid, destroy_grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
@@ -35,6 +34,7 @@ from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
 from megarl.sync import gloo, wire
 from megarl.sync.store import connect_store, listen_store
+from tests.distributed.exported import tensors_of
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -156,7 +156,7 @@ def gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
 
 def exported(grid: Grid, policy: Trainable, job: Job) -> dict[str, Tensor]:
     """The policy's weights by Hugging Face's name, on rank 0."""
-    return {name: weight.clone() for name, weight in export(policy.chunks, read_config(job.path), grid, torch.float32)}
+    return tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:

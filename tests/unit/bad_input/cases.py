@@ -100,17 +100,6 @@ def model(change: Callable[[Path], object], *overrides: str) -> Make:
     return make
 
 
-def base(change: Callable[[Path], object], *overrides: str) -> Make:
-    """The engines start from a copy of the model that was changed."""
-
-    def make(room: Room) -> list[str]:
-        shutil.copytree(room.model, room.here / "base")
-        change(room.here / "base")
-        return [str(room.config()), f"model.base={room.here}/base", *overrides]
-
-    return make
-
-
 def config_json(changes: Mapping[str, Any], *without: str) -> Make:
     """A model whose config.json says otherwise."""
 

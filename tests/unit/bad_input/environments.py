@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.unit.bad_input.cases import Case, Make, base, given, template
+from tests.unit.bad_input.cases import Case, Make, given, template
 
 WORLDS = "tests.unit.environments.worlds"
 EPISODES = ("data.train={type: episodes, seed: 1, items: 64}", "reward={source: {type: environment}}")
@@ -25,11 +23,6 @@ def world(name: str, params: str = "{}") -> Make:
     return given(says(params, name), *EPISODES)
 
 
-def reworded(copy: Path) -> None:
-    file = copy / "chat_template.jinja"
-    file.write_text("be brief: " + file.read_text())
-
-
 TOOLS = "environment={source: {type: tools, tools: [calculator]}}"
 SOURCE = r"^environment\.source"
 TABLE = [
@@ -38,12 +31,6 @@ TABLE = [
         "train",
         given("environment={source: {type: function, path: 'no_such_module:Game'}}", *EPISODES),
         SOURCE + r"\.path: cannot import module 'no_such_module': ModuleNotFoundError",
-    ),
-    Case(
-        "a base of another chat template",
-        "train",
-        base(reworded, says("{}"), *EPISODES),
-        r"^model\.base: its chat template, which renders what the environment says, is another than that of ",
     ),
     Case("an environment without a step", "train", world("NoStep"), SOURCE + r"\.path: .*:NoStep has no method step$"),
     Case(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.unit.bad_input.cases import (
     Case,
-    base,
     config_json,
     given,
     header,
@@ -34,16 +30,6 @@ def dense(copy: Path) -> None:
 
 def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
-
-
-def larger(copy: Path) -> None:
-    shutil.rmtree(copy)
-    build(copy, layers=3, hidden=128, experts=8, expert_hidden=64, seed=1)
-
-
-def with_json(file: str, **changes: Any) -> Callable[[Path], object]:
-    """A change of values in a JSON file."""
-    return lambda copy: (copy / file).write_text(json.dumps({**json.loads((copy / file).read_text()), **changes}))
 
 
 COUNTS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -371,34 +357,6 @@ TABLE = [
         "train",
         wrote("tokenizer_config.json", b'{"eos_token": 3}'),
         r"^model\.path: no usable tokenizer in ",
-    ),
-    # --- what the engines start from
-    *(
-        Case(f"a base {name}", "train", base(change), rf"^model\.base: {line}")
-        for name, change, line in (
-            ("of another architecture", dense, ".* has a different architecture from model.path="),
-            ("of another size", larger, "num_layers is 3 in .*base and 2 in model.path="),
-            (
-                "of other end tokens",
-                with_json("generation_config.json", eos_token_id=[1, 60]),
-                r"eos_token_id is \[1, 60\] in .*base and \[1\] in model.path=",
-            ),
-            (
-                "of another tokenizer",
-                with_json("tokenizer_config.json", eos_token="<|pad|>"),
-                r"its tokenizer differs from model.path's: eos_token is '<\|pad\|>' in .*base and '<\|end\|>' in ",
-            ),
-            (
-                "of another RoPE",
-                with_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-                r"rope_theta is 500000\.0 in .*base and ",
-            ),
-            (
-                "with less room",
-                with_json("config.json", max_position_embeddings=16),
-                ".*base supports at most 16 tokens, and prompt and response may have 28",
-            ),
-        )
     ),
     # --- chat templates
     Case(

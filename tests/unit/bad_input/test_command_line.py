@@ -93,7 +93,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("rollout.max_prompt_tokens=3", "data.train: item 0: prompt of [0-9]+ tokens is longer than rollout.max_prompt_tokens=3"),
         (
             "rollout.max_response_tokens=600 train.micro_batch_tokens=700",
-            r"rollout.max_response_tokens=600: .* 616 tokens, and the model supports at most 512",
+            r"rollout.max_response_tokens=600 with max_prompt_tokens=16: 616 tokens, and the model supports at most 512",
         ),
         ("train.micro_batch_tokens=20", r"^train.micro_batch_tokens=20 is below rollout.max_prompt_tokens\+max_response_tokens=28"),
         ("train.mini_batches=5", r"^train.mini_batches=5 does not divide .*8\*4=32"),
@@ -145,7 +145,7 @@ rollout: {{max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 16}}
         ("reward.source={type: reward_model, path: x}", "reward.source.type=reward_model: .* has no ranks .*`megarl serve`"),
         ("reward.normalise={prompts: 8}", "reward.normalise: `megarl pairs` compares what reward.source says"),
         ("model.weights=/nowhere", "model.weights: "),
-        ("rollout.max_response_tokens=4096", "rollout.max_response_tokens=4096: .* the model supports at most 512"),
+        ("rollout.max_response_tokens=4096", "rollout.max_response_tokens=4096 with .*: .* the model supports at most 512"),
         ("pairs.per_prompt=0", "pairs.per_prompt: "),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused(fault: str, tmp_path: Path, tiny_model:
             "config.json",
             '"max_position_embeddings": 512',
             '"max_position_embeddings": 20',
-            "supports at most 20 tokens, and prompt and response may have 28",
+            ": 28 tokens, and the model supports at most 20",
         ),
         (
             "config.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -21,10 +22,10 @@ from megarl.errors import ConfigError
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from megarl.termination import SIGNALS
-from tests.unit.bad_input import configurations, data, directories, environments, models, runs
+from tests.unit.bad_input import bases, configurations, data, directories, environments, models, runs
 from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given
 
-TABLE = [case for table in (configurations, models, data, directories, environments, runs) for case in table.TABLE]
+TABLE = [case for table in (configurations, models, bases, data, directories, environments, runs) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
 ITEM_S = gym.ITEM_S
 
@@ -76,6 +77,18 @@ def test_the_names_differ() -> None:
 def test_what_the_table_starts_from_passes(verb: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["algorithm.type=vapo", "critic={pretrain_steps: 1}"] if verb == "value" else []
     assert cli.main([verb, str(Room(tmp_path, tiny_model, verb).config()), *more, "--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_base_that_says_the_same_otherwise_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the words of transformers before 5, and without generation defaults."""
+
+    def older(copy: Path) -> None:
+        said = json.loads((copy / "config.json").read_text())
+        rope = said.pop("rope_parameters")
+        (copy / "config.json").write_text(json.dumps({**said, "rope_theta": rope["rope_theta"], "rope_scaling": None}))
+        (copy / "generation_config.json").unlink()
+
+    assert cli.main(["train", *bases.base(older)(Room(tmp_path, tiny_model, "train")), "--check"]) == 0, capsys.readouterr().err
 
 
 def test_a_closed_stdout_is_no_failure(

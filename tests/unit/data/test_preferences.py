@@ -210,7 +210,7 @@ data:
     [
         ("rm", "rm.micro_batch_tokens=100", "rm.micro_batch_tokens=100 is below two times rm.max_tokens=64"),
         ("sft", "sft.micro_batch_tokens=60", "sft.micro_batch_tokens=60 is below sft.max_tokens=64"),
-        ("rm", "rm.max_tokens=600 rm.micro_batch_tokens=1200", "rm.max_tokens=600: the model supports at most 512"),
+        ("rm", "rm.max_tokens=600 rm.micro_batch_tokens=1200", "rm.max_tokens: 600 tokens, and the model supports at most 512"),
         ("dpo", "dpo.batch_size=1 layout.ranks=2", "dpo.batch_size=1 is less than one for each of 2 data-parallel ranks"),
         ("dpo", "data.eval.path={one} layout.ranks=2", "data.eval: 1 in total, less than one for each of 2 data-parallel ranks"),
         ("dpo", "algorithm.beta=0", "algorithm.beta: Input should be greater than 0 (got 0)"),

@@ -95,6 +95,11 @@ def settings(name: str = "plain", **more: Any) -> RewardSettings:
     return RewardSettings(source=FunctionReward(path=f"my_rewards:{name}"), **more)
 
 
+def pids(scorer: Scorer) -> list[int]:
+    """The scoring processes as they are now; one that was late or died has been replaced."""
+    return [one.pid for one in scorer._processes]
+
+
 def ask(response: str, answer: str = "", meta: dict[str, Any] | None = None, *, finished: bool = True) -> ScoreRequest:
     return ScoreRequest("question", response, answer, meta or {}, finished)
 
@@ -270,23 +275,23 @@ SOUND = {"right": 1.0, "wrong": 0.0, "true": 1.0, "half": 0.5, "part": 1.0}
 def test_each_failure_costs_its_own_sample_alone(workers: int) -> None:
     responses = [name for failure in FAILURES for name in (failure, *SOUND)]  # failures amid sound samples of the same chunk
     with Scorer(settings("unusual", timeout_s=0.3, workers=workers)) as scorer:
-        before = scorer.pids
+        before = pids(scorer)
         scores = scorer.score([ask(response) for response in responses])
         for response, score in zip(responses, scores, strict=True):
             assert score == (Score(0.0, {}, FAILURES[response]) if response in FAILURES else Score(SOUND[response])), response
         assert errors_by_kind(scores) == {"KeyError": 1, "SystemExit": 1, "bad return": 7, "timeout": 3, "worker died": 2}
         # The same processes go on with the next call, the three that were killed or died replaced.
         assert scorer.score([ask("right")] * 40) == [Score(1.0)] * 40
-        after = scorer.pids
+        after = pids(scorer)
         assert len(after) == workers and set(after) != set(before)
     assert not any(alive(pid) for pid in before + after)
 
 
 def test_interpreted_code_that_is_late_costs_no_new_process() -> None:
     with Scorer(settings("unusual", timeout_s=0.2)) as scorer:
-        before = scorer.pids
+        before = pids(scorer)
         assert scorer.score([ask("loop"), ask("right"), ask("loop")]) == [Score(0.0, {}, "timeout"), Score(1.0), Score(0.0, {}, "timeout")]
-        assert scorer.pids == before
+        assert pids(scorer) == before
 
 
 def test_time_is_per_sample_not_per_batch(tmp_path: Path) -> None:
@@ -299,13 +304,13 @@ def test_time_is_per_sample_not_per_batch(tmp_path: Path) -> None:
 def test_process_that_dies_or_is_stopped_between_calls_is_replaced(number: signal.Signals) -> None:
     with Scorer(settings()) as scorer:
         assert scorer.score([ask("a", "a")])[0].value == 1
-        outer = psutil.Process(scorer.pids[0])
+        outer = psutil.Process(pids(scorer)[0])
         inner = [outer, *outer.children(recursive=True)][-1]
         inner.send_signal(number)
         while alive(outer.pid) if number == signal.SIGKILL else inner.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         assert [score.value for score in scorer.score([ask("a", "a"), ask("a", "b")])] == [1, 0]
-        assert not alive(outer.pid) and scorer.pids[0] != outer.pid
+        assert not alive(outer.pid) and pids(scorer)[0] != outer.pid
 
 
 def test_prints_of_a_reward_function_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
@@ -349,7 +354,7 @@ from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import ScoreRequest
 scorer = ProcessScorer(RewardSettings(source=FunctionReward(path="my_rewards:unusual"), timeout_s=60, workers=2))
 scorer.score([ScoreRequest("", "right", "", {}, True)])
-print(*scorer.pids, flush=True)
+print(*(process.pid for process in scorer._processes), flush=True)
 scorer.score([ScoreRequest("", "deaf", "", {}, True)])
 """
 

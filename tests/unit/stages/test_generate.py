@@ -30,7 +30,7 @@ REFUSED = [
     (["{model}", "x\udcff"], "PROMPT: is not UTF-8"),
     (["{model}", "x", "--stop", "a", "--stop", "\udcff"], "--stop: is not UTF-8"),
     (["{model}", "x", "--max-tokens", "0"], "--max-tokens: Input should be greater than 0 (got 0)"),
-    (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999: with the longest prompt's 3 tokens more than the model supports (512)"),
+    (["{model}", "x", "--max-tokens", "9999"], "--max-tokens 9999 with its prompt: 10002 tokens, and the model supports at most 512"),
     (["{model}", "x" * 600], "prompt of 602 tokens is longer than the model's room=511"),
     (["{model}", "x", "--tp", "3"], "--tp 3: does not divide the model's 4 attention heads and 2 KV heads"),
     (["{model}", "x", "--template", "no place"], "--template: 'no place' has no {{prompt}} in it"),
