@@ -43,6 +43,7 @@ from megarl.config.rewards import (
     RewardSettings,
     SumReward,
     alone,
+    model_of,
 )
 from megarl.config.rollout import RolloutSettings, SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
@@ -112,5 +113,6 @@ __all__ = [
     "alone",
     "dump",
     "load",
+    "model_of",
     "optimizers",
 ]

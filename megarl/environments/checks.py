@@ -15,6 +15,7 @@ from megarl.config import (
     PromptFormat,
     RewardSettings,
     ToolsEnvironment,
+    alone,
 )
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_tokenizer, render_chats
@@ -45,8 +46,10 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         model: the Hugging Face directory of the tokenizer.
     """
     if settings is None:
-        if any(isinstance(source, EnvironmentReward) for source in (reward.source, reward.eval)):
-            raise ConfigError("reward.source.type=environment: there is no environment")
+        given = alone(reward.source) | ({} if reward.eval is None else alone(reward.eval, "reward.eval"))
+        for key, source in given.items():
+            if isinstance(source, EnvironmentReward):
+                raise ConfigError(f"{key}.type=environment: there is no environment")
         return
     if not data.chat:
         raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")

@@ -34,7 +34,6 @@ from megarl.text import one_line
 
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
-TOKEN_KEY = "reward.source.token_env"
 SHOWN = 200  # bytes of what a server says beside a status
 LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
 PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
@@ -55,12 +54,12 @@ class _PermanentFault(_Fault):
     """An attempt failed in a way that the next one would too."""
 
 
-def check(source: HttpReward) -> None:
-    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once."""
+def check(source: HttpReward, key: str = "reward.source") -> None:
+    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once. `key`: the source's."""
     try:
-        _exchange(source, token_of(source.token_env, TOKEN_KEY), [], source.timeout_s, _ScoreCall(time.monotonic()))
+        _exchange(source, token_of(source.token_env, f"{key}.token_env"), [], source.timeout_s, _ScoreCall(time.monotonic()))
     except (_TransientFault, _PermanentFault) as error:
-        raise ConfigError(f"reward.source.url: {source.url}: {error}") from None
+        raise ConfigError(f"{key}.url: {source.url}: {error}") from None
 
 
 class HttpScorer:
@@ -70,11 +69,14 @@ class HttpScorer:
         source: where it is, and how it is asked.
         connections: batches of `source.batch_size` responses that are on their way at a time.
         require_finished: responses cut by the length limit score 0, unasked.
+        key: of the source in the configuration.
     """
 
-    def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
-        self._source, self._connections, self._require_finished = source, connections, require_finished
-        self._token = token_of(source.token_env, TOKEN_KEY)
+    guarantee = None
+
+    def __init__(self, source: HttpReward, connections: int, require_finished: bool, key: str = "reward.source") -> None:
+        self._source, self._connections, self._require_finished, self._key = source, connections, require_finished, key
+        self._token = token_of(source.token_env, f"{key}.token_env")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
@@ -117,7 +119,7 @@ class HttpScorer:
             pause *= 2
         call.end()
         tried = f"{attempt} attempt{'' if attempt == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
-        raise RewardUnavailable(f"reward.source.url: {source.url}: {fault} ({tried})")
+        raise RewardUnavailable(f"{self._key}.url: {source.url}: {fault} ({tried})")
 
     def __enter__(self) -> Self:
         return self

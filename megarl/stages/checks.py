@@ -22,12 +22,12 @@ from megarl.config import (
     ConfigError,
     CriticSettings,
     Layout,
-    ModelReward,
     ModelSettings,
     RolloutSettings,
     RoutingSettings,
     RunSettings,
     TrainConfig,
+    model_of,
     optimizers,
 )
 from megarl.data.gym import all_drawn
@@ -330,8 +330,8 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
             check_value_model(config.model, config.rollout, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
         check_layout(hf, config.placement.reference, config.model.megatron)
-    if isinstance(config.reward.source, ModelReward):
-        path, key, layout = config.reward.source.path, "reward.source.path", config.placement.reward or config.layout
+    if (found := model_of(config.reward.source)) is not None:
+        key, path, layout = f"{found[0]}.path", found[1].path, config.placement.reward or config.layout
         check_value_model(config.model, config.rollout, path, key, layout)
         check_trained_head(path, key)
         read_range(path, key)

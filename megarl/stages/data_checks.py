@@ -132,4 +132,4 @@ def check_data(config: TrainConfig) -> Data:
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
     sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
-    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source).values())
