@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section, web_address
@@ -41,8 +41,10 @@ class HttpReward(Section):
     """A server that scores batches of responses; what it is sent and answers: megarl.rewards.http."""
 
     type: Literal["http"] = "http"
-    url: Annotated[str, AfterValidator(web_address)]
+    url: Annotated[str, AfterValidator(web_address)] | None = None
     """Its address, such as http://127.0.0.1:8000/score."""
+    url_file: Place | None = None
+    """A file that holds the address when the run starts, in the place of `url`: of a server that is a job itself."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
     batch_size: PositiveInt = 64
@@ -55,6 +57,12 @@ class HttpReward(Section):
     """Pause before the second attempt; twice as long before each further one, 30 s at most."""
     deadline_s: Seconds = 300.0
     """Longest time for all responses of a step, further attempts included."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> HttpReward:
+        if (self.url is None) == (self.url_file is None):
+            raise ValueError("either url or url_file says where the server is")
+        return self
 
 
 class EnvironmentReward(Section):

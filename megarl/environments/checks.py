@@ -22,6 +22,7 @@ from megarl.data.tokenizer import load_tokenizer, render_chats
 from megarl.data.turns import TurnTokens, check_turns
 from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
+from megarl.http_client import unanswered
 from megarl.sandbox import process
 
 KEY = "environment.source"
@@ -109,7 +110,9 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
                 in_tokens(turns.after, answer.messages, [])
             await episode.close()
         except EnvironmentFailed as failure:
-            raise ConfigError(f"{KEY}: {called}: {failure}") from None
+            if not isinstance(settings.source, HttpEnvironment):
+                raise ConfigError(f"{KEY}: {called}: {failure}") from None
+            unanswered(f"{KEY}: {called}: {failure}")
         finally:
             host.close()
 

@@ -54,26 +54,26 @@ def check(settings: RewardSettings) -> None:
 
     Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; of the source of evaluations, `reward.eval.path: ...`.
     """
-    _check_source(settings)
+    _check_source(settings, "reward.source")
     if settings.eval is not None and settings.eval != settings.source:
         try:
-            _check_source(settings.model_copy(update={"source": settings.eval}))
+            _check_source(settings.model_copy(update={"source": settings.eval}), "reward.eval")
         except ConfigError as error:
             raise ConfigError(str(error).replace("reward.source", "reward.eval", 1)) from None
 
 
-def _check_source(settings: RewardSettings) -> None:
-    parts = alone(settings.source)
+def _check_source(settings: RewardSettings, key: str) -> None:
+    parts = alone(settings.source, key)
     if any(one.type in VERIFIERS for one in parts.values()):
         process.check(settings.sandbox, "reward.sandbox")
-    for key, one in parts.items():
+    for place, one in parts.items():
         if isinstance(one, ReasoningGymReward) and one.extract is not None:
             try:
                 re.compile(one.extract)
             except re.error as error:
-                raise ConfigError(f"{key}.extract: {one.extract!r} is no regular expression: {error}") from None
+                raise ConfigError(f"{place}.extract: {one.extract!r} is no regular expression: {error}") from None
     if any(isinstance(one, FunctionReward) for one in parts.values()):
         processes.check(settings)
-    for key, one in parts.items():
+    for place, one in parts.items():
         if isinstance(one, HttpReward):
-            http.check(one, key)
+            http.check(one, place)

@@ -16,6 +16,7 @@ from megarl.cluster.allocation import NODES
 from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import ConfigError, RunSettings
+from megarl.http_client import elsewhere
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
@@ -70,7 +71,8 @@ def check(job: Job, config: RunSettings, asked: bool) -> None:
         planned: dict[str, Any] = {"nodes": [f"node {n}" for n in range(job.nodes)], "needed": job.nodes, "gpus": job.gpus_per_node}
         Path(directory, NODES).write_text(json.dumps(planned))
         cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
-        find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
+        with elsewhere():
+            find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
 
 
 def check_numbers(job: Job) -> None:
