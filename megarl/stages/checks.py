@@ -144,7 +144,7 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
     """
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
-        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
+        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other (`ip -br address` there)")
     if settings.gpus:
         try:
             place(kinds, [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
@@ -155,7 +155,10 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
 def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
     """ConfigError where a session of this machine alone has not the processes' GPUs among the `here` that there are."""
     if not here:
-        raise ConfigError("cluster.gpus=true: this machine has no GPU (cluster.gpus=false runs all of it on the CPU)")
+        raise ConfigError(
+            "cluster.gpus=true: this machine has no GPU; what is to run on a cluster's is checked by "
+            "`megarl slurm CONFIG.yaml --nodes N --gpus-per-node 8 --dry-run` (cluster.gpus=false is for small models on a CPU)"
+        )
     try:
         place(kinds, [Node("this machine", sys.maxsize, here)])
     except NoRoom as error:
