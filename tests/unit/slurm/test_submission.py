@@ -116,7 +116,7 @@ BAD = {
     "no time left": (["--time", "10"], "--time 10 is 600 s, of which --grace 600"),
     "no time": (["--time", "soon"], "--time 'soon' is no time limit"),
     "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is no option of sbatch"),
-    "another cluster": (["cluster.address=auto"], "cluster.address and cluster.allocation are the job's own"),
+    "another cluster": (["cluster.address=head:6379"], "cluster.address and cluster.allocation are the job's own"),
     "nodes that do not reach each other": (["cluster.interface=null"], "cluster.interface: required on 2 nodes"),
 }
 
@@ -137,6 +137,25 @@ def test_bad_input_is_said_before_anything_is_written(
         with pytest.raises(ConfigError, match=re.escape(line)):
             main(command)
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_a_cluster_that_is_to_be_found_is_the_jobs_own(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cluster.address=auto, as the examples for several nodes have it, is left out of what the job runs."""
+    (tmp_path / "count").write_text("0")
+    said = {"scontrol": PARTITION, "sinfo": "1|(null)\n1|(null)"}
+    scripts = {command: f"#!/bin/sh\nprintf '%s\\n' '{text}'\n" for command, text in said.items()}
+    for command, script in {**scripts, "sbatch": SBATCH.format(count=tmp_path / "count")}.items():
+        (tmp_path / command).write_text(script)
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    assert main([str(tmp_path / "job.yaml"), "cluster.address=auto", "cluster.interface=eth0", "--nodes", "2"]) == 0
+    assert "submitted job 101" in capsys.readouterr().out
+    [kept] = (tmp_path / "runs").glob("*/slurm/submitted-1/config.yaml")
+    config = load(kept, [f"cluster.allocation={tmp_path}"], TrainConfig)  # as slurm/head.sh starts it
+    assert config.cluster.address is None and config.cluster.allocation == tmp_path
 
 
 SBATCH = """#!/bin/sh
