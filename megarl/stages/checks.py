@@ -144,7 +144,8 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
     """
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
-        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other (`ip -br address` there)")
+        nodes = len(allocation.nodes)
+        raise ConfigError(f"cluster.interface: required on {nodes} nodes, which must reach each other (`ip -br address` lists those there)")
     if settings.gpus:
         try:
             place(kinds, [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
