@@ -20,6 +20,7 @@ from megarl.config.data import (
     ReasoningGymSource,
     SftMixture,
     SftSource,
+    SourceFormat,
 )
 from megarl.config.environment import (
     EnvironmentSettings,
@@ -102,6 +103,7 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "SourceFormat",
     "StepSettings",
     "SumReward",
     "SyncSettings",

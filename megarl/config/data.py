@@ -99,7 +99,14 @@ class PromptFormat(Section):
         return self
 
 
-class DataSettings(PromptFormat):
+class SourceFormat(PromptFormat):
+    """The same, of what is read from sources."""
+
+    overlong: Literal["refuse", "drop"] = "refuse"
+    """An item with more tokens than it may have: refused with its place, or left out of its source, which says how many were."""
+
+
+class DataSettings(SourceFormat):
     """Prompts of a run."""
 
     train: PromptSource
@@ -146,7 +153,7 @@ class SftMixture(Section):
 SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
 
 
-class SftData(PromptFormat):
+class SftData(SourceFormat):
     """What supervised training learns: conversations, or prompts with their reference answers as responses."""
 
     train: SftSource
@@ -203,7 +210,7 @@ def _file_unless_said(given: Any) -> Any:
 PairSource = Annotated[PreferenceSource | PreferenceMixture, Field(discriminator="type"), BeforeValidator(_file_unless_said)]
 
 
-class PreferenceData(PromptFormat):
+class PreferenceData(SourceFormat):
     """Pairs of responses."""
 
     train: PairSource
@@ -212,7 +219,7 @@ class PreferenceData(PromptFormat):
     """Held-out pairs."""
 
 
-class EvalData(PromptFormat):
+class EvalData(SourceFormat):
     """Prompts of an evaluation."""
 
     eval: PromptSource | None = None
@@ -244,7 +251,7 @@ def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
             raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'kept for what model.base scores'}")
 
 
-class PairsData(PromptFormat):
+class PairsData(SourceFormat):
     """Prompts whose responses become pairs."""
 
     train: PromptSource
