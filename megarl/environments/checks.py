@@ -29,12 +29,16 @@ KEY = "environment.source"
 
 
 def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
-    """What the chat template tells the model of its tools."""
+    """What the chat template tells the model of its tools. ConfigError where one of the user's own is none."""
     if settings is None or not isinstance(settings.source, ToolsEnvironment):
         return None
+    from megarl.environments.own_tools import schemas
     from megarl.environments.tools import SCHEMAS
 
-    return [SCHEMAS[name] for name in settings.source.tools]
+    source, found = settings.source, dict[str, dict[str, Any]](SCHEMAS)
+    if source.own:
+        found |= zip(source.own, schemas(source.own, settings.step_s, settings.sandbox.model_dump_json()), strict=True)
+    return [found[tool] for tool in source.tools]
 
 
 def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
@@ -58,6 +62,12 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
     check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment")
+    if isinstance(settings.source, HttpEnvironment):
+        from megarl.environments import http
+
+        http.check(settings.source)
+    else:
+        process.check(settings.sandbox, "environment.sandbox")
     for schema in tool_schemas(settings) or []:
         name = schema["function"]["name"]
         told, untold = (render_chats(tokenizer, [[{"role": "user", "content": "Q"}]], tools)[0] for tools in ([schema], None))
@@ -65,12 +75,6 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             raise ConfigError(f"{KEY}.tools: the model's chat template tells nothing of {name!r}: the model would never call it")
         if "<tool_call>" not in told:
             raise ConfigError(f"{KEY}.tools: the model's chat template has another format of calls than <tool_call>JSON</tool_call>")
-    if isinstance(settings.source, HttpEnvironment):
-        from megarl.environments import http
-
-        http.check(settings.source)
-    else:
-        process.check(settings.sandbox, "environment.sandbox")
 
 
 def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Prompt], key: str, turns: TurnTokens, most: int) -> None:
