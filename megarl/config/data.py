@@ -128,6 +128,10 @@ class ConversationSource(Section):
     """The file."""
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
+    skip: NonNegativeInt = 0
+    """So many rows at the beginning are left out, say those that another source holds out."""
+    rows: PositiveInt | None = None
+    """At most so many rows are taken, before `where` takes some of them; null: all."""
     where: Where = {}
 
 
@@ -181,6 +185,10 @@ class PreferenceSource(Section):
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
     """Reward model: column that says by how much the chosen response is better (0 in a row without it); a dot looks inside dictionaries."""
+    skip: NonNegativeInt = 0
+    """So many rows at the beginning are left out, say those that another source holds out."""
+    rows: PositiveInt | None = None
+    """At most so many rows are taken, before `where` takes some of them; null: all."""
     where: Where = {}
 
 

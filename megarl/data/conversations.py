@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config import ConfigError, ConversationSource
-from megarl.data.columns import at, chosen_rows
-from megarl.data.files import read_rows
+from megarl.data.columns import at
+from megarl.data.files import taken_rows
 from megarl.data.overlong import Overlong, TooLong
 from megarl.data.prompts import Prompt, checked, instructed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
@@ -117,14 +117,14 @@ def load_conversations(
     check_template(tokenizer, "data.chat")
     rows = (
         (place, instructed(_messages(at(row, source.messages_key, place, f"{key}.messages_key"), place), system))
-        for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key)
+        for place, row in taken_rows(source, key)
     )
     made, overlong = list[Conversation](), Overlong(drop)
     while chunk := list(islice(rows, CHUNK)):
         made += _tokenised(chunk, tokenizer, max_tokens, overlong)
     overlong.tell(len(made), key, f"sft.max_tokens={max_tokens}")
     if not made:
-        raise ConfigError(f"{key}.path: {source.path} holds no conversations")
+        raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
     return made
 
 

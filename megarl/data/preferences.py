@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
-from megarl.data.columns import at, chosen_rows, find
+from megarl.data.columns import at, find
 from megarl.data.conversations import Conversation, ended
-from megarl.data.files import read_rows
+from megarl.data.files import taken_rows
 from megarl.data.mixture import Mixture
 from megarl.data.overlong import Overlong
 from megarl.data.prompts import Prompt, Renderer, Row, checked
@@ -69,7 +69,7 @@ def load_preferences(
     renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system, overlong=overlong)
     pairs = [_read(prompt) for prompt in renderer.all(_rows(source, key))]
     if not pairs and not overlong.dropped:
-        raise ConfigError(f"{key}.path: {source.path} holds no pairs")
+        raise ConfigError(f"{key}.path: {source.path} holds no pairs{f' after the first {source.skip}' if source.skip else ''}")
 
     def sized(pair: _Texts) -> _Texts:
         for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
@@ -100,7 +100,7 @@ def _read(prompt: Prompt) -> _Texts:
 
 def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
     """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
-    for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key):
+    for place, row in taken_rows(source, key):
         before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
         other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
         if before != other:
