@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+
+from megarl.checkpoints.places import fingerprint, paths
 
 _SERVER = ("url", "url_file", "token_env", "batch_size", "timeout_s", "attempts", "backoff_s", "deadline_s")
 # Dotted keys, with everything below them. What is not here would make another run of it, and is refused.
@@ -45,13 +48,25 @@ MAY_NOT = ("rollout.engine.args.kv_cache_dtype",)
 _ABSENT = "(absent)"
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The refusals, a line each: a dotted key that may not differ and both its values. Resolved trees, as model_dump(mode="json") makes."""
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str, str] | None = None) -> list[str]:
+    """The refusals, a line each: a dotted key that may not differ and both its values.
+
+    Args:
+        saved: resolved, as model_dump(mode="json") makes it.
+        now: the same.
+        held: fingerprints of what lay at the paths of `saved`, which may lie elsewhere now.
+    """
     return [
         f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it"
         for key, old, new in _differences(saved, now, "")
-        if not _free(key)
+        if not _free(key) and not (held and key in held and isinstance(new, str) and fingerprint(Path(new)) == held[key])
     ]
+
+
+def held_by(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The fingerprints of what lies at the paths that may not differ otherwise, by dotted key. `tree`: of model_dump()."""
+    found = {key: fingerprint(path) for key, path in paths(tree) if not _free(key)}
+    return {key: one for key, one in found.items() if one is not None}
 
 
 def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

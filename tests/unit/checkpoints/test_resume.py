@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import filter as filter_names
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,11 @@ def test_a_key_that_one_side_lacks_is_refused() -> None:
 def test_every_key_that_may_differ_is_one_of_the_configuration() -> None:
     """A renamed key would silently be refused."""
     known = {key.name for key, _ in keys(TrainConfig)}
-    upstream = {"model.megatron": megatron_fields, "optimizer.megatron": optimizer_fields, "rollout.engine.args": argument_fields}
+    upstream: dict[str, Callable[[], dict[str, Any]]] = {
+        "model.megatron": megatron_fields,
+        "optimizer.megatron": optimizer_fields,
+        "rollout.engine.args": argument_fields,
+    }
     known |= {f"{mapping}.{name}" for mapping, fields in upstream.items() for name in fields()}
     known |= {f"reward.source.parts.0.source.{key}" for key in HttpReward.model_fields}
     assert [pattern for pattern in (*MAY_DIFFER, *MAY_NOT) if not filter_names(known, pattern)] == []
