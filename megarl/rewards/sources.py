@@ -10,6 +10,7 @@ from megarl.config import (
     EnvironmentReward,
     FunctionReward,
     HttpReward,
+    MathReward,
     ModelReward,
     ReasoningGymReward,
     RewardSettings,
@@ -20,7 +21,6 @@ from megarl.config import (
 from megarl.rewards import http, processes
 from megarl.rewards.known import EarnedScorer, JudgedScorer
 from megarl.rewards.score import Scorer
-from megarl.rewards.verifiers import VERIFIERS
 from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process
 
@@ -64,7 +64,7 @@ def check(settings: RewardSettings) -> None:
 
 def _check_source(settings: RewardSettings, key: str) -> None:
     parts = alone(settings.source, key)
-    if any(one.type in VERIFIERS for one in parts.values()):
+    if any(isinstance(one, ReasoningGymReward | MathReward | FunctionReward) for one in parts.values()):
         process.check(settings.sandbox, "reward.sandbox")
     for place, one in parts.items():
         if isinstance(one, ReasoningGymReward) and one.extract is not None:

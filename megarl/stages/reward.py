@@ -118,5 +118,5 @@ def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: S
         earned = (0.0, None) if played is None else (played.reward, played.error)
         return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned, said)
 
-    pairs = zip(responses, judged or [None] * len(responses), strict=True)
-    return [request(prompts[response.prompt], response, said) for response, said in pairs]
+    said: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
+    return [request(prompts[response.prompt], response, one) for response, one in zip(responses, said, strict=True)]

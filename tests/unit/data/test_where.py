@@ -141,10 +141,9 @@ def test_conversations_and_pairs_are_chosen_too(tokenizer: PreTrainedTokenizerBa
     assert len(load_preferences(pairs, tokenizer, data, 64, "data.train", "rm.max_tokens")) == 2
 
     def taken(**update: Any) -> list[list[Any]]:
-        some, others = (source.model_copy(update=update) for source in (talks, pairs))
         return [
-            load_conversations(some, tokenizer, 64, "data.train"),
-            load_preferences(others, tokenizer, data, 64, "data.train", "rm.max_tokens"),
+            load_conversations(talks.model_copy(update=update), tokenizer, 64, "data.train"),
+            load_preferences(pairs.model_copy(update=update), tokenizer, data, 64, "data.train", "rm.max_tokens"),
         ]
 
     assert list(map(len, taken(skip=1, rows=2))) == [1, 1], "of rows 1 and 2 that of level 1"

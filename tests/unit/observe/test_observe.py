@@ -159,8 +159,12 @@ def test_a_writer_that_is_not_installed_is_refused() -> None:
 def test_a_run_is_reported_to_the_project_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To Weights & Biases itself, which is not installed here, as its `init` is called."""
     calls = list[dict[str, object]]()
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: [calls.append(given), run][1]))
+
+    def init(**given: object) -> SimpleNamespace:
+        calls.append(given)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for log in (LogSettings(), LogSettings(wandb_project="thirty", wandb_entity="team")):
         WeightsAndBiases(tmp_path, "job", {"seed": 1}, log).close()
     assert [(call["project"], call["entity"], call["name"]) for call in calls] == [("megarl", None, "job"), ("thirty", "team", "job")]

@@ -301,9 +301,9 @@ def test_an_address_is_read_from_a_file_when_the_run_starts(tmp_path: Path) -> N
             check(given)
         with elsewhere():
             check(given)
-    for both in ({}, {"url": "http://a", "url_file": file}):
+    for url, place in ((None, None), ("http://a", file)):
         with pytest.raises(ValueError, match="either url or url_file says where the server is"):
-            HttpReward(**both)
+            HttpReward(url=url, url_file=place)
 
 
 def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:
