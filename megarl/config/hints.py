@@ -131,6 +131,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "default_local_dir": ("run_dir",),
     "report_to": ("log.wandb",),
     "logger": ("log.wandb",),
+    "project_name": ("log.wandb_project",),
+    "entity_name": ("log.wandb_entity",),
     "model_name_or_path": ("model.path",),
     "hf_checkpoint": ("model.path",),
     "ref_load": ("model.path",),

@@ -82,6 +82,10 @@ class LogSettings(Section):
     """Write TensorBoard files into the run's directory."""
     wandb: bool = False
     """Report to Weights & Biases."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "megarl"
+    """The project there."""
+    wandb_entity: str | None = None
+    """The user or team that has it; null: the default of whose key it is."""
     samples: NonNegativeInt = 8
     """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation; 0: none of either."""
 

@@ -11,7 +11,7 @@ from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
-from megarl.config.rewards import ModelReward, RewardSettings
+from megarl.config.rewards import RewardSettings, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
@@ -168,7 +168,7 @@ class TrainConfig(TrainingSettings):
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
-            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is not a reward model"),
+            "reward": (model_of(self.reward.source) is not None, f"reward.source.type={self.reward.source.type} is not a reward model"),
         }
         for role, (present, why) in there.items():
             layout: Layout | None = getattr(self.placement, role)

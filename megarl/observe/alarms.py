@@ -161,7 +161,7 @@ class Alarms:
                     f"KL beyond target: for {steps} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
                     "nats per response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
                 )
-        outside = values.get("reward/outside/mean")
+        outside = next((share for name, share in values.items() if name.startswith("reward/") and name.endswith("/outside/mean")), None)
         if outside is not None:
             steps = self._lasts("outside", outside > OUTSIDE)
             if steps >= OUTSIDE_STEPS:

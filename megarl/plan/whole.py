@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from megarl.cluster.demand import assign_roles
-from megarl.config import DpoConfig, LearnConfig, ModelReward, RmConfig, RunSettings, TrainConfig, optimizers
+from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
@@ -77,8 +77,8 @@ def models_of(config: RunSettings) -> Models:
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
             found["critic"] = read_config(config.critic.path)
-        if isinstance(config.reward.source, ModelReward):
-            found["reward"] = read_config(config.reward.source.path)
+        if (judge := model_of(config.reward.source)) is not None:
+            found["reward"] = read_config(judge[1].path)
     return found
 
 
