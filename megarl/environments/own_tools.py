@@ -88,7 +88,7 @@ class _ToolProcess(AskedProcess):
         match self.receive(self.step_s + GRACE_S):
             case ["tools", list(found)]:
                 return found
-        raise Gone("worker died: it wrote what is no answer")
+        raise Gone("worker died: it wrote an invalid answer")
 
     def call(self, name: str, given: str) -> tuple[str, bool]:
         """The answer of one tool to arguments in JSON. Gone where the process is done with."""
@@ -96,4 +96,4 @@ class _ToolProcess(AskedProcess):
         match self.receive(self.step_s + GRACE_S):
             case [str(said), bool(worked)]:
                 return said, worked
-        raise Gone("worker died: it wrote what is no answer")
+        raise Gone("worker died: it wrote an invalid answer")

@@ -201,4 +201,4 @@ class _EnvironmentProcess(AskedProcess):
                         return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:
                 raise EnvironmentFailed(printable(text))
-        raise Gone("worker died: it wrote what is no answer")
+        raise Gone("worker died: it wrote an invalid answer")

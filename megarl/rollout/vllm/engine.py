@@ -262,6 +262,10 @@ class VllmEngine(Engine):
             self.check_health()
             if self._open:
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
+            if self._asleep == {
+                "kv_cache"
+            }:  # vLLM takes itself for asleep until all is awake (v1/executor/abstract.py:338), and would not sleep
+                await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
             self._asleep = {"weights", "kv_cache"}
 
@@ -314,6 +318,9 @@ class VllmEngine(Engine):
 
     async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
         workers = await self._call("megarl_fingerprints", self._tied, timeout_s=timeout_s)
+        for worker in workers:
+            if isinstance(worker, str):
+                raise RolloutError(f"{self.label}: megarl_fingerprints: {worker}")
         return join({name: [Piece(*piece) for piece in pieces] for name, pieces in worker.items()} for worker in workers)
 
     async def _weights(self, method: str, *arguments: Any, timeout_s: float) -> None:

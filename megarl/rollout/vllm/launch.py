@@ -39,7 +39,8 @@ def environment(gpu: bool) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if gpu:
-        return safe
+        # The monitor of torch's NCCL groups would look every second into the file by which workers have met, which is removed.
+        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
@@ -72,6 +73,7 @@ def engine_arguments(
         "dtype": dtype,
         "seed": seed,
         "tensor_parallel_size": settings.tp,
+        "distributed_executor_backend": "uni" if settings.tp == 1 else "mp",  # inside of an actor vLLM would guess Ray
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included

@@ -31,6 +31,7 @@ from megarl.rollout.vllm.whole_responses import WholeResponses
 from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
+from megarl.text import one_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -45,7 +46,7 @@ class SingleExecutor(UniProcExecutor):
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """One process a worker. Workers watch a pipe to the engine's process and end with it (vLLM's own death pipe)."""
+    """One process a worker, which dies with the engine's process (`WorkerExtension.megarl_pid`)."""
 
     def _init_executor(self) -> None:
         enter_engine_process()
@@ -55,12 +56,7 @@ class TensorParallelExecutor(MultiprocExecutor):
 
 def enter_engine_process() -> None:
     """The first thing that an engine's process does: it dies with its parent."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "an engine's core runs in a process of its own"
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent.pid:  # it died before the signal was set
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_with_parent()
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
@@ -68,6 +64,16 @@ def enter_engine_process() -> None:
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the grant.
             raise RuntimeError("Linux grants this process no AMX tile registers")
+
+
+def die_with_parent() -> None:
+    """The kernel ends this process as soon as its parent has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "an engine's core and its workers run in processes of their own"
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent.pid:  # it died before the signal was set
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rest() -> None:
@@ -119,9 +125,14 @@ class WorkerExtension:
     def megarl_finish_update(self) -> str | None:
         return _refusal(lambda: self._megarl_loader().finish())
 
-    def megarl_fingerprints(self, tied: bool) -> dict[str, list[tuple[int, ...]]]:
-        pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
-        return {name: [astuple(piece) for piece in places] for name, places in pieces.items()}
+    def megarl_fingerprints(self, tied: bool) -> dict[str, list[tuple[int, ...]]] | str:
+        found = dict[str, list[tuple[int, ...]]]()
+
+        def read() -> None:
+            pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
+            found.update({name: [astuple(piece) for piece in places] for name, places in pieces.items()})
+
+        return _refusal(read) or found
 
     def megarl_draw_by_position(self) -> None:
         """From now on a request that asks for it draws each token by its seed and the token's position.
@@ -147,6 +158,8 @@ class WorkerExtension:
         runner._sample = seeded
 
     def megarl_pid(self) -> int:
+        """The first call. vLLM's workers watch a pipe to the engine's process, of which one that waits for its GPU takes no notice."""
+        die_with_parent()
         return os.getpid()
 
     def _megarl_loader(self) -> WeightLoader:
@@ -162,9 +175,10 @@ def mixed(seed: int, position: int) -> int:
 
 
 def _refusal(action: Callable[[], None]) -> str | None:
-    """What an action refuses of a weight update, or nothing."""
+    """What an action refuses of a weight update, or nothing. Whatever goes wrong is said: where one worker raises, vLLM leaves the others'
+    answers where it looks for those of the next call (v1/executor/multiproc_executor.py:426)."""
     try:
         action()
-    except WeightError as error:
-        return str(error)
+    except Exception as error:
+        return str(error) if isinstance(error, WeightError) else f"{type(error).__name__}: {one_line(str(error))}"
     return None

@@ -163,5 +163,5 @@ def test_what_is_no_tool_is_refused_before_the_run(tool: str, line: str) -> None
 def test_names_of_tools_are_refused_when_they_are_read() -> None:
     with pytest.raises(ValueError, match="'search' is neither calculator nor python nor a function of yours, as module:function"):
         settings("search")
-    with pytest.raises(ValueError, match="one of them is named twice"):
+    with pytest.raises(ValueError, match="one of them is listed twice"):
         settings("python", "mine:python")

@@ -295,7 +295,7 @@ def test_an_address_is_read_from_a_file_when_the_run_starts(tmp_path: Path) -> N
                 assert score(given, "ab")[0].value == 2 and len(second.bodies) == 1, "a run that starts again finds the new one"
             with pytest.raises(RewardUnavailable, match=rf"^reward\.source\.url_file: {file}: {second.url[:-6]}.*Refused"):
                 score(given, "a")
-    for text, fault in (("", "'' is no http"), ("ftp://a", "'ftp://a' is no http"), (None, "No such file or directory")):
+    for text, fault in (("", "'' is not an http"), ("ftp://a", "'ftp://a' is not an http"), (None, "No such file or directory")):
         file.unlink() if text is None else file.write_text(text)
         with pytest.raises(ConfigError, match=rf"^reward\.source\.url_file: {file}: {fault}"):
             check(given)

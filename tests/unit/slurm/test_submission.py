@@ -156,7 +156,7 @@ def test_a_cluster_that_is_to_be_found_is_the_jobs_own(
     (tmp_path / "count").write_text("0")
     said = {"scontrol": PARTITION, "sinfo": "1|(null)\n1|(null)"}
     scripts = {command: f"#!/bin/sh\nprintf '%s\\n' '{text}'\n" for command, text in said.items()}
-    for command, script in {**scripts, "sbatch": SBATCH.format(count=tmp_path / "count")}.items():
+    for command, script in {**scripts, "sbatch": SBATCH.format(count=tmp_path / "count"), "squeue": "#!/bin/sh\n"}.items():
         (tmp_path / command).write_text(script)
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -261,7 +261,7 @@ def test_slurm_is_asked_for_gpus_where_it_counts_them_and_nodes_without_do_not_m
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     places = ("cluster.gpus=true", "sync.transport=nccl", "rollout.kv_cache_mb=null")
-    assert main([str(tmp_path / "job.yaml"), *places, "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]) == 0
+    assert main([str(tmp_path / "job.yaml"), *places, "--nodes", "1", "--gpus-per-node", "2", "--python", "python", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert ("#SBATCH --gpus-per-node=2\n" in said) == bool(gpus) and "\ngpus=2\n" in said
 
