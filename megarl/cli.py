@@ -192,10 +192,14 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
         return 0
     with uncollected():
         from megarl.data.gym import first_items
+        from megarl.http_client import elsewhere
     # A run that goes on has as many prompts as its checkpoint says: they are counted.
     resumes = (config.directory / "checkpoints").is_dir()
-    with first_items(sys.maxsize if resumes else LOOKED_AT) as look:
+    with first_items(sys.maxsize if resumes else LOOKED_AT) as look, elsewhere():
         work(config)
+        warnings = find("megarl.plan.fits:warnings")(config)
+    for warning in warnings:
+        say(f"megarl: warning: {warning}")
     say(f"megarl: {path} passes every check{f' (of generated prompts the first {LOOKED_AT:,} were drawn)' if look.cut else ''}")
     return 0
 

@@ -31,7 +31,7 @@ class Alarmed(Stopped):
 
 
 def refuse_all(*checks: Callable[[], object]) -> None:
-    """Makes every check. ConfigError with the lines of all that refuse."""
+    """Makes every check. ConfigError with the lines of all that refuse, each once."""
     lines = list[str]()
     for check in checks:
         try:
@@ -41,7 +41,7 @@ def refuse_all(*checks: Callable[[], object]) -> None:
                 raise
             lines += str(error).splitlines()
     if lines:
-        raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -5,13 +5,35 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from urllib.parse import SplitResult
 
 from megarl.errors import ConfigError
+from megarl.text import escaped
+
+_elsewhere: ContextVar[bool] = ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """For checks that are not the run's own: it may start later and on other machines, with servers that do not answer here and now."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def unanswered(fault: str) -> None:
+    """Refuses a run whose server does not answer as it should (ConfigError); inside `elsewhere` says so on stderr."""
+    if not _elsewhere.get():
+        raise ConfigError(fault)
+    print(f"megarl: warning: from here: {escaped(fault)}; the run asks again when it starts", file=sys.stderr)
 
 
 def token_of(variable: str | None, key: str) -> str | None:

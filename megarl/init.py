@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import VERBS
-from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, TrainConfig, load
+from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, RunSettings, load, yaml_text
 from megarl.data.columns import find
 from megarl.data.conversations import load_conversations
 from megarl.data.files import read_rows
@@ -21,9 +21,10 @@ from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
-from megarl.plan.devices import device_of
+from megarl.plan.devices import GB, device_of
 from megarl.plan.main import MOST
-from megarl.plan.search import search
+from megarl.plan.parameters import model_elements
+from megarl.plan.search import nearest, search
 from megarl.plan.whole import models_of
 from megarl.stdout import say
 from megarl.text import one_line
@@ -33,6 +34,7 @@ PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "final_answer", "label", "target")
 CONVERSATIONS = ("messages", "conversation", "conversations")
 HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of this
+LARGE = 6.5e9  # parameters from which on recomputation is proposed even where activations would fit
 ROOM = 1.25  # for prompts that are longer than those that are there
 REWARD = "my_reward"  # the module of a function that the user writes
 STUB = '''"""Your reward function, written by `megarl init`: replace this comparison with what a response is worth."""
@@ -85,18 +87,12 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")
     columns = columns_of(given.data)
     tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
+    root: Any = imported(VERBS[columns.verb].config)
     try:
         given.out.write_text(text(tree, notes, columns.verb, given))
-        if not given.cpu and columns.verb == "train":
-            config = load(given.out, [], TrainConfig)
-            fitting = search(config, models_of(config), device_of(given.gpu_gb), given.gpu_gb, given.gpus, shared=given.gpus == 1)
-            for change in fitting[0].changes if fitting else ():
-                put(tree, *change.split("=", 1))
-            notes["layout"] = (
-                f"from megarl plan, for {given.gpus} GPUs of {given.gpu_gb:g} GB" if fitting else "megarl plan finds no layout that fits"
-            )
+        if not given.cpu:
+            notes["layout"] = _lay_out(tree, load(given.out, [], root), given)
             given.out.write_text(text(tree, notes, columns.verb, given))
-        root: Any = imported(VERBS[columns.verb].config)
         load(given.out, [], root)
     except BaseException:
         given.out.unlink(missing_ok=True)
@@ -106,6 +102,21 @@ def main(arguments: Sequence[str]) -> int:
         say(_reward_file(Path(f"{REWARD}.py")))
     say(f"next:   megarl {columns.verb} {given.out} --check")
     return 0
+
+
+def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
+    """Puts what `megarl plan` finds first into the tree. Returns what it says of it. Raises ConfigError where it finds nothing."""
+    models, device = models_of(config), device_of(given.gpu_gb)
+    what = f"{given.gpus} GPUs of {given.gpu_gb:g} GB"
+    found = search(config, models, device, given.gpu_gb, given.gpus, most=1)
+    if not found:
+        closest = nearest(config, models, device, given.gpu_gb, given.gpus) or "is none, for none divides it among so many"
+        raise ConfigError(f"init: {given.model} does not fit {what}; the nearest layout, {closest}")
+    for change in found[0].changes:
+        put(tree, *change.split("=", 1))
+    tree["cluster"]["gpu_memory_gb"] = int(given.gpu_gb) if given.gpu_gb.is_integer() else given.gpu_gb
+    host = f", a node {found[0].host / GB:.0f} GB of host memory" if found[0].host else ""
+    return f"of megarl plan, for {what}: the fullest rank needs {found[0].bytes / GB:.1f} GB{host}"
 
 
 def _reward_file(path: Path) -> str:
@@ -166,6 +177,9 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
     further = bool(hf.get("num_nextn_predict_layers"))
     tree["model"] |= {"drop_mtp": True} if further else {}
+    if not cpu:
+        tree["model"] |= {"recompute": "full"} if model_elements(hf) >= LARGE else {}
+        tree["layout"] = {"ranks": 1}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
     notes = {"optimizer": "the learning rate is a guess by size: 1e-4 for a few million parameters, 1e-6 for billions"}
@@ -213,11 +227,10 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         tree["save"] = {"every": 10 if cpu else 20}
         return tree, notes
     tree["data"] = {**shape, "train": source}
-    tokens = min(room, 2048)
     if columns.verb == "sft":
         tree["data"]["train"] = {"type": "conversations", "path": str(data), "messages_key": columns.prompt}
         said = load_conversations(ConversationSource(path=data.absolute(), messages_key=columns.prompt), tokenizer, room, "init: DATA")
-        tokens = _rounded(max(len(one.tokens) for one in said))
+        tokens, count, sides = _rounded(max(len(one.tokens) for one in said)), len(said), 1
     else:
         tree["data"]["eval"] = source
         notes["data"] = "eval should be pairs outside the training data"
@@ -229,8 +242,13 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
             "init: DATA",
             "the model's room",
         )
-        tokens = _rounded(max(len(side.tokens) for pair in pairs for side in (pair.chosen, pair.rejected)))
-    tree[columns.verb] = {"steps": 100, "batch_size": 16 if cpu else 64, "micro_batch_tokens": max(tokens, 2048), "max_tokens": tokens}
+        tokens, count, sides = _rounded(max(len(side.tokens) for pair in pairs for side in (pair.chosen, pair.rejected))), len(pairs), 2
+    tree[columns.verb] = {
+        "steps": 100,
+        "batch_size": min(16 if cpu else 64, count),
+        "micro_batch_tokens": max(sides * tokens, 2048 if cpu else 16384),
+        "max_tokens": tokens,
+    }
     tree["save"] = {"every": 50}
     return tree, notes
 
@@ -245,12 +263,12 @@ def put(tree: Tree, key: str, value: str) -> None:
     Args:
         tree: is changed.
         key: dotted.
-        value: as JSON.
+        value: as YAML.
     """
     *above, last = key.split(".")
     for name in above:
         tree = tree.setdefault(name, {})
-    tree[last] = json.loads(value)
+    tree[last] = yaml_text.read(value)
 
 
 def text(tree: Mapping[str, Any], notes: Mapping[str, str], verb: str, given: argparse.Namespace) -> str:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from megarl.checkpoints.places import fingerprint, paths
+
+_SERVER = ("url", "url_file", "token_env", "batch_size", "timeout_s", "attempts", "backoff_s", "deadline_s")
 # Dotted keys, with everything below them. What is not here would make another run of it, and is refused.
 MAY_DIFFER = (
     # where it runs, what is told of it, what is kept
     *("name", "run_dir", "cluster", "log", "save"),
     # how the work is split: the same numbers up to rounding
     *("layout", "placement", "model.recompute", "*.micro_batch_tokens", "sync"),
+    *("model.megatron.num_layers_in_first_pipeline_stage", "model.megatron.num_layers_in_last_pipeline_stage"),
+    *("model.megatron.recompute_*", "model.megatron.moe_token_dispatcher_type", "*optimizer.ddp"),
+    # where its moments lie: checkpoints are those of an optimizer that is not offloaded, both ways
+    *("*optimizer.megatron.optimizer_cpu_offload", "*optimizer.megatron.optimizer_offload_fraction"),
+    *("*optimizer.megatron.use_torch_optimizer_for_cpu_offload", "*optimizer.megatron.overlap_cpu_optimizer_d2h_h2d"),
+    *("*optimizer.megatron.pin_cpu_grads", "*optimizer.megatron.pin_cpu_params"),
     *("rollout.replicas", "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction", "rollout.timeout_s"),
-    *("reward.workers", "reward.timeout_s", "reward.source.url", "reward.source.token_env", "reward.source.batch_size"),
-    *("environment.workers", "environment.max_concurrent"),
+    *("rollout.engine.args", "reward.workers", "reward.timeout_s", "reward.sandbox"),
+    *(f"{source}.{key}" for source in ("reward.source", "reward.source.parts.*.source") for key in _SERVER),
+    *("environment.workers", "environment.max_concurrent", "environment.sandbox"),
     *("environment.source.url", "environment.source.token_env", "environment.source.connections"),
-    *("reward.source.timeout_s", "reward.source.attempts", "reward.source.backoff_s", "reward.source.deadline_s"),
     # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
     *(
         "*.steps",
@@ -29,21 +39,39 @@ MAY_DIFFER = (
         "eval",
         "reward.eval",
         "model.base",
+        "routing.sample",
+        "routing.alarm",
     ),
 )
+# Of these, what changes by more than rounding what the engines sample.
+MAY_NOT = ("rollout.engine.args.kv_cache_dtype",)
 _ABSENT = "(absent)"
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The refusals, a line each: a dotted key that may not differ and both its values. Resolved trees, as model_dump(mode="json") makes."""
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str, str] | None = None) -> list[str]:
+    """The refusals, a line each: a dotted key that may not differ and both its values.
+
+    Args:
+        saved: resolved, as model_dump(mode="json") makes it.
+        now: the same.
+        held: fingerprints of what lay at the paths of `saved`, which may lie elsewhere now.
+    """
     return [
         f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it"
         for key, old, new in _differences(saved, now, "")
-        if not _free(key)
+        if not _free(key) and not (held and key in held and isinstance(new, str) and fingerprint(Path(new)) == held[key])
     ]
 
 
+def held_by(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The fingerprints of what lies at the paths that may not differ otherwise, by dotted key. `tree`: of model_dump()."""
+    found = {key: fingerprint(path) for key, path in paths(tree) if not _free(key)}
+    return {key: one for key, one in found.items() if one is not None}
+
+
 def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if _sections(saved) and _sections(now) and len(saved) == len(now):
+        saved, now = ({str(number): one for number, one in enumerate(items)} for items in (saved, now))
     if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
         if saved != now:
             yield key, saved, now
@@ -55,7 +83,12 @@ def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any
         yield from _differences(saved.get(name, _ABSENT), now.get(name, _ABSENT), f"{key}.{name}" if key else name)
 
 
+def _sections(value: Any) -> bool:
+    """Whether it is a list of sections, such as the parts of a sum."""
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+
+
 def _free(key: str) -> bool:
     parts = key.split(".")
     above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatchcase(one, pattern) for one in above for pattern in MAY_DIFFER)
+    return key not in MAY_NOT and any(fnmatchcase(one, pattern) for one in above for pattern in MAY_DIFFER)

@@ -46,7 +46,13 @@ class ActorGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def start_each(self, method: str, first: Sequence[Any], *args: Any) -> list[Any]:
-        """The call on every actor, whose first argument is its own; returns the references at once."""
+        """The call on every actor with an argument of its own; returns the references at once.
+
+        Args:
+            method: its name.
+            first: the first argument, for each actor.
+            *args: the others, for all.
+        """
         return [getattr(actor, method).remote(own, *args) for actor, own in zip(self.actors, first, strict=True)]
 
     def wait(

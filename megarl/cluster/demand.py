@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.cluster.placement import ProcessKind
-from megarl.config import EvalConfig, Layout, ModelReward, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings
+from megarl.config import EvalConfig, Layout, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings, model_of
 
 Role = Literal["policy", "reference", "critic", "reward"]
 ENGINES = "engines"  # their kind
@@ -20,7 +20,7 @@ def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
     needed: dict[Role, tuple[bool, Layout | None]] = {
         "reference": (config.algorithm.needs_reference, config.placement.reference),
         "critic": (config.critic is not None, config.placement.critic),
-        "reward": (isinstance(config.reward.source, ModelReward), config.placement.reward),
+        "reward": (model_of(config.reward.source) is not None, config.placement.reward),
     }
     shared: list[Role] = [role for role, (wanted, layout) in needed.items() if wanted and layout is None]
     apart: list[tuple[tuple[Role, ...], Layout]] = [
@@ -48,9 +48,9 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     """What ranks and engines read, and the directories that they write into, by dotted key."""
     read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
     if isinstance(config, TrainConfig):
-        source = config.reward.source
         read |= {"critic.path": config.critic.path if config.critic else None}
-        read |= {"reward.source.path": source.path if isinstance(source, ModelReward) else None}
+        if (judge := model_of(config.reward.source)) is not None:
+            read |= {f"{judge[0]}.path": judge[1].path}
     written = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}
     return {key: path for key, path in read.items() if path is not None}, written
 

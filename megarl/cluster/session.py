@@ -210,8 +210,8 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
         mend(start_timeout_s, chosen_ports=one_of_many)
         scratch = _scratch()
         temporary = os.environ.get("TMPDIR")
-        if one_of_many:  # for ranks and engines, which inherit them
-            os.environ.update(_own_caches(Path(temporary or SHORT)) | dict(os.environ))
+        for name, place in _own_caches(Path(temporary or SHORT)).items() if one_of_many else ():
+            os.environ.setdefault(name, place)  # ranks and engines inherit it
         os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
         command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
         reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])

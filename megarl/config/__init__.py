@@ -20,6 +20,7 @@ from megarl.config.data import (
     ReasoningGymSource,
     SftMixture,
     SftSource,
+    SourceFormat,
 )
 from megarl.config.environment import (
     EnvironmentSettings,
@@ -43,6 +44,7 @@ from megarl.config.rewards import (
     RewardSettings,
     SumReward,
     alone,
+    model_of,
 )
 from megarl.config.rollout import RolloutSettings, SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
@@ -111,6 +113,7 @@ __all__ = [
     "SftConfig",
     "SftMixture",
     "SftSource",
+    "SourceFormat",
     "StepSettings",
     "SumReward",
     "SyncSettings",
@@ -123,6 +126,7 @@ __all__ = [
     "alone",
     "dump",
     "load",
+    "model_of",
     "optimizers",
     "total_steps",
 ]

@@ -99,7 +99,14 @@ class PromptFormat(Section):
         return self
 
 
-class DataSettings(PromptFormat):
+class SourceFormat(PromptFormat):
+    """The same, of what is read from sources."""
+
+    overlong: Literal["refuse", "drop"] = "refuse"
+    """An item with more tokens than it may have: refused with its place, or left out of its source, which says how many were."""
+
+
+class DataSettings(SourceFormat):
     """Prompts of a run."""
 
     train: PromptSource
@@ -121,6 +128,10 @@ class ConversationSource(Section):
     """The file."""
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
+    skip: NonNegativeInt = 0
+    """So many rows at the beginning are left out, say those that another source holds out."""
+    rows: PositiveInt | None = None
+    """At most so many rows are taken, before `where` takes some of them; null: all."""
     where: Where = {}
 
 
@@ -146,7 +157,7 @@ class SftMixture(Section):
 SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
 
 
-class SftData(PromptFormat):
+class SftData(SourceFormat):
     """What supervised training learns: conversations, or prompts with their reference answers as responses."""
 
     train: SftSource
@@ -174,6 +185,10 @@ class PreferenceSource(Section):
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
     """Reward model: column with the margin by which the chosen response is better (0 if missing); a dot looks inside dictionaries."""
+    skip: NonNegativeInt = 0
+    """Rows to leave out at the beginning, such as those that another source holds out."""
+    rows: PositiveInt | None = None
+    """The most rows to take, before `where` selects some of them; null: all."""
     where: Where = {}
 
 
@@ -203,7 +218,7 @@ def _file_unless_said(given: Any) -> Any:
 PairSource = Annotated[PreferenceSource | PreferenceMixture, Field(discriminator="type"), BeforeValidator(_file_unless_said)]
 
 
-class PreferenceData(PromptFormat):
+class PreferenceData(SourceFormat):
     """Pairs of responses."""
 
     train: PairSource
@@ -212,7 +227,7 @@ class PreferenceData(PromptFormat):
     """Held-out pairs."""
 
 
-class EvalData(PromptFormat):
+class EvalData(SourceFormat):
     """Prompts of an evaluation."""
 
     eval: PromptSource | None = None
@@ -244,7 +259,7 @@ def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
             raise ValueError(f"eval: name={name!r} is {'taken' if names.count(name) > 1 else 'reserved for the results of model.base'}")
 
 
-class PairsData(PromptFormat):
+class PairsData(SourceFormat):
     """Prompts whose responses become pairs."""
 
     train: PromptSource

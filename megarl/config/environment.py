@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
@@ -62,14 +63,25 @@ class HttpEnvironment(Section):
     """Most requests of one engine at a time."""
 
 
+def _tool(given: str) -> str:
+    if given not in ("calculator", "python") and not re.fullmatch(r"[\w.]+:\w+", given):
+        raise ValueError(f"{given!r:.80} is neither calculator nor python nor a function of yours, as module:function")
+    return given
+
+
 class ToolsEnvironment(Section):
     """Tools that the model may call before it answers a prompt; `reward` scores the last turn."""
 
     type: Literal["tools"] = "tools"
-    tools: Annotated[list[Literal["calculator", "python"]], Field(min_length=1)]
-    """Which ones: an arithmetic calculator, a Python interpreter in a new sandbox for each call."""
+    tools: Annotated[list[Annotated[str, AfterValidator(_tool)]], Field(min_length=1)]
+    """Which ones: `calculator`, `python` (in a new sandbox for each call), your own functions as module:function."""
     output_chars: PositiveInt = 2000
     """Most characters of a call's output; the rest is cut off."""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The functions among the tools."""
+        return tuple(tool for tool in self.tools if ":" in tool)
 
 
 EnvironmentSource = Annotated[
@@ -98,6 +110,7 @@ class EnvironmentSettings(Section):
 
     @model_validator(mode="after")
     def _tools_once(self) -> EnvironmentSettings:
-        if isinstance(self.source, ToolsEnvironment) and len(set(self.source.tools)) < len(self.source.tools):
+        names = [tool.rpartition(":")[2] for tool in self.source.tools] if isinstance(self.source, ToolsEnvironment) else []
+        if isinstance(self.source, ToolsEnvironment) and len(set(names)) < len(names):
             raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is listed twice")
         return self

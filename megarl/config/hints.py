@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-# Names of other systems, and what they are here, of what the verb has.
+PASSES = "counted in steps, not in passes over the data"
+OFFLOAD = "optimizer.megatron: {optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
+# Names of other systems, with the section above where that makes a difference, and what they are here, of what the verb has: a key, and
+# after a colon what else is to be known, such as another unit.
 ALIASES: dict[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr", "critic.optimizer.lr"),
@@ -22,6 +25,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "min_lr": ("optimizer.min_lr_fraction",),
     "min_lr_ratio": ("optimizer.min_lr_fraction",),
     "n": ("rollout.samples_per_prompt",),
+    "eval.n": ("eval: a list of sets, each with a name, a source and its n",),
+    "val_kwargs.n": ("eval: a list of sets, each with a name, a source and its n",),
     "num_generations": ("rollout.samples_per_prompt",),
     "n_samples_per_prompt": ("rollout.samples_per_prompt",),
     "rollout_n": ("rollout.samples_per_prompt",),
@@ -39,6 +44,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rollout_max_response_len": ("rollout.max_response_tokens",),
     "max_tokens": ("rollout.max_response_tokens",),
     "max_length": ("sft.max_tokens", "rm.max_tokens", "dpo.max_tokens", "rollout.max_response_tokens"),
+    "max_model_len": ("rollout.max_response_tokens: an engine has room for that and max_prompt_tokens",),
+    "filter_overlong_prompts": ("rollout.max_prompt_tokens: a longer prompt is refused, and none is left out",),
+    "enforce_eager": ("rollout.engine.args: {enforce_eager: true}; on a CPU it is always so",),
     "max_seq_length": ("sft.max_tokens", "rm.max_tokens", "dpo.max_tokens"),
     "gpu_memory_utilization": ("rollout.gpu_memory_fraction",),
     "vllm_gpu_memory_utilization": ("rollout.gpu_memory_fraction",),
@@ -50,17 +58,21 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "expert_model_parallel_size": ("layout.ep",),
     "expert_tensor_parallel_size": ("layout.etp",),
     "n_gpus_per_node": ("layout.ranks",),
-    "nnodes": ("layout.ranks",),
+    "nnodes": ("layout.ranks: GPUs, not nodes",),
     "train_batch_size": ("train.prompts_per_step", "sft.batch_size", "rm.batch_size", "dpo.batch_size"),
     "rollout_batch_size": ("train.prompts_per_step",),
-    "per_device_train_batch_size": ("train.micro_batch_tokens", "sft.micro_batch_tokens"),
-    "ppo_mini_batch_size": ("train.mini_batches",),
+    "per_device_train_batch_size": tuple(f"{verb}.micro_batch_tokens: tokens, not sequences" for verb in ("train", "sft", "rm", "dpo")),
+    "use_dynamic_bsz": tuple(f"{verb}.micro_batch_tokens: it is always so" for verb in ("train", "sft", "rm", "dpo")),
+    "ppo_mini_batch_size": ("train.mini_batches: how many, not how large: prompts_per_step / ppo_mini_batch_size",),
     "num_steps_per_rollout": ("train.mini_batches",),
-    "global_batch_size": ("train.mini_batches", "sft.batch_size"),
+    "global_batch_size": (
+        "train.mini_batches: how many, not how large: prompts_per_step * samples_per_prompt / global_batch_size",
+        *("sft.batch_size", "rm.batch_size", "dpo.batch_size"),
+    ),
     "ppo_epochs": ("train.epochs",),
     "num_iterations": ("train.epochs",),
-    "num_train_epochs": ("train.steps", "sft.steps", "rm.steps", "dpo.steps"),
-    "total_epochs": ("train.steps", "sft.steps"),
+    "num_train_epochs": tuple(f"{verb}.steps: {PASSES}" for verb in ("train", "sft", "rm", "dpo")),
+    "total_epochs": tuple(f"{verb}.steps: {PASSES}" for verb in ("train", "sft", "rm", "dpo")),
     "total_training_steps": ("train.steps", "sft.steps"),
     "max_steps": ("train.steps", "sft.steps", "rm.steps", "dpo.steps"),
     "num_rollout": ("train.steps",),
@@ -79,6 +91,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_kl_loss": ("algorithm.kl_coef",),
     "kl_loss_type": ("algorithm.kl_kind",),
     "entropy_coeff": ("algorithm.entropy_coef",),
+    "use_kl_in_reward": ("algorithm.kl_in: loss or reward",),
+    "norm_adv_by_std_in_grpo": ("algorithm.scale: none, or group for true",),
+    "loss_mode": ("algorithm.type",),
+    "critic_warmup": ("critic.pretrain_steps",),
     "adv_estimator": ("algorithm.type",),
     "advantage_estimator": ("algorithm.type",),
     "loss_type": ("algorithm.type",),
@@ -115,6 +131,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "default_local_dir": ("run_dir",),
     "report_to": ("log.wandb",),
     "logger": ("log.wandb",),
+    "project_name": ("log.wandb_project",),
+    "entity_name": ("log.wandb_entity",),
     "model_name_or_path": ("model.path",),
     "hf_checkpoint": ("model.path",),
     "ref_load": ("model.path",),
@@ -123,14 +141,19 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "bf16": ("model.dtype",),
     "torch_dtype": ("model.dtype",),
     "param_offload": ("placement.offload",),
+    "cpu_offload": (OFFLOAD,),
+    "optimizer_offload": (OFFLOAD,),
+    "optimizer_cpu_offload": (OFFLOAD,),
+    "partial_rollout": ("rollout.mode: budget or free",),
     "colocate": ("placement.engines",),
     "use_rollout_routing_replay": ("routing.replay",),
 }
-
-# Names of other systems for what is not offered, and why.
-REFUSED = {"trust_remote_code": "code in a model directory is never run"}
-
-
+# Names of other systems for what has no key, and why.
+NO_KEY = {
+    "use_remove_padding": "always so: no batch has padding",
+    "trust_remote_code": "code in a model directory is never run",
+    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_dropout", "use_peft", "peft_config"), "not here: all weights are trained"),
+}
 MOST_LEAVES = 1000  # of an unknown section that are looked at
 
 
@@ -144,13 +167,11 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
         value: what is given there; of a mapping, as verl's `actor_rollout_ref`, the keys inside are looked at too.
     """
     name = key[-1]
-    if name in REFUSED:
-        return f" ({REFUSED[name]})"
-    there = _aliases(name, everywhere)
-    if there:
-        return f" (here it is {' or '.join(there)})"
-    inside = ((path, _aliases(path[-1], everywhere)) for path in islice(_leaves(value), MOST_LEAVES))
-    known = [f"{'.'.join(path)} is {' or '.join(there)} here" for path, there in inside if there][:2]
+    if _plain(name) in NO_KEY:
+        return f" ({NO_KEY[_plain(name)]})"
+    if there := _meant(key, everywhere):
+        return f" (here it is {there[0]}{there[1]})"
+    known = [said for path in islice(_leaves(value), MOST_LEAVES) if (said := _inside(path, everywhere))][:2]
     if known:
         return f" ({', '.join(known)})"
     near = difflib.get_close_matches(name, sorted(section), n=1)
@@ -164,9 +185,24 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
     return f" (did you mean {leaves[near[0]]!r}?)" if near else ""
 
 
-def _aliases(name: str, everywhere: Sequence[str]) -> list[str]:
-    """What another system's name is here, two at most."""
-    return [found for found in ALIASES.get(name.replace("-", "_"), ()) if found in everywhere][:2]
+def _inside(path: Sequence[str], everywhere: Sequence[str]) -> str:
+    """What a key inside an unknown section is here; empty where nothing is known of it."""
+    key, there = ".".join(path), _meant(path, everywhere)
+    if _plain(path[-1]) in NO_KEY:
+        return f"{key}: {NO_KEY[_plain(path[-1])]}"
+    return f"{key} is {there[0]} here{there[1]}" if there else ""
+
+
+def _meant(path: Sequence[str], everywhere: Sequence[str]) -> tuple[str, str] | None:
+    """What another system's key is here: keys, two at most, and what else is to be known of them."""
+    names = [_plain(name) for name in path]
+    aliases = ALIASES.get(".".join(names[-2:]), ALIASES.get(names[-1], ()))
+    found = [(key, colon + more) for key, colon, more in (alias.partition(": ") for alias in aliases) if key in everywhere][:2]
+    return (" or ".join(key for key, _ in found), found[0][1]) if found else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, ...]]:

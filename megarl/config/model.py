@@ -26,7 +26,7 @@ class ModelSettings(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's TransformerConfig, checked against its fields."""
+    """Any fields of megatron.core's TransformerConfig that megarl does not set itself, checked against its fields."""
     drop_mtp: bool = False
     """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
 
@@ -35,7 +35,7 @@ class Layout(Section):
     """How the model ranks share one model. The data-parallel size is the rest: ranks / (tp * pp * cp)."""
 
     ranks: Annotated[int, Field(gt=0, le=1 << 20)] = 1
-    """Processes that hold the model together."""
+    """GPUs that train the model, with a process on each (on a CPU: processes); dp = ranks / (tp * pp * cp)."""
     tp: PositiveInt = 1
     """Tensor parallel size, with sequence parallelism if tp > 1."""
     pp: PositiveInt = 1
@@ -94,7 +94,8 @@ class OptimizerSettings(Section):
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: how it falls."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, ...}`."""
+    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, optimizer_offload_fraction:
+    1.0}` holds the moments in host memory."""
     ddp: dict[str, Any] = {}
     """Any fields of megatron.core's DistributedDataParallelConfig, checked against its fields; `{overlap_grad_reduce: true, ...}`."""
 

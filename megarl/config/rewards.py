@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds, Section, web_address
@@ -41,8 +41,10 @@ class HttpReward(Section):
     """A server that scores batches of responses; protocol: megarl.rewards.http."""
 
     type: Literal["http"] = "http"
-    url: Annotated[str, AfterValidator(web_address)]
+    url: Annotated[str, AfterValidator(web_address)] | None = None
     """Its address, such as http://127.0.0.1:8000/score."""
+    url_file: Place | None = None
+    """A file that holds the address when the run starts, in the place of `url`: of a server that is a job itself."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
     batch_size: PositiveInt = 64
@@ -55,6 +57,12 @@ class HttpReward(Section):
     """Pause before the second attempt; doubles before each further one, up to 30 s."""
     deadline_s: Seconds = 300.0
     """Longest time for all responses of a step, including retries."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> HttpReward:
+        if (self.url is None) == (self.url_file is None):
+            raise ValueError("either url or url_file says where the server is")
+        return self
 
 
 class EnvironmentReward(Section):
@@ -78,7 +86,9 @@ class RewardPart(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,31}$")]
     """Its own value is reported as reward/<name>/mean."""
-    source: Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="type")]
+    source: Annotated[
+        ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | ModelReward, Field(discriminator="type")
+    ]
     """What scores."""
     weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
     """Factor of its value in the sum."""
@@ -97,12 +107,22 @@ class SumReward(Section):
         names = [part.name for part in parts]
         if len(set(names)) < len(names):
             raise ValueError(f"two parts have the same name ({', '.join(names)})")
+        models = [part.name for part in parts if isinstance(part.source, ModelReward)]
+        if len(models) > 1:
+            raise ValueError(f"{' and '.join(models)} are reward models, and the ranks hold one (`megarl serve` another: type http)")
         return parts
 
 
-def alone(source: Section) -> list[Section]:
-    """The rewards that a source is made of: itself, or the parts of a sum."""
-    return [part.source for part in source.parts] if isinstance(source, SumReward) else [source]
+def alone(source: Section, key: str = "reward.source") -> dict[str, Section]:
+    """The rewards that a source is made of, by their dotted keys: itself, or the parts of a sum. `key`: the source's own."""
+    if isinstance(source, SumReward):
+        return {f"{key}.parts.{number}.source": part.source for number, part in enumerate(source.parts)}
+    return {key: source}
+
+
+def model_of(source: Section) -> tuple[str, ModelReward] | None:
+    """The reward model of `reward.source` with its dotted key; None where it has none."""
+    return next(((key, one) for key, one in alone(source).items() if isinstance(one, ModelReward)), None)
 
 
 TextReward = Annotated[
@@ -153,3 +173,10 @@ class RewardSettings(Section):
     """Scoring processes, or connections to a server."""
     sandbox: SandboxSettings = SandboxSettings()
     """What a scoring process may do."""
+
+    @field_validator("eval")
+    @classmethod
+    def _without_ranks(cls, source: Section | None) -> Section | None:
+        if source is not None and model_of(source) is not None:
+            raise ValueError("a part of it is a reward model, and evaluations count what needs none")
+        return source

@@ -52,7 +52,8 @@ class ClusterSettings(Section):
     deterministic: bool = False
     """GPUs: use only deterministic algorithms, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
-    """Size of Ray's object store, reserved at the start; Ray itself needs 75 MB."""
+    """Size of Ray's object store on each node, reserved at the start; Ray itself needs 75 MB. It holds a step's responses, and with
+    routing.replay=r3 their experts."""
     start_timeout_s: Seconds = 300.0
     """Longest time for Ray, ranks and engines to start."""
     phase_timeout_s: Seconds = 3600.0
@@ -81,6 +82,10 @@ class LogSettings(Section):
     """Write TensorBoard files into the run's directory."""
     wandb: bool = False
     """Report to Weights & Biases."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "megarl"
+    """The project there."""
+    wandb_entity: str | None = None
+    """The user or team that has it; null: the default of whose key it is."""
     samples: NonNegativeInt = 8
     """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation; 0: none of either."""
 

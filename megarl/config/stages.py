@@ -11,7 +11,7 @@ from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
-from megarl.config.rewards import ModelReward, RewardSettings
+from megarl.config.rewards import RewardSettings, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
@@ -29,7 +29,7 @@ class StepSettings(Section):
     mini_batches: PositiveInt = 1
     """Parts of a rollout, with an optimizer step on each."""
     epochs: Passes = 1
-    """Passes of the policy over them."""
+    """Passes of the policy over these parts of one rollout (PPO's epochs), not over the data, which `steps` counts."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, but skipped
     after the first step if a single update follows, whose own log-probs they then are, and nothing else needs them (a reference, a
@@ -168,7 +168,7 @@ class TrainConfig(TrainingSettings):
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
-            "reward": (isinstance(self.reward.source, ModelReward), f"reward.source.type={self.reward.source.type} is not a reward model"),
+            "reward": (model_of(self.reward.source) is not None, f"reward.source.type={self.reward.source.type} is not a reward model"),
         }
         for role, (present, why) in there.items():
             layout: Layout | None = getattr(self.placement, role)

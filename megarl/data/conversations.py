@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config import ConfigError, ConversationSource
-from megarl.data.columns import at, chosen_rows
-from megarl.data.files import read_rows
+from megarl.data.columns import at
+from megarl.data.files import taken_rows
+from megarl.data.overlong import Overlong, TooLong
 from megarl.data.prompts import Prompt, checked, instructed
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
@@ -43,17 +44,19 @@ def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, ca
         prompt: with its tokens.
         response: tokens, without the end token.
         end: the end token.
-        max_tokens: most of both together; ConfigError where they are more.
+        max_tokens: most of both together; TooLong where they are more.
         called: what the message calls them.
         limit_key: what it calls the limit.
     """
     tokens = np.array([*prompt.ids, *response, end], dtype=np.int32)
     if len(tokens) > max_tokens:
-        raise ConfigError(f"{called} are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
+        raise TooLong(f"{called} are {len(tokens)} tokens, more than {limit_key}={max_tokens}")
     return Conversation(tokens, len(prompt.ids))
 
 
-def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str) -> list[Conversation]:
+def answered(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str, drop: bool = False
+) -> list[Conversation]:
     """Each prompt with its reference answer, in their order.
 
     Args:
@@ -61,21 +64,35 @@ def answered(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_
         tokenizer: the model's.
         max_tokens: most of a prompt and its answer, end token included.
         key: the dotted key of the prompts' source, for messages.
+        drop: longer ones are left out.
 
     Raises:
         ConfigError: starting with `key`, for one that is longer.
     """
-    for prompt in prompts:
+
+    def sized(prompt: Prompt) -> Prompt:
         check_size(tokenizer, prompt.answer, max_tokens, f"{key}: the response to prompt {prompt.id}", "sft.max_tokens")
-    answers = encode(tokenizer, [prompt.answer for prompt in prompts], special=False)
-    return [
-        ended(prompt, answer, tokenizer.eos_token_id, max_tokens, f"{key}: prompt {prompt.id} and its response", "sft.max_tokens")
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+        return prompt
+
+    def conversation(pair: tuple[Prompt, Sequence[int]]) -> Conversation:
+        called = f"{key}: prompt {pair[0].id} and its response"
+        return ended(*pair, tokenizer.eos_token_id, max_tokens, called, "sft.max_tokens")
+
+    overlong = Overlong(drop)
+    fitting = overlong.made(prompts, sized)
+    answers = encode(tokenizer, [prompt.answer for prompt in fitting], special=False) if fitting else []
+    found = overlong.made(zip(fitting, answers, strict=True), conversation)
+    overlong.tell(len(found), key, f"sft.max_tokens={max_tokens}")
+    return found
 
 
 def load_conversations(
-    source: ConversationSource, tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str, system: str | None = None
+    source: ConversationSource,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    key: str,
+    system: str | None = None,
+    drop: bool = False,
 ) -> list[Conversation]:
     """Every conversation of a file, through the tokenizer's chat template.
 
@@ -88,6 +105,7 @@ def load_conversations(
         max_tokens: of one conversation.
         key: the source's dotted key, say "data.train".
         system: a system message before each that begins with none.
+        drop: longer ones are left out.
 
     Raises:
         ConfigError: in one line: the first row that is malformed, has no message of the assistant's, is longer than `max_tokens`, or whose
@@ -99,13 +117,14 @@ def load_conversations(
     check_template(tokenizer, "data.chat")
     rows = (
         (place, instructed(_messages(at(row, source.messages_key, place, f"{key}.messages_key"), place), system))
-        for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key)
+        for place, row in taken_rows(source, key)
     )
-    made: list[Conversation] = []
+    made, overlong = list[Conversation](), Overlong(drop)
     while chunk := list(islice(rows, CHUNK)):
-        made += _tokenised(chunk, tokenizer, max_tokens)
+        made += _tokenised(chunk, tokenizer, max_tokens, overlong)
+    overlong.tell(len(made), key, f"sft.max_tokens={max_tokens}")
     if not made:
-        raise ConfigError(f"{key}.path: {source.path} holds no conversations")
+        raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
     return made
 
 
@@ -122,22 +141,30 @@ def _messages(value: Any, place: str) -> list[Message]:
     return messages[: last + 1]
 
 
-def _tokenised(chunk: Sequence[tuple[str, list[Message]]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Conversation]:
-    turns = [list(_turns(messages, tokenizer, place)) for place, messages in chunk]
-    for (place, _), pairs in zip(chunk, turns, strict=True):
+def _tokenised(
+    chunk: Sequence[tuple[str, list[Message]]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, overlong: Overlong
+) -> list[Conversation]:
+    def turns(item: tuple[str, list[Message]]) -> tuple[str, list[tuple[str, str]]]:
+        place, messages = item
+        pairs = list(_turns(messages, tokenizer, place))
         check_size(tokenizer, "".join(map("".join, pairs)), max_tokens, f"{place}: the conversation", "sft.max_tokens")
-    texts = iter(encode(tokenizer, [text for pairs in turns for pair in pairs for text in pair], special=False))
-    made = []
-    for (place, _), pairs in zip(chunk, turns, strict=True):
+        return place, pairs
+
+    def conversation(item: tuple[str, list[tuple[str, str]]]) -> Conversation:
+        place, pairs = item
         parts: list[tuple[list[int], bool]] = []
         for _ in pairs:
             parts += [(next(texts), False), ([*next(texts), tokenizer.eos_token_id], True)]
         tokens = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
         if len(tokens) > max_tokens:
-            raise ConfigError(f"{place}: the conversation has {len(tokens)} tokens, more than sft.max_tokens={max_tokens}")
+            raise TooLong(f"{place}: the conversation has {len(tokens)} tokens, more than sft.max_tokens={max_tokens}")
         mask = np.concatenate([np.full(len(ids), assistant) for ids, assistant in parts[1:]])
-        made.append(Conversation(tokens, len(parts[0][0]), None if mask.all() else mask))
-    return made
+        return Conversation(tokens, len(parts[0][0]), None if mask.all() else mask)
+
+    fitting = overlong.made(chunk, turns)
+    said = [text for _, pairs in fitting for pair in pairs for text in pair]
+    texts = iter(encode(tokenizer, said, special=False) if said else [])
+    return overlong.made(fitting, conversation)
 
 
 def _turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, FileSource
+from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceSource
 from megarl.data.bounds import in_memory
 from megarl.data.columns import at, chosen_rows
 from megarl.data.tokenizer import first_line
@@ -35,10 +35,14 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
     """
-    last = None if source.rows is None else source.skip + source.rows
-    rows = islice(read_rows(source.path, key), source.skip, last)
-    for place, row in chosen_rows(rows, source.where, source.path, key):
+    for place, row in taken_rows(source, key):
         yield place, *parts(row, source, place, key)
+
+
+def taken_rows(source: FileSource | ConversationSource | PreferenceSource, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, columns) of the rows that `skip`, `rows` and `where` take of a file. Raises ConfigError as `read_file` does."""
+    last = None if source.rows is None else source.skip + source.rows
+    return chosen_rows(islice(read_rows(source.path, key), source.skip, last), source.where, source.path, key)
 
 
 def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from megarl.config import FileSource
 from megarl.data.columns import chosen_places, find_in_table
 from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, parts, readable
 from megarl.data.lazy import LazySequence
+from megarl.data.overlong import Overlong
 from megarl.data.prompts import CHUNK, Prompt, Renderer, Row, checked
 
 if TYPE_CHECKING:
@@ -65,8 +66,11 @@ class LargeFile(LazySequence[Prompt]):
         with self._readable():
             table.validate(full=True)  # texts that are none, among others
             suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added)[self._row_P])
+        made = list[int]()
         for first in range(0, len(checks := np.union1d(sample, suspects)), CHUNK):
-            self._make(checks[first : first + CHUNK])
+            made += [prompt.id for prompt in self._make(checks[first : first + CHUNK])]
+        self._row_P = np.delete(self._row_P, np.setdiff1d(checks, np.array(made, dtype=np.int64)))  # what data.overlong=drop leaves out
+        renderer.overlong = Overlong()
 
     def __len__(self) -> int:
         return len(self._row_P)

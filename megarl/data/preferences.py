@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
-from megarl.data.columns import at, chosen_rows, find
+from megarl.data.columns import at, find
 from megarl.data.conversations import Conversation, ended
-from megarl.data.files import read_rows
+from megarl.data.files import taken_rows
 from megarl.data.mixture import Mixture
+from megarl.data.overlong import Overlong
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, check_size, encode
 
@@ -64,23 +65,31 @@ def load_preferences(
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed))
-    renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system)
+    overlong = Overlong(data.overlong == "drop")
+    renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system, overlong=overlong)
     pairs = [_read(prompt) for prompt in renderer.all(_rows(source, key))]
-    if not pairs:
-        raise ConfigError(f"{key}.path: {source.path} holds no pairs")
-    preferences = []
+    if not pairs and not overlong.dropped:
+        raise ConfigError(f"{key}.path: {source.path} holds no pairs{f' after the first {source.skip}' if source.skip else ''}")
+
+    def sized(pair: _Texts) -> _Texts:
+        for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            check_size(tokenizer, text, max_tokens, f"{pair.place}: {name}", limit_key)
+        return pair
+
+    def preference(item: tuple[_Texts, list[int], list[int]]) -> Preference:
+        pair, chosen, rejected = item
+        if chosen == rejected:
+            raise ConfigError(f"{pair.place}: chosen and rejected are the same response")
+        called = f"{pair.place}: prompt and response"
+        better, worse = (ended(pair.prompt, ids, tokenizer.eos_token_id, max_tokens, called, limit_key) for ids in (chosen, rejected))
+        return Preference(better, worse, pair.margin)
+
+    preferences = list[Preference]()
     for first in range(0, len(pairs), CHUNK):
-        chunk = pairs[first : first + CHUNK]
-        for pair in chunk:
-            for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-                check_size(tokenizer, text, max_tokens, f"{pair.place}: {name}", limit_key)
-        responses = encode(tokenizer, [text for pair in chunk for text in (pair.chosen, pair.rejected)], special=False)
-        for pair, chosen, rejected in zip(chunk, responses[0::2], responses[1::2], strict=True):
-            if chosen == rejected:
-                raise ConfigError(f"{pair.place}: chosen and rejected are the same response")
-            called = f"{pair.place}: prompt and response"
-            better, worse = (ended(pair.prompt, ids, tokenizer.eos_token_id, max_tokens, called, limit_key) for ids in (chosen, rejected))
-            preferences.append(Preference(better, worse, pair.margin))
+        if chunk := overlong.made(pairs[first : first + CHUNK], sized):
+            responses = encode(tokenizer, [text for pair in chunk for text in (pair.chosen, pair.rejected)], special=False)
+            preferences += overlong.made(zip(chunk, responses[0::2], responses[1::2], strict=True), preference)
+    overlong.tell(len(preferences), key, f"{limit_key}={max_tokens}")
     return preferences
 
 
@@ -91,7 +100,7 @@ def _read(prompt: Prompt) -> _Texts:
 
 def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
     """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
-    for place, row in chosen_rows(read_rows(source.path, key), source.where, source.path, key):
+    for place, row in taken_rows(source, key):
         before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
         other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
         if before != other:

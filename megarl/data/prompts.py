@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
+from megarl.data.overlong import Overlong, TooLong
 from megarl.data.tokenizer import Message, check_size, check_template, encode, first_line, render_chats
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ class Renderer:
         tokenizer: the model's.
         chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
         template: a text with "{prompt}" in it; read without `chat`.
-        most: tokens; a longer prompt is refused.
+        most: tokens that a prompt may have.
         limit_key: what a message calls that limit.
         system: a system message before each chat that begins with none.
         tools: schemas of the tools that the chat template tells of.
+        overlong: what becomes of longer prompts.
 
     Raises:
         ConfigError: in one line: chat without a chat template, a template without "{prompt}".
@@ -81,6 +83,7 @@ class Renderer:
         limit_key: str,
         system: str | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
+        overlong: Overlong | None = None,
     ) -> None:
         if chat and not tokenizer.chat_template:
             raise ConfigError(f"{SECTION}.chat: the tokenizer has no chat template; give {SECTION}.template and {SECTION}.chat=false")
@@ -91,19 +94,27 @@ class Renderer:
         self.tokenizer, self.most, self.limit_key = tokenizer, most, limit_key
         self._chat, self._template = chat, template
         self._system, self._tools = system, tools
+        self.overlong = overlong or Overlong()
 
     def prompts(self, rows: Sequence[Row], ids: Sequence[int]) -> list[Prompt]:
-        """The rows as prompts of these ids. ConfigError in one line: the first row that is malformed, empty or too long."""
-        found, texts = [], self.texts(rows)
-        for row, text in zip(rows, texts, strict=True):
+        """The rows as prompts of these ids, less what `overlong` leaves out. ConfigError in one line: the first that is refused."""
+
+        def sized(item: tuple[Row, int, str]) -> tuple[Row, int, str]:
+            row, _, text = item
             check_size(self.tokenizer, text, self.most, f"{row.place}: the prompt", self.limit_key)
-        for row, number, tokens in zip(rows, ids, encode(self.tokenizer, texts, special=not self._chat), strict=True):
+            return item
+
+        def prompt(item: tuple[tuple[Row, int, str], Sequence[int]]) -> Prompt:
+            (row, number, _), tokens = item
             if not tokens:
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > self.most:
-                raise ConfigError(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self.limit_key}={self.most}")
-            found.append(Prompt(number, _text(row), array("I", tokens), row.answer, row.meta, _given(row)))
-        return found
+                raise TooLong(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self.limit_key}={self.most}")
+            return Prompt(number, _text(row), array("I", tokens), row.answer, row.meta, _given(row))
+
+        items = self.overlong.made(zip(rows, ids, self.texts(rows), strict=True), sized)
+        tokens = encode(self.tokenizer, [text for _, _, text in items], special=not self._chat) if items else []
+        return self.overlong.made(zip(items, tokens, strict=True), prompt)
 
     def texts(self, rows: Sequence[Row]) -> list[str]:
         """What the model reads of each row. ConfigError for one that is malformed, or that the chat template refuses."""
@@ -118,7 +129,7 @@ class Renderer:
         found: list[Prompt] = []
         while chunk := list(islice(rows, CHUNK)):
             found += self.prompts(chunk, range(len(found), len(found) + len(chunk)))
-        return found
+        return [replace(prompt, id=number) for number, prompt in enumerate(found)] if self.overlong.dropped else found
 
 
 def checked(prompt: Any, place: str) -> str | list[Message]:

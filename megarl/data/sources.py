@@ -13,6 +13,7 @@ from megarl.data.gym import read_gym
 from megarl.data.large import LargeFile, large_table
 from megarl.data.lazy import LazySequence
 from megarl.data.mixture import Mixture
+from megarl.data.overlong import Overlong
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def load_prompts(
     limit_key: str = "rollout.max_prompt_tokens",
     system: str | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
+    drop: bool = False,
 ) -> Sequence[Prompt]:
     """Every prompt of a source, tokenised; episodes as they are. These, and those of a large file, are made when they are asked for.
 
@@ -39,11 +41,12 @@ def load_prompts(
         tokenizer: the model's.
         chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
         template: a text with "{prompt}" in it; read without `chat`.
-        max_prompt_tokens: a longer prompt is refused.
+        max_prompt_tokens: a longer prompt is refused, or left out.
         key: the source's dotted key, say "data.train".
         limit_key: what a message calls the limit.
         system: a system message before each chat that begins with none.
         tools: schemas of the tools that the chat template tells of.
+        drop: longer prompts are left out.
 
     Returns:
         The prompts in the order of the source, whose `id` counts them.
@@ -57,14 +60,20 @@ def load_prompts(
     if isinstance(source, MixtureSource):
         rest = (tokenizer, chat, template, max_prompt_tokens)
         parts = [
-            (load_prompts(part.source, *rest, f"{key}.parts.{n}.source", limit_key, system, tools), part.weight)
+            (load_prompts(part.source, *rest, f"{key}.parts.{n}.source", limit_key, system, tools, drop), part.weight)
             for n, part in enumerate(source.parts)
         ]
         return _PromptMixture(parts, source.seed)
-    renderer = Renderer(tokenizer, chat, template, max_prompt_tokens, limit_key, system, tools)
-    if isinstance(source, FileSource) and (table := large_table(source, key)) is not None:
-        return LargeFile(table, source, key, renderer)
-    return renderer.all(_rows(source, key))
+    overlong = Overlong(drop)
+    renderer = Renderer(tokenizer, chat, template, max_prompt_tokens, limit_key, system, tools, overlong)
+    table = large_table(source, key) if isinstance(source, FileSource) else None
+    prompts: Sequence[Prompt]
+    if isinstance(source, FileSource) and table is not None:
+        prompts = LargeFile(table, source, key, renderer)
+    else:
+        prompts = renderer.all(_rows(source, key))
+    overlong.tell(len(prompts), key, f"{limit_key}={max_prompt_tokens}")
+    return prompts
 
 
 class _Episodes(LazySequence[Prompt]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
 from megarl.data.bounds import in_memory, within_cpu_time
+from megarl.data.overlong import TooLong
 from megarl.imports import uncollected
 from megarl.light_transformers import light_transformers
 
@@ -150,11 +151,11 @@ def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: 
         limit_key: the setting that has the limit.
 
     Raises:
-        ConfigError: starting with `place`.
+        TooLong: starting with `place`.
     """
     longest = _longest_token(tokenizer)
     if len(text) > most * longest:
-        raise ConfigError(f"{place}: {len(text):,} characters are more than {limit_key}={most} tokens of at most {longest}")
+        raise TooLong(f"{place}: {len(text):,} characters are more than {limit_key}={most} tokens of at most {longest}")
 
 
 @lru_cache(maxsize=8)

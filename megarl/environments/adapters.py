@@ -18,7 +18,7 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
         return _reasoning_gym(source)
     if kind == "textarena":
         return _textarena(source["id"])
-    found, params = _named(source["path"]), source["params"]
+    found, params = named(source["path"]), source["params"]
     if kind == "gymnasium":
         return lambda: Gymnasium(found(**params))
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
@@ -31,7 +31,8 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
     return lambda: found(**params)
 
 
-def _named(path: str) -> Any:
+def named(path: str) -> Any:
+    """What stands at module:name, and can be called. ValueError, starting with "path: ", where there is no such thing."""
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -39,7 +40,7 @@ def _named(path: str) -> Any:
         raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error} ({WHERE})") from None
     found = getattr(module, name, None)
     if not callable(found):
-        raise ValueError(f"path: module {module_name!r} has no {'class' if found is not None else 'attribute'} {name!r}")
+        raise ValueError(f"path: module {module_name!r} has no {'class or function' if found is not None else 'attribute'} {name!r}")
     return found
 
 

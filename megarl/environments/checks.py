@@ -15,24 +15,30 @@ from megarl.config import (
     PromptFormat,
     RewardSettings,
     ToolsEnvironment,
+    alone,
 )
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_tokenizer, render_chats
 from megarl.data.turns import TurnTokens, check_turns
 from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
+from megarl.http_client import unanswered
 from megarl.sandbox import process
 
 KEY = "environment.source"
 
 
 def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
-    """What the chat template tells the model of its tools."""
+    """What the chat template tells the model of its tools. ConfigError where one of the user's own is none."""
     if settings is None or not isinstance(settings.source, ToolsEnvironment):
         return None
+    from megarl.environments.own_tools import schemas
     from megarl.environments.tools import SCHEMAS
 
-    return [SCHEMAS[name] for name in settings.source.tools]
+    source, found = settings.source, dict[str, dict[str, Any]](SCHEMAS)
+    if source.own:
+        found |= zip(source.own, schemas(source.own, settings.step_s, settings.sandbox.model_dump_json()), strict=True)
+    return [found[tool] for tool in source.tools]
 
 
 def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
@@ -45,8 +51,10 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         model: the Hugging Face directory of the tokenizer.
     """
     if settings is None:
-        if any(isinstance(source, EnvironmentReward) for source in (reward.source, reward.eval)):
-            raise ConfigError("reward.source.type=environment: there is no environment")
+        given = alone(reward.source) | ({} if reward.eval is None else alone(reward.eval, "reward.eval"))
+        for key, source in given.items():
+            if isinstance(source, EnvironmentReward):
+                raise ConfigError(f"{key}.type=environment: there is no environment")
         return
     if not data.chat:
         raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")
@@ -54,6 +62,12 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
     check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment")
+    if isinstance(settings.source, HttpEnvironment):
+        from megarl.environments import http
+
+        http.check(settings.source)
+    else:
+        process.check(settings.sandbox, "environment.sandbox")
     for schema in tool_schemas(settings) or []:
         name = schema["function"]["name"]
         told, untold = (render_chats(tokenizer, [[{"role": "user", "content": "Q"}]], tools)[0] for tools in ([schema], None))
@@ -61,12 +75,6 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
         if "<tool_call>" not in told:
             raise ConfigError(f"{KEY}.tools: the model's chat template uses another call format than <tool_call>JSON</tool_call>")
-    if isinstance(settings.source, HttpEnvironment):
-        from megarl.environments import http
-
-        http.check(settings.source)
-    else:
-        process.check(settings.sandbox, "environment.sandbox")
 
 
 def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Prompt], key: str, turns: TurnTokens, most: int) -> None:
@@ -106,7 +114,9 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
                 in_tokens(turns.after, answer.messages, [])
             await episode.close()
         except EnvironmentFailed as failure:
-            raise ConfigError(f"{KEY}: {called}: {failure}") from None
+            if not isinstance(settings.source, HttpEnvironment):
+                raise ConfigError(f"{KEY}: {called}: {failure}") from None
+            unanswered(f"{KEY}: {called}: {failure}")
         finally:
             host.close()
 

@@ -17,7 +17,14 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from megarl.config import ConfigError, EnvironmentSettings, FunctionEnvironment, GymnasiumEnvironment
+from megarl.config import (
+    ConfigError,
+    EnvironmentSettings,
+    FunctionEnvironment,
+    GymnasiumEnvironment,
+    SandboxSettings,
+    ToolsEnvironment,
+)
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_messages, read_numbers
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
@@ -69,7 +76,7 @@ class ProcessHost:
                         raise EnvironmentFailed("not repeatable: replayed from its seed, it answered differently")
                 episode.home = process
             return process.ask(request)
-        except _Gone as gone:
+        except Gone as gone:
             assert process is not None
             process.kill()
             self._processes[place] = None
@@ -114,53 +121,50 @@ class ProcessEpisode:
 
 
 def code_of(source: Any) -> list[str]:
-    """The module of one's own that a process of `environment.source` imports."""
+    """The modules of one's own that a process of `environment.source` imports."""
+    if isinstance(source, ToolsEnvironment):
+        return [path.partition(":")[0] for path in source.own]
     return [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
 
 
-class _Gone(Exception):
+class Gone(Exception):
     """A process has to be ended, or has ended, with the reason."""
 
 
-class _EnvironmentProcess:
-    """One process in the sandbox, asked by one thread at a time."""
+class AskedProcess:
+    """One process in the sandbox, asked by one thread at a time.
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        source = settings.source
-        self._step_s = settings.step_s
-        self._sandboxed = SandboxedProcess("megarl.environments.worker", settings.sandbox, code_of(source))
-        self._send((source.model_dump(), settings.step_s))
+    Args:
+        module: of megarl, that runs in it.
+        first: what it is told first.
+        step_s: longest time of one request.
+        sandbox: what it may do.
+        code: modules of the user's that it imports.
+    """
+
+    def __init__(self, module: str, first: Any, step_s: float, sandbox: SandboxSettings, code: Sequence[str]) -> None:
+        self.step_s = step_s
+        self._sandboxed = SandboxedProcess(module, sandbox, code)
+        self.send(first)
 
     def wait_ready(self) -> None:
-        """Until the environment is imported. ConfigError where it cannot be, _Gone where that ends the process."""
-        match self._receive(START_S):
+        """Until its code is imported. ConfigError where it cannot be, Gone where that ends the process."""
+        match self.receive(START_S):
             case ["ready"]:
                 return
             case ["refused", str(text)]:
                 raise ConfigError(f"environment.source.{printable(text)}")
-        raise _Gone("worker died: it wrote an invalid answer")
+        raise Gone("worker died: it wrote an invalid answer")
 
-    def ask(self, request: WorkerRequest) -> Turn:
-        """The answer. EnvironmentFailed where the environment has none, _Gone where the process is done with."""
-        self._send(request)
-        match self._receive(self._step_s + GRACE_S):
-            case ["turn", messages, reward, bool(done), info]:
-                with suppress(ProtocolFault):  # which the worker has looked at, unless the environment has written itself
-                    said = None if messages is None else read_messages(messages, request[0])
-                    earned, numbers = read_numbers(reward, info)
-                    if said is not None or done or request[0] != "step":
-                        return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
-            case ["failed", str(text)]:
-                raise EnvironmentFailed(printable(text))
-        raise _Gone("worker died: it wrote an invalid answer")
-
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
+        """Pickled."""
         try:
-            self._sandboxed.channel.send(pickle.dumps(message), self._step_s + GRACE_S)
-        except (ConnectionError, TimeoutError):  # it is dead or stopped, as `_receive` will find
+            self._sandboxed.channel.send(pickle.dumps(message), self.step_s + GRACE_S)
+        except (ConnectionError, TimeoutError):  # it is dead or stopped, as `receive` will find
             return
 
-    def _receive(self, within_s: float) -> Any:
+    def receive(self, within_s: float) -> Any:
+        """The next message. Gone where none comes in time, or none that is JSON."""
         channel, deadline = self._sandboxed.channel, time.monotonic() + within_s
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLIN)
@@ -169,12 +173,32 @@ class _EnvironmentProcess:
                 for message in channel.arrived(1):
                     return json.loads(message)
                 if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    raise _Gone("timeout")
+                    raise Gone("timeout")
         except (EOFError, ConnectionError):
-            raise _Gone(self._sandboxed.death()) from None
+            raise Gone(self._sandboxed.death()) from None
         except (BadMessage, ValueError, RecursionError):
-            raise _Gone("worker died: it wrote an invalid answer") from None
+            raise Gone("worker died: it wrote an invalid answer") from None
 
     def kill(self) -> None:
         """Ends it and all that it has started."""
         self._sandboxed.kill()
+
+
+class _EnvironmentProcess(AskedProcess):
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        source, step_s = settings.source, settings.step_s
+        super().__init__("megarl.environments.worker", (source.model_dump(), step_s), step_s, settings.sandbox, code_of(source))
+
+    def ask(self, request: WorkerRequest) -> Turn:
+        """The answer. EnvironmentFailed where the environment has none, Gone where the process is done with."""
+        self.send(request)
+        match self.receive(self.step_s + GRACE_S):
+            case ["turn", messages, reward, bool(done), info]:
+                with suppress(ProtocolFault):  # which the worker has looked at, unless the environment has written itself
+                    said = None if messages is None else read_messages(messages, request[0])
+                    earned, numbers = read_numbers(reward, info)
+                    if said is not None or done or request[0] != "step":
+                        return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
+            case ["failed", str(text)]:
+                raise EnvironmentFailed(printable(text))
+        raise Gone("worker died: it wrote what is no answer")

@@ -1,7 +1,8 @@
 """Tools that the model calls in the format of its chat template: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
 Each call is answered by a message of the role `tool`, a malformed one by a message that says so. A turn without a call is the answer, and
-ends the episode. A Python program runs in a sandbox of its own, which is gone afterwards: no program meets what another has left.
+ends the episode. A Python program runs in a sandbox of its own, which is gone afterwards: no program meets what another has left. Functions
+of the user's stay imported (own_tools.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import select
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from megarl.config import EnvironmentSettings, SandboxSettings, ToolsEnvironment
 from megarl.environments.calculator import calculate
+from megarl.environments.own_tools import OwnTools
 from megarl.environments.protocol import Message, Turn
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
@@ -45,6 +48,8 @@ class ToolsHost:
 
     def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings) -> None:
         self.source, self._settings = source, settings
+        self._names = [tool.rpartition(":")[2] for tool in source.tools]
+        self._own = OwnTools(source.own, settings, source.output_chars)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="tools")
 
     def open(self) -> ToolsEpisode:
@@ -54,17 +59,21 @@ class ToolsHost:
     async def call(self, text: str) -> tuple[str, bool]:
         """What is answered to what stands between the tags, and whether a tool has worked."""
         try:
-            name, given = read_call(text, self.source.tools)
+            name, arguments = read_call(text, self._names)
             if name == "calculator":
-                return calculate(given), True
+                return calculate(arguments["expression"]), True
         except ValueError as fault:
             return f"error: {fault}", False
         settings, most = self._settings, self.source.output_chars
-        work = asyncio.get_running_loop().run_in_executor(self._threads, run_python, given, settings.step_s, most, settings.sandbox)
-        return await work
+        if name == "python":
+            work = partial(run_python, arguments["code"], settings.step_s, most, settings.sandbox)
+        else:
+            work = partial(self._own.call, name, arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Waits for nothing: each program ends in time. Can be called twice."""
+        """Waits for nothing: each call ends in time. Can be called twice."""
+        self._own.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -95,8 +104,8 @@ class ToolsEpisode:
         """Nothing is held."""
 
 
-def read_call(text: str, tools: Sequence[str]) -> tuple[str, str]:
-    """A call's tool and its argument. ValueError, with what the model should know, where it is malformed."""
+def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """A call's tool and its arguments. ValueError, with what the model should know, where it is malformed."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -106,9 +115,10 @@ def read_call(text: str, tools: Sequence[str]) -> tuple[str, str]:
         raise ValueError('a call has a text "name" and an object "arguments"')
     if name not in tools:
         raise ValueError(f"there is no tool {name!r:.80} (there are: {', '.join(tools)})")
-    if list(arguments) != [ARGUMENTS[name]] or not isinstance(arguments[ARGUMENTS[name]], str):
-        raise ValueError(f"{name} takes one argument, the text {ARGUMENTS[name]!r}")
-    return name, arguments[ARGUMENTS[name]]
+    known = ARGUMENTS.get(name)  # a function of the user's looks at its own
+    if known is not None and (list(arguments) != [known] or not isinstance(arguments[known], str)):
+        raise ValueError(f"{name} takes one argument, the text {known!r}")
+    return name, arguments
 
 
 def run_python(code: str, seconds: float, most: int, sandbox: SandboxSettings) -> tuple[str, bool]:

@@ -87,6 +87,8 @@ def _of_the_hub(path: Path) -> str:
     """What to do where the path is a name of the Hub, of which nothing is fetched here."""
     here = Path.cwd()
     parts = path.relative_to(here).parts if path.is_relative_to(here) else path.parts
+    if len(parts) == 2 and parts[0] == "models":  # where such a line puts what it fetches
+        return f" (of the Hugging Face Hub? hf download ORGANISATION/{parts[1]} --local-dir models/{parts[1]})"
     if len(parts) != 2 or path.parent.exists() or path.is_absolute() and not path.is_relative_to(here):
         return ""
     return f" (a name of the Hugging Face Hub? hf download {'/'.join(parts)} --local-dir models/{parts[1]})"

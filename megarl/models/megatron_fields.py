@@ -69,6 +69,7 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
         raise ConfigError(f"model.megatron.attention_backend: {attention!r} is none of {', '.join(ATTENTION)}")
     if overrides:
         owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
+        owned["recompute_granularity"] = "set by model.recompute"
         check_values("model.megatron", overrides, megatron_fields(), owned, "Megatron's TransformerConfig")
 
 

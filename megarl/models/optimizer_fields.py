@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config import OptimizerSettings
+from megarl.config import ConfigError, OptimizerSettings
 from megarl.models.upstream_fields import check_values, fields_of
 
 _ADAMW = "the optimizer is AdamW, distributed over the ranks"
@@ -96,3 +96,7 @@ def check_optimizer(key: str, settings: OptimizerSettings) -> None:
     for name, given, fields, owned, what in mappings:
         if given:
             check_values(f"{key}.{name}", given, fields(), owned, what)
+    if settings.megatron.get("optimizer_cpu_offload") and not settings.offloaded:
+        raise ConfigError(
+            f"{key}.megatron.optimizer_cpu_offload=True: optimizer_offload_fraction=0, Megatron's default, offloads nothing; 1.0 all"
+        )

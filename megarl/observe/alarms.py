@@ -15,15 +15,15 @@ COLLAPSE = {
     "entropy_collapse": ("actor/entropy", 0.01),
     "length_collapse": ("response_length/mean", 0.1),
 }
-BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, so many steps on end
+BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, this many steps in a row
 WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below this: 0 but for noise
 PROFILE = "critic_by_position/"
-KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, so many steps on end
-OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, so many steps on end
+KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, this many steps in a row
+OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, this many steps in a row
 FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
 SMOOTHED = 3  # steps whose mean reward counts
-STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this in a run whose engines are ahead, so many steps on end
-REROUTED_STEPS = 3  # a share of experts above routing.alarm, so many steps on end
+STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this with engines ahead, this many steps in a row
+REROUTED_STEPS = 3  # a share of experts above routing.alarm, this many steps in a row
 
 
 class Alarms:
@@ -41,7 +41,7 @@ class Alarms:
         # Steps of the policy: all, those without a gradient, those of equal rewards, those of which most responses were cut and not scored.
         self._steps = self._still = self._equal = self._unscored = 0
         self._given: set[str] = set()
-        self._lasted: dict[str, int] = {}  # for how many steps on end
+        self._lasted: dict[str, int] = {}  # for how many steps in a row
         self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
         # Of each set the best held-out score, the reward at that time, the score's standard error.
         self._best: dict[str, tuple[float, float | None, float]] = {}
@@ -56,12 +56,12 @@ class Alarms:
         return new
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """For how many steps on end the sign has been there."""
+        """For how many steps in a row the sign has been there."""
         self._lasted[sign] = self._lasted.get(sign, 0) + 1 if there else 0
         return self._lasted[sign]
 
     def _dead(self, values: Mapping[str, float]) -> dict[str, str]:
-        """What has been wrong for some steps on end, and what to try."""
+        """What has been wrong for several steps in a row, and what to try."""
         if "reward/mean" not in values:  # no step of reinforcement learning
             return {}
         for name, value in values.items():
@@ -161,7 +161,7 @@ class Alarms:
                     f"KL beyond target: for {steps} steps more than {KL_EXCESS:g} times algorithm.kl_target={target:g}, now {kl:.3g} "
                     "nats per response; raise algorithm.kl_coef or shorten algorithm.kl_horizon"
                 )
-        outside = values.get("reward/outside/mean")
+        outside = next((share for name, share in values.items() if name.startswith("reward/") and name.endswith("/outside/mean")), None)
         if outside is not None:
             steps = self._lasts("outside", outside > OUTSIDE)
             if steps >= OUTSIDE_STEPS:

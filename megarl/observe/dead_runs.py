@@ -9,7 +9,7 @@ Values = Mapping[str, float]
 Seen = Callable[[Values, Values], str | None]
 """Of a step's metrics and the first one's: what is there, with the numbers; "" where nothing is; None where it cannot be told."""
 
-STEPS = 3  # on end, then it is no chance
+STEPS = 3  # in a row, then it is not chance
 TRUNCATED = 0.99  # share of the responses that is as good as all
 UNSCORED = 0.5  # share of the responses above which most of them score 0 for being cut
 EXPLODED, NATS = 3.0, 1.0  # entropy: so many times the first, and above it by more than this

@@ -77,7 +77,7 @@ class Run:
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
         self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
-        self._judged = self._useless = 0  # responses that could be scored; calls on end that scored none
+        self._judged = self._useless = 0  # responses that could be scored; calls in a row that scored none
         self._warnings: dict[str, str] = {}
         self._aside: Path | None = None  # where what was here before is now
         self._restarts: list[dict[str, Any]] = []
@@ -181,7 +181,7 @@ class Run:
     def failures(self, scores: Iterable[Score]) -> None:
         """Shows the first message of each kind of failure of the reward function, once a run.
 
-        RewardUnavailable where it has failed on every response of so many calls on end.
+        RewardUnavailable where it has failed on every response of USELESS calls in a row.
         """
         scores = list(scores)
         if not scores:

@@ -82,11 +82,12 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run. Without WANDB_API_KEY (or a mode in WANDB_MODE) it is recorded offline, for `wandb sync` later; it never asks."""
 
-    def __init__(self, directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings) -> None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
-        self._run = wandb.init(project="megarl", name=name, dir=str(directory), config=dict(config), mode=mode)
+        place: dict[str, Any] = {"project": settings.wandb_project, "entity": settings.wandb_entity, "dir": str(directory)}
+        self._run = wandb.init(**place, name=name, config=dict(config), mode=mode)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -137,5 +138,5 @@ def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings
     if settings.tensorboard:
         writers.append(TensorBoard(directory / "tensorboard", purge))
     if settings.wandb:
-        writers.append(WeightsAndBiases(directory, name, config))
+        writers.append(WeightsAndBiases(directory, name, config, settings))
     return Writers(writers)

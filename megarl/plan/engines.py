@@ -30,6 +30,11 @@ class EngineMemory:
     longest: int  # tokens of a sequence
 
     @property
+    def room(self) -> bool:
+        """Whether one sequence of the greatest length has room for its keys and values."""
+        return self.cache >= self.token * self.longest
+
+    @property
     def live(self) -> float:
         """Sequences of the greatest length whose keys and values are there at once."""
         return max(0.0, self.cache) / (self.token * self.longest)

@@ -1,9 +1,11 @@
-"""What a check refuses because no GPU of the run could hold it."""
+"""What a check refuses because no GPU of the run could hold it, and what it warns of."""
 
 from __future__ import annotations
 
-from megarl.config import ConfigError, RunSettings
+from megarl.config import ConfigError, RunSettings, TrainConfig
 from megarl.plan.devices import device_of
+from megarl.plan.facts import facts
+from megarl.plan.host import payload
 from megarl.plan.whole import build, models_of
 
 
@@ -18,3 +20,11 @@ def check_fits(config: RunSettings) -> None:
     plan = build(config, models_of(config), device_of(memory), memory)
     if plan.faults:
         raise ConfigError("\n".join(f"{fault} (`megarl plan` ranks layouts that fit)" for fault in plan.faults))
+
+
+def warnings(config: RunSettings) -> list[str]:
+    """What a check lets pass, and the run would be slower for."""
+    if not isinstance(config, TrainConfig):
+        return []
+    warning = payload(config, facts(models_of(config)["model"])).warning
+    return [] if warning is None else [warning]

@@ -16,6 +16,28 @@ RANK, ENGINE = 6 * GB, 8 * GB  # a process with torch, Megatron or vLLM, and CUD
 
 
 @dataclass(frozen=True)
+class Payload:
+    """What the engines of a run put into Ray's object stores, in bytes."""
+
+    store: float  # of each node
+    nodes: int  # with engines
+    step: float  # of all engines, in a step
+    batches: int  # steps' worth that are there at once
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be known where the steps that are there exceed the object stores."""
+        together = self.step * self.batches
+        if together <= self.store * self.nodes:
+            return None
+        return (
+            f"cluster.object_store_mb={int(self.store) >> 20}: the responses of {self.batches} step{'s' * (self.batches > 1)} take "
+            f"{together / GB:.1f} GB, more than {self.nodes} x {self.store / GB:.1f}: Ray writes the rest to disk; "
+            f"{ceil(together / self.nodes / (1 << 20))} holds them"
+        )
+
+
+@dataclass(frozen=True)
 class NodeMemory:
     """A node, in bytes."""
 
@@ -25,9 +47,7 @@ class NodeMemory:
     routes: float  # experts of the step's tokens, which the ranks hold from the old log-probs to the last update: at most
     engines: float
     store: float  # Ray's object store, as configured
-    step: float  # what the engines of all nodes put into the object stores in a step
-    batches: int  # steps' worth that are there at once
-    nodes: int  # with engines
+    payload: Payload
 
     @property
     def total(self) -> float:
@@ -39,11 +59,6 @@ class NodeMemory:
         parts = {"processes": self.ranks + self.engines, "checkpoint staging": self.staging, "waiting models": self.waiting}
         parts |= {"the experts of a step's tokens": self.routes, "the object store": self.store}
         return f"a node needs {self.total / GB:.0f} GB: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size)
-
-    @property
-    def spills(self) -> bool:
-        """Whether the steps that are there exceed the object stores."""
-        return self.step * self.batches > self.store * self.nodes
 
 
 def plan_host(
@@ -71,9 +86,18 @@ def plan_host(
         routes=here * max(routes(config, its, critic, group) for group in groups),
         engines=there * ENGINE if shared or nodes == 1 else 0,
         store=config.cluster.object_store_mb << 20,
-        step=_step(config.rollout, config.train.prompts_per_step, config.routing.reported, its),
-        batches=batches(config.rollout.mode, config.rollout.max_lag),
-        nodes=-(-engine_gpus // NODE),
+        payload=payload(config, its),
+    )
+
+
+def payload(config: TrainConfig, its: Facts) -> Payload:
+    """What the engines of a run put into the object stores."""
+    rollout = config.rollout
+    return Payload(
+        store=config.cluster.object_store_mb << 20,
+        nodes=-(-rollout.replicas * rollout.tp // NODE) if config.cluster.gpus else 1,
+        step=_step(rollout, config.train.prompts_per_step, config.routing.reported, its),
+        batches=batches(rollout.mode, rollout.max_lag),
     )
 
 

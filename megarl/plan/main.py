@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import VERBS
-from megarl.config import ConfigError, RunSettings, TrainConfig, load
+from megarl.config import ConfigError, RunSettings, load, optimizers
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.optimizer_fields import check_optimizer
 from megarl.plan.devices import DEVICES, device_of
-from megarl.plan.search import FittingLayout, search
+from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
 
@@ -54,9 +55,12 @@ def main(arguments: Sequence[str]) -> int:
     device = DEVICES[given.device] if given.device else device_of(memory)
     models = models_of(config)
     check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout))
+    for key, optimizer in optimizers(config).items():
+        check_optimizer(key, optimizer)
     plan = build(config, models, device, memory, given.gpus)
-    found = search(config, models, device, memory, plan.gpus, shared=plan.shared) if isinstance(config, TrainConfig) else []
-    say(json.dumps(_plain(plan, found), indent=1)) if given.json else _show(plan, found)
+    found = search(config, models, device, memory, plan.gpus)
+    closest = nearest(config, models, device, memory, plan.gpus) if plan.faults and not found else None
+    say(json.dumps(_plain(plan, found), indent=1)) if given.json else _show(plan, found, closest)
     return 0
 
 
@@ -74,13 +78,13 @@ def _plain(plan: Plan, found: Sequence[FittingLayout]) -> dict[str, Any]:
     return {**asdict(plan), "groups": groups, "layouts": layouts}
 
 
-def _show(plan: Plan, found: Sequence[FittingLayout]) -> None:
+def _show(plan: Plan, found: Sequence[FittingLayout], closest: str | None) -> None:
     from rich.console import Console
 
     from megarl.plan.show import tables
 
     shown, text = os.isatty(1), io.StringIO()
     console = Console(file=text, force_terminal=shown, width=None if shown else 160, highlight=False)
-    for part in tables(plan, found):
+    for part in tables(plan, found, closest):
         console.print(part, soft_wrap=isinstance(part, str), markup=False)
     say(text.getvalue().rstrip("\n"))

@@ -39,8 +39,7 @@ class StageMemory:
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    weights: float  # of the models on the device, with what CUDA takes
-    resident: float  # with gradients and optimizer
+    resident: float  # of the models on the device: weights, gradients and optimizer, with what CUDA takes
     waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
     host: float  # of what waits in host memory by `placement.offload`
     offloaded: float  # of optimizers that work in host memory
@@ -120,7 +119,6 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
         phase=phase,
         parts={**phases[phase], "context": context},
-        weights=(held[0] if work.offload else everything).weights + context,
         resident=(held[0] if work.offload else everything).total + context,
         waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,
@@ -135,9 +133,8 @@ def _parts(held: States) -> dict[str, float]:
 def recompute_of(settings: ModelSettings) -> Recompute:
     """What `model` says is computed again; `model.megatron` may say it more exactly."""
     fields = settings.megatron
-    kind = fields.get("recompute_granularity", settings.recompute) or "none"
-    together = int(fields.get("recompute_num_layers") or 1) if kind == "full" else 1
-    return Recompute(kind, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
+    together = int(fields.get("recompute_num_layers") or 1) if settings.recompute == "full" else 1
+    return Recompute(settings.recompute, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
 
 
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,13 +10,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.cluster.demand import assign_roles
-from megarl.config import Layout, TrainConfig
+from megarl.config import Layout, LearnConfig, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
-from megarl.plan.devices import NODE, Device
-from megarl.plan.whole import Models, build
+from megarl.plan.devices import GB, NODE, Device
+from megarl.plan.engines import plan_engine
+from megarl.plan.remedies import overrides, ways
+from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
+ENGINES = (1, 2, 4, 8)  # GPUs of an engine
 
 
 @dataclass(frozen=True)
@@ -25,69 +27,121 @@ class FittingLayout:
     """A layout that fits."""
 
     layout: Layout
-    replicas: int
+    replicas: int  # engines; 0: a stage without them
     engine_tp: int
     bytes: float  # of the worst rank
+    host: float  # bytes of host memory of a node; 0: not planned
     live: float  # sequences of the greatest length in an engine
     seconds: float  # of a step
     changes: tuple[str, ...]  # overrides that make it of the configuration
 
 
-def search(
-    config: TrainConfig, models: Models, device: Device, memory_gb: float, gpus: int, *, shared: bool, most: int = 8
-) -> list[FittingLayout]:
+def search(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, *, most: int = 8) -> list[FittingLayout]:
     """The quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
+    As the configuration is, and where nothing fits so, with the first of the remedies (`ways`) with which something does.
+
     Args:
-        config: of the run, whose batch, recomputation and engines' share of memory stay.
+        config: of the run, whose batch and engines' share of memory stay.
+        models: of `models_of`.
+        device: whose speed the times follow from.
+        memory_gb: of each GPU.
+        gpus: how many there are: each a rank's or an engine's, or where these take turns, both.
+        most: how many are returned.
+    """
+    engines = [tp for tp in ENGINES if _has_room(config, models["model"], memory_gb, tp)]
+    for way in ways(config, gpus):
+        found = []
+        for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
+            if not plan.faults and plan.times is not None:
+                worst = max(group.worst.total for group in plan.groups)
+                engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
+                tp, live = (engine.tp, engine.live) if engine is not None else (0, 0.0)
+                host, changes = plan.host.total if plan.host is not None else 0, overrides(config, tried)
+                found.append(FittingLayout(tried.layout, replicas, tp, worst, host, live, plan.times.step, changes))
+        if found:
+            quickest = min(one.seconds for one in found)
+            found.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
+            return found[:most]
+    return []
+
+
+def nearest(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str | None:
+    """Of the layouts that do not fit the one that needs the least of a GPU: its overrides, and what it needs; None where there is none.
+
+    Args:
+        config: of the run.
         models: of `models_of`.
         device: whose speed the times follow from.
         memory_gb: of each GPU.
         gpus: how many there are.
-        shared: engines and ranks take turns on all of them; else each GPU is a rank's or an engine's.
-        most: how many are returned.
     """
-    if config.placement.critic or config.placement.reference or config.placement.reward:
-        return []  # the ranks of several groups are not dealt out here
-    found = []
-    for tried in _candidates(config, models["model"], gpus, shared=shared):
+    last = ways(config, gpus)[-2:]  # with all that spares memory, engines apart and not
+    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, ENGINES)]
+    if not plans:
+        return None
+    tried, plan = min(plans, key=lambda each: each[1].need)
+    needs = f"needs {plan.need / GB:.1f} GB of a GPU" if plan.need > plan.memory else f"lacks something else: {plan.faults[0]}"
+    return f"{' '.join(overrides(config, tried))} {needs}"
+
+
+def _has_room(config: RunSettings, hf: dict[str, Any], memory_gb: float, tp: int) -> bool:
+    """Whether engines over so many GPUs could do anything, whatever the ranks are."""
+    if not isinstance(config, TrainConfig):
+        return False
+    rollout = config.rollout.model_copy(update={"tp": tp})
+    return plan_engine(hf, rollout, rollout.dtype or config.model.dtype, memory_gb * GB).room
+
+
+def _plans(
+    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, engines: Sequence[int]
+) -> Iterator[tuple[TrainConfig | LearnConfig, Plan]]:
+    for tried in _candidates(config, models["model"], gpus, engines):
         try:
-            plan = build(tried, models, device, memory_gb, gpus)
-        except ConfigError:
+            yield tried, build(tried, models, device, memory_gb, gpus, remedies=False)
+        except ConfigError:  # does not divide the model
             continue
-        if not plan.faults and plan.engine is not None and plan.times is not None:
-            layout = tried.layout
-            worst = max(group.worst.total for group in plan.groups)
-            rollout = tried.rollout
-            changes = _changes(config, tried)
-            found.append(FittingLayout(layout, rollout.replicas, rollout.tp, worst, plan.engine.live, plan.times.step, changes))
-    if not found:
-        return []
-    quickest = min(one.seconds for one in found)
-    found.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
-    return found[:most]
 
 
-def _candidates(config: TrainConfig, hf: dict[str, Any], gpus: int, *, shared: bool) -> Iterator[TrainConfig]:
+def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[int]) -> Iterator[TrainConfig | LearnConfig]:
+    """The configuration with other layouts on so many GPUs, and other engines."""
     n = family_of(hf).sizes(hf)
+    experts = n.experts or 1
+
+    def laid_out(layout: Layout) -> dict[str, Any]:
+        fields = _stages(config.model.megatron, config.layout.pp, layout, n.layers)
+        return {"layout": layout, "model": config.model.model_copy(update={"megatron": fields})}
+
+    if isinstance(config, LearnConfig):
+        for layout in _layouts(gpus, experts, config.learn.batch_size):
+            yield config.model_copy(update=laid_out(layout))
+        return
+    assert isinstance(config, TrainConfig)
+    if config.placement.critic or config.placement.reference or config.placement.reward:
+        return  # the ranks of several groups are not dealt out here
+    shared = config.placement.engines == "shared"
     splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))
-    sizes = [[size for size in POWERS if size <= most] for most in (NODE, 16, NODE, n.experts or 1)]
+    sequences = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.mini_batches
     offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
-    for ranks, (tp, pp, cp, ep), engine_tp, offload in product(sorted(splits), product(*sizes), (1, 2, 4, 8), offloads):
+    for ranks in sorted(splits):
         engine_gpus = gpus if shared else gpus - ranks
-        if engine_gpus % engine_tp:
-            continue
+        for layout, engine_tp, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
+            if engine_gpus % engine_tp == 0:
+                rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
+                placement = config.placement.model_copy(update={"offload": offload})
+                yield config.model_copy(update={**laid_out(layout), "rollout": rollout, "placement": placement})
+
+
+def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:
+    """The layouts of so many ranks, of which each has a sequence."""
+    sizes = [[size for size in POWERS if size <= most] for most in (NODE, 16, NODE, experts)]
+    for tp, pp, cp, ep in product(*sizes):
         try:
             layout = Layout(ranks=ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=1)
         except ValidationError:
             continue
-        sequences = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.mini_batches
-        if layout.dp > sequences:
-            continue
-        model = config.model.model_copy(update={"megatron": _stages(config.model.megatron, config.layout.pp, layout, n.layers)})
-        rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
-        placement = config.placement.model_copy(update={"offload": offload})
-        yield config.model_copy(update={"layout": layout, "rollout": rollout, "model": model, "placement": placement})
+        if layout.dp <= sequences:
+            yield layout
 
 
 def _stages(megatron: Mapping[str, Any], pp: int, layout: Layout, layers: int) -> dict[str, Any]:
@@ -102,13 +156,3 @@ def _stages(megatron: Mapping[str, Any], pp: int, layout: Layout, layers: int) -
         if rest > 1:
             fields |= {ends[0]: rest - rest // 2, ends[1]: rest // 2}
     return fields
-
-
-def _changes(config: TrainConfig, tried: TrainConfig) -> tuple[str, ...]:
-    """The overrides that differ from the configuration."""
-    pairs = [(f"layout.{key}", getattr(config.layout, key), getattr(tried.layout, key)) for key in Layout.model_fields]
-    pairs += [(f"rollout.{key}", getattr(config.rollout, key), getattr(tried.rollout, key)) for key in ("replicas", "tp")]
-    pairs.append(("placement.offload", config.placement.offload, tried.placement.offload))
-    keys = config.model.megatron.keys() | tried.model.megatron.keys()
-    pairs += [(f"model.megatron.{key}", config.model.megatron.get(key), tried.model.megatron.get(key)) for key in sorted(keys)]
-    return tuple(f"{key}={json.dumps(new)}" for key, old, new in pairs if old != new)

@@ -14,10 +14,16 @@ from megarl.plan.whole import Plan
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "context")
 
 
-def tables(plan: Plan, found: Sequence[FittingLayout]) -> Iterator[Table | str]:
-    """What `megarl plan` prints, from top to bottom."""
+def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = None) -> Iterator[Table | str]:
+    """What `megarl plan` prints, from top to bottom.
+
+    Args:
+        plan: of the configuration.
+        found: of `search`.
+        closest: of `nearest`, where nothing fits.
+    """
     ranks = sum(group.layout.ranks for group in plan.groups)
-    where = f"{ranks} for ranks, {plan.engines} for engines" + (", the same ones" if plan.shared else "")
+    where = f"{ranks} for ranks" + (f", {plan.engines} for engines" if plan.engines else "") + (", the same ones" if plan.shared else "")
     yield (
         f"{plan.architecture}: {plan.parameters / 1e9:.1f} B parameters, {plan.active / 1e9:.1f} B active; {plan.gpus} GPUs of "
         f"{plan.memory / GB:g} GB ({where}). GB are 10^9 bytes."
@@ -35,7 +41,11 @@ def tables(plan: Plan, found: Sequence[FittingLayout]) -> Iterator[Table | str]:
         yield _found(found)
         yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
     yield from (f"assumed: {note}" for note in plan.notes)
+    if plan.host is not None and plan.host.payload.warning is not None:
+        yield f"warning: {plan.host.payload.warning}"
     yield from (f"does not fit: {fault}" for fault in plan.faults)
+    if closest is not None:
+        yield f"no layout fits these GPUs; the nearest, {closest}"
     if not plan.faults:
         yield "fits"
 
@@ -103,9 +113,9 @@ def _host(plan: Plan) -> Table:
         f"{host.routes / GB:.1f}",
         f"{host.store / GB:.1f}",
         f"{host.total / GB:.0f}",
-        f"{host.step / GB:.1f}"
-        + (f" x {host.batches} steps" if host.batches > 1 else "")
-        + (f", more than {host.nodes} x {host.store / GB:.1f}: it spills" if host.spills else ""),
+        f"{host.payload.step / GB:.1f}"
+        + (f" x {host.payload.batches} steps" if host.payload.batches > 1 else "")
+        + (", and it spills" if host.payload.warning else ""),
     )
     return table
 
@@ -129,16 +139,11 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _found(found: Sequence[FittingLayout]) -> Table:
-    table = _table("layouts that fit, fastest first", "", "ranks", "tp", "pp", "cp", "ep", "dp", "engines", "GB rank", "live", "s step")
+    engines = ["GB node", "engines", "live"] if found[0].replicas else []
+    sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
+    table = _table("layouts that fit, fastest first", "", *sizes, "GB rank", *engines, "s step")
     for number, one in enumerate(found, 1):
-        layout = one.layout
-        sizes = [layout.ranks, layout.tp, layout.pp, layout.cp, layout.ep, layout.dp]
-        table.add_row(
-            str(number),
-            *map(str, sizes),
-            f"{one.replicas} x tp {one.engine_tp}",
-            f"{one.bytes / GB:.1f}",
-            f"{one.live:.0f}",
-            f"{one.seconds:.0f}",
-        )
+        theirs = [f"{one.host / GB:.0f}", f"{one.replicas} x tp {one.engine_tp}", f"{one.live:.0f}"] if engines else []
+        layout = [str(getattr(one.layout, size)) for size in sizes]
+        table.add_row(str(number), *layout, f"{one.bytes / GB:.1f}", *theirs, f"{one.seconds:.0f}")
     return table

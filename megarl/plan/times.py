@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config import Layout, RolloutSettings, StepSettings, TrainConfig
+from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
 from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
 from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
@@ -77,8 +77,7 @@ def plan_times(
     layout, train, rollout = config.layout, config.train, config.rollout
     tokens = _tokens(train, rollout)
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
-    forward = tokens * forward_flops(its, elements, _length(rollout)) / layout.ranks / (device.flops * TRAIN_MFU)
-    forward += tokens / layout.dp * _exchanged(its, layout, device)
+    forward = _forward(tokens, _length(rollout), its, elements, layout, device)
     bubble = 1 + (layout.pp - 1) / (micro_batches(train, rollout, layout) * (layout.vpp or 1))
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
@@ -92,6 +91,35 @@ def plan_times(
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, for the scores and for the update
         ahead=ahead,
     )
+
+
+def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device) -> StepTimes:
+    """The phases of a step of a supervised stage.
+
+    Args:
+        config: of the stage.
+        its: the model.
+        elements: its parameters.
+        device: every GPU.
+    """
+    layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
+    tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2)
+    forward = _forward(tokens, length, its, elements, layout, device)
+    bubble = 1 + (layout.pp - 1) / (max(1, round(tokens / layout.dp / learn.micro_batch_tokens)) * (layout.vpp or 1))
+    return StepTimes(
+        generate=0,
+        score=forward * bubble if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
+        update=forward * (3 + (config.model.recompute == "full")) * bubble + _reduced(elements, its, layout, device),
+        sync=0,
+        park=0,
+        ahead=False,
+    )
+
+
+def _forward(tokens: float, length: float, its: Facts, elements: int, layout: Layout, device: Device) -> float:
+    """Seconds of a forward pass over a step's tokens, without the pipeline's bubble."""
+    computed = tokens * forward_flops(its, elements, length) / layout.ranks / (device.flops * TRAIN_MFU)
+    return computed + tokens / layout.dp * _exchanged(its, layout, device)
 
 
 def _length(rollout: RolloutSettings) -> float:

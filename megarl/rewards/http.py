@@ -1,6 +1,6 @@
 """Scores responses through a server of the user's: any program that speaks this protocol.
 
-    POST <reward.source.url>    Content-Type: application/json    Authorization: Bearer <token>, where token_env names one
+    POST <url>    Content-Type: application/json    Authorization: Bearer <token>, where token_env names one
     {"samples": [{"prompt": "2+2=", "response": "4", "answer": "4", "meta": {...}, "finished": true}, ...]}
 
     200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, ...]}
@@ -27,14 +27,15 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, HttpReward
-from megarl.http_client import connected, shut, target, token_of
+from megarl.config.section import web_address
+from megarl.http_client import connected, shut, target, token_of, unanswered
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.verifiers import BadReturn, read_return
 from megarl.text import one_line
 
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
-TOKEN_KEY = "reward.source.token_env"
+LONGEST_URL = 4096  # characters
 SHOWN = 200  # bytes of what a server says beside a status
 LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
 PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
@@ -55,12 +56,39 @@ class _PermanentFault(_Fault):
     """An attempt failed in a way that the next one would too."""
 
 
-def check(source: HttpReward) -> None:
-    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once."""
+def check(source: HttpReward, key: str = "reward.source") -> None:
+    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once.
+
+    Args:
+        source: where it is, and how it is asked.
+        key: of the source in the configuration.
+    """
+    token = token_of(source.token_env, f"{key}.token_env")
     try:
-        _exchange(source, token_of(source.token_env, TOKEN_KEY), [], source.timeout_s, _ScoreCall(time.monotonic()))
+        url, place = address(source, key)
+    except ConfigError as error:
+        unanswered(str(error))
+        return
+    try:
+        _exchange(url, token, [], source.timeout_s, _ScoreCall(time.monotonic()))
     except (_TransientFault, _PermanentFault) as error:
-        raise ConfigError(f"reward.source.url: {source.url}: {error}") from None
+        unanswered(f"{place}: {error}")
+
+
+def address(source: HttpReward, key: str) -> tuple[str, str]:
+    """The address of a server, and what messages call it. ConfigError where `url_file` holds none."""
+    if source.url is not None:
+        return source.url, f"{key}.url: {source.url}"
+    assert source.url_file is not None, "as the configuration has checked"
+    place = f"{key}.url_file: {source.url_file}"
+    try:
+        with source.url_file.open(encoding="utf-8") as file:
+            url = web_address(file.read(LONGEST_URL).strip())
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return url, f"{place}: {url}"
 
 
 class HttpScorer:
@@ -70,11 +98,15 @@ class HttpScorer:
         source: where it is, and how it is asked.
         connections: batches of `source.batch_size` responses that are on their way at a time.
         require_finished: responses cut by the length limit score 0, unasked.
+        key: of the source in the configuration.
     """
 
-    def __init__(self, source: HttpReward, connections: int, require_finished: bool) -> None:
+    guarantee = None
+
+    def __init__(self, source: HttpReward, connections: int, require_finished: bool, key: str = "reward.source") -> None:
         self._source, self._connections, self._require_finished = source, connections, require_finished
-        self._token = token_of(source.token_env, TOKEN_KEY)
+        self._url, self._place = address(source, key)
+        self._token = token_of(source.token_env, f"{key}.token_env")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
@@ -106,7 +138,7 @@ class HttpScorer:
         while attempt < source.attempts and (left := end - time.monotonic()) > 0:
             attempt += 1
             try:
-                return _exchange(source, self._token, requests, min(source.timeout_s, left), call)
+                return _exchange(self._url, self._token, requests, min(source.timeout_s, left), call)
             except _PermanentFault as error:
                 fault = error
                 break
@@ -117,7 +149,7 @@ class HttpScorer:
             pause *= 2
         call.end()
         tried = f"{attempt} attempt{'' if attempt == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
-        raise RewardUnavailable(f"reward.source.url: {source.url}: {fault} ({tried})")
+        raise RewardUnavailable(f"{self._place}: {fault} ({tried})")
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +172,7 @@ class _ScoreCall:
             shut(open_socket)
 
 
-def _exchange(source: HttpReward, token: str | None, requests: Sequence[ScoreRequest], within_s: float, call: _ScoreCall) -> list[Score]:
+def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], within_s: float, call: _ScoreCall) -> list[Score]:
     """One request and its answer, done or failed after `within_s` seconds, however slowly the bytes come."""
     samples = [
         {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
@@ -148,7 +180,7 @@ def _exchange(source: HttpReward, token: str | None, requests: Sequence[ScoreReq
     ]
     body = json.dumps({"samples": samples}, default=str).encode()
     headers = {"Content-Type": "application/json", **({} if token is None else {"Authorization": f"Bearer {token}"})}
-    place, limit = urlsplit(source.url), LARGEST_SCORE * (len(samples) + 1)
+    place, limit = urlsplit(url), LARGEST_SCORE * (len(samples) + 1)
     try:
         with connected(place, within_s, call.sockets) as connection:
             connection.request("POST", target(place), body, headers)

@@ -120,7 +120,7 @@ class _ScoringProcess:
         self.pending: deque[int] = deque()  # in the order in which they will be answered
         self.deadline = time.monotonic() + START_S
         source = settings.source
-        code = [one.path.partition(":")[0] for one in alone(source) if isinstance(one, FunctionReward)]
+        code = [one.path.partition(":")[0] for one in alone(source).values() if isinstance(one, FunctionReward)]
         self.sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code, log)
         self.channel = self.sandboxed.channel
         self._send((source.model_dump(), settings.timeout_s))

@@ -23,6 +23,7 @@ class ScoreRequest:
     finished: bool  # ended by itself, not by the length limit
     earned: float = 0.0  # of an environment, in all turns
     failed: str | None = None  # how the environment did
+    judged: Score | None = None  # by the reward model on the ranks, where there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,12 @@ class RewardUnavailable(Stopped):
 
 
 class Scorer(Protocol):
-    """Scores responses by their text. A context manager: what it has started ends with it."""
+    """Scores responses. A context manager: what it has started ends with it."""
+
+    @property
+    def guarantee(self) -> str | None:
+        """For the console: what its scoring processes are kept from, and what not; None where it has none."""
+        ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One score a request, in their order; returns or raises in bounded time.

@@ -5,20 +5,48 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megarl.config import ConfigError, EnvironmentReward, FunctionReward, HttpReward, ReasoningGymReward, RewardSettings, alone
+from megarl.config import (
+    ConfigError,
+    EnvironmentReward,
+    FunctionReward,
+    HttpReward,
+    MathReward,
+    ModelReward,
+    ReasoningGymReward,
+    RewardSettings,
+    Section,
+    SumReward,
+    alone,
+)
 from megarl.rewards import http, processes
-from megarl.rewards.earned import EarnedScorer
+from megarl.rewards.known import EarnedScorer, JudgedScorer
 from megarl.rewards.score import Scorer
+from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process
 
 
 def open_scorer(settings: RewardSettings, log: Path | None = None) -> Scorer:
     """The scorer of a source, to be used in a `with`; what its processes print is added to `log`, or written to stderr."""
-    if isinstance(settings.source, HttpReward):
-        return http.HttpScorer(settings.source, settings.workers, settings.require_finished)
-    if isinstance(settings.source, EnvironmentReward):
-        return EarnedScorer()
-    return processes.ProcessScorer(settings, log)
+    source = settings.source
+    if not isinstance(source, SumReward):
+        return _without_processes(source, settings) or processes.ProcessScorer(settings, log)
+    keys = alone(source)
+    found = [(part, _without_processes(part.source, settings, key)) for part, key in zip(source.parts, keys, strict=True)]
+    others = [(part, scorer) for part, scorer in found if scorer is not None]
+    verifiers = processes.ProcessScorer(settings, log) if len(others) < len(found) else None
+    return verifiers if verifiers is not None and not others else SumScorer(verifiers, others)
+
+
+def _without_processes(source: Section, settings: RewardSettings, key: str = "reward.source") -> Scorer | None:
+    """The scorer of a source that needs no scoring processes; None for a verifier."""
+    match source:
+        case HttpReward():
+            return http.HttpScorer(source, settings.workers, settings.require_finished, key)
+        case EnvironmentReward():
+            return EarnedScorer()
+        case ModelReward():
+            return JudgedScorer()
+    return None
 
 
 def check(settings: RewardSettings) -> None:
@@ -26,26 +54,26 @@ def check(settings: RewardSettings) -> None:
 
     Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; of the source of evaluations, `reward.eval.path: ...`.
     """
-    _check_source(settings)
+    _check_source(settings, "reward.source")
     if settings.eval is not None and settings.eval != settings.source:
         try:
-            _check_source(settings.model_copy(update={"source": settings.eval}))
+            _check_source(settings.model_copy(update={"source": settings.eval}), "reward.eval")
         except ConfigError as error:
             raise ConfigError(str(error).replace("reward.source", "reward.eval", 1)) from None
 
 
-def _check_source(settings: RewardSettings) -> None:
-    source = settings.source
-    if not isinstance(source, HttpReward | EnvironmentReward):
+def _check_source(settings: RewardSettings, key: str) -> None:
+    parts = alone(settings.source, key)
+    if any(isinstance(one, ReasoningGymReward | MathReward | FunctionReward) for one in parts.values()):
         process.check(settings.sandbox, "reward.sandbox")
-    for number, one in enumerate(alone(source)):
-        key = f"reward.source.parts.{number}.source" if one is not source else "reward.source"
+    for place, one in parts.items():
         if isinstance(one, ReasoningGymReward) and one.extract is not None:
             try:
                 re.compile(one.extract)
             except re.error as error:
-                raise ConfigError(f"{key}.extract: {one.extract!r} is not a regular expression: {error}") from None
-    if any(isinstance(one, FunctionReward) for one in alone(source)):
+                raise ConfigError(f"{place}.extract: {one.extract!r} is not a regular expression: {error}") from None
+    if any(isinstance(one, FunctionReward) for one in parts.values()):
         processes.check(settings)
-    if isinstance(source, HttpReward):
-        http.check(source)
+    for place, one in parts.items():
+        if isinstance(one, HttpReward):
+            http.check(one, place)

@@ -27,6 +27,7 @@ EVALUATING = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
+VERIFIERS = ("reasoning_gym", "math_verify", "function")  # the types of sources that run in scoring processes
 LARGEST = 1e9  # a score whose square, summed over a step, is still a float32
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's compute_score
 
@@ -49,6 +50,8 @@ def load(source: dict[str, Any]) -> Verifier:
 def _sum(parts: list[dict[str, Any]]) -> Verifier:
     made = list[tuple[str, float, Verifier]]()
     for number, part in enumerate(parts):
+        if part["source"]["type"] not in VERIFIERS:
+            continue  # megarl.rewards.weighted adds it
         try:
             made.append((part["name"], part["weight"], load(part["source"])))
         except ValueError as error:

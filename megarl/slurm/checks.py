@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.cluster.allocation import NODES
 from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import ConfigError, RunSettings
+from megarl.http_client import elsewhere
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
@@ -68,11 +70,13 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
             raise
         print(f"megarl: not compared with the cluster: {error}", file=sys.stderr)
     check_filled(job, demand(config), cpus)
+    check_python(job, version("torch"))
     with tempfile.TemporaryDirectory() as directory:
         planned: dict[str, Any] = {"nodes": [f"node {n}" for n in range(job.nodes)], "needed": job.nodes, "gpus": job.gpus_per_node}
         Path(directory, NODES).write_text(json.dumps(planned))
         cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
-        find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
+        with elsewhere():
+            find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
     return job
 
 
@@ -119,6 +123,12 @@ def check_container(job: Job) -> None:
     for mount in job.mount:
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"slurm: --mount: no such file: {mount.partition(':')[0]}")
+
+
+def check_python(job: Job, torch: str) -> None:
+    """ConfigError where GPUs would be given to this very Python, and it has torch's CPU build. `torch`: its version."""
+    if job.gpus_per_node and job.container is None and job.python == sys.executable and torch.endswith("+cpu"):
+        raise ConfigError("slurm: this Python has torch's CPU build: bash tools/setup.sh --gpu, then .venv-gpu/bin/megarl slurm ...")
 
 
 def partition_of(job: Job) -> Partition:

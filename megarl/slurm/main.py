@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser().parse_intermixed_args(list(arguments))
     root: Any = find(VERBS[given.verb].config)
     config: RunSettings = load(given.config, given.overrides, root)
+    if config.cluster.address == "auto":  # whatever cluster is there: in a job its own
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
     options = {name: value for name, value in vars(given).items() if name not in ("config", "overrides", "dry_run", "container")}
     image = given.container
     if image is not None and Path(image).exists():

@@ -22,13 +22,13 @@ from megarl.config import (
     ConfigError,
     CriticSettings,
     Layout,
-    ModelReward,
     ModelSettings,
     RolloutSettings,
     RoutingSettings,
     RunSettings,
     TrainConfig,
     ValueConfig,
+    model_of,
     optimizers,
 )
 from megarl.data.gym import all_drawn
@@ -145,7 +145,8 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
     """
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
-        raise ConfigError(f"cluster.interface: required on {len(allocation.nodes)} nodes, which must reach each other")
+        nodes = len(allocation.nodes)
+        raise ConfigError(f"cluster.interface: required on {nodes} nodes, which must reach each other (`ip -br address` lists those there)")
     if settings.gpus:
         try:
             place(kinds, [Node(name, sys.maxsize, allocation.gpus) for name in allocation.nodes[: allocation.needed]])
@@ -156,7 +157,10 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
 def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
     """ConfigError where a session of this machine alone has not the processes' GPUs among the `here` that there are."""
     if not here:
-        raise ConfigError("cluster.gpus=true: this machine has no GPU (cluster.gpus=false runs all of it on the CPU)")
+        raise ConfigError(
+            "cluster.gpus=true: this machine has no GPU; what is to run on a cluster's is checked by "
+            "`megarl slurm CONFIG.yaml --nodes N --gpus-per-node 8 --dry-run` (cluster.gpus=false is for small models on a CPU)"
+        )
     try:
         place(kinds, [Node("this machine", sys.maxsize, here)])
     except NoRoom as error:
@@ -359,8 +363,8 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
             check_value_model(config.model, config.rollout, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
         check_layout(hf, config.placement.reference, config.model.megatron)
-    if isinstance(config.reward.source, ModelReward):
-        path, key, layout = config.reward.source.path, "reward.source.path", config.placement.reward or config.layout
+    if (found := model_of(config.reward.source)) is not None:
+        key, path, layout = f"{found[0]}.path", found[1].path, config.placement.reward or config.layout
         check_value_model(config.model, config.rollout, path, key, layout)
         check_trained_head(path, key)
         read_range(path, key)

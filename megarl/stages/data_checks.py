@@ -13,12 +13,12 @@ from megarl.config import (
     EvalSet,
     MixtureSource,
     PairsConfig,
-    PromptFormat,
     PromptSource,
     ReasoningGymReward,
     ReasoningGymSource,
     RewardSettings,
     RolloutSettings,
+    SourceFormat,
     TrainConfig,
     alone,
 )
@@ -63,14 +63,14 @@ class PromptReader:
 
     Args:
         model: the Hugging Face directory whose tokenizer reads them.
-        data: says with `chat`, `template` and `system` how a prompt becomes tokens.
+        data: says with `chat`, `template` and `system` how a prompt becomes tokens, and what becomes of those that are too long.
         rollout: has the limit of its length.
         reward: how responses are scored.
         environment: whose episodes the prompts start, if any.
     """
 
     model: Path
-    data: PromptFormat
+    data: SourceFormat
     rollout: RolloutSettings
     reward: RewardSettings
     environment: EnvironmentSettings | None
@@ -94,7 +94,8 @@ class PromptReader:
         self._refuse_evaluating(source, key)
         data, most = self.data, self.rollout.max_prompt_tokens
         tokenizer, tools = load_tokenizer(self.model), tool_schemas(self.environment)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, most, key, system=data.system, tools=tools)
+        drop = data.overlong == "drop"
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, most, key, system=data.system, tools=tools, drop=drop)
         check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, data.system), most)
         return prompts
 
@@ -132,4 +133,4 @@ def check_data(config: TrainConfig) -> Data:
 
 def _scored_by_gym(reward: RewardSettings) -> bool:
     sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
-    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source))
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import ConfigError, EvalConfig, ModelReward, PairsConfig
+from megarl.config import ConfigError, EvalConfig, PairsConfig, model_of
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.environments.checks import check_environment
@@ -26,8 +26,8 @@ class PairPrompts:
 def check_eval(config: EvalConfig) -> list[HeldOut]:
     """All checks of `megarl eval`; its prompts."""
     check_engines_alone(config, "eval")
-    if isinstance(config.reward.source, ModelReward) and config.reward.eval is None:
-        raise ConfigError("reward.source.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
+    if (found := model_of(config.reward.source)) is not None and config.reward.eval is None:
+        raise ConfigError(f"{found[0]}.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
     check_reward(config.reward)
     check_environment(config.environment, config.data, config.reward, config.model.path)
     return PromptReader.of(config).sets(config.data.eval, config.eval)
@@ -36,8 +36,8 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
 def check_pairs(config: PairsConfig) -> PairPrompts:
     """All checks of `megarl pairs`; the prompts of both files."""
     check_engines_alone(config, "pairs")
-    if isinstance(config.reward.source, ModelReward):
-        raise ConfigError("reward.source.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
+    if (found := model_of(config.reward.source)) is not None:
+        raise ConfigError(f"{found[0]}.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
     for key in ("normalise", "overlong", "eval"):
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")

@@ -178,7 +178,7 @@ class Flow:
                     continue
                 found = self._work.finished(LOOK_S)
                 scores: Sequence[list[Score] | None] = [None] * len(found)
-                if self._reward.scorer is not None and found:
+                if not self._reward.on_ranks and found:
                     scores = self._scored([self._pool[asked].prompt for asked in found], list(found.values()))
                 self._arrived.extend((asked, responses, own) for (asked, responses), own in zip(found.items(), scores, strict=True))
         except BaseException as error:

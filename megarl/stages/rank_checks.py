@@ -55,6 +55,7 @@ class Pairs:
 def check_sft(config: SftConfig) -> Conversations:
     """All checks of `megarl sft`; its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
+    drop = data.overlong == "drop"
 
     def conversations(source: SftSource, key: str) -> list[Conversation]:
         if isinstance(source, SftMixture):
@@ -63,9 +64,9 @@ def check_sft(config: SftConfig) -> Conversations:
         if isinstance(source, ConversationSource):
             if not data.chat:
                 raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-            return load_conversations(source, tokenizer, limit, key, data.system)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system)
-        return answered(prompts, tokenizer, limit, key)
+            return load_conversations(source, tokenizer, limit, key, data.system, drop)
+        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system, drop=drop)
+        return answered(prompts, tokenizer, limit, key, drop)
 
     held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
     if data.eval is not None:

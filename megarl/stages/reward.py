@@ -1,4 +1,4 @@
-"""The reward of a run: a verifier of the texts in its own processes, or the reward model on the ranks."""
+"""The reward of a run: verifiers of the texts in their own processes, servers, environments, the reward model on the ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.config import ModelReward, RewardSettings
+from megarl.config import ModelReward, RewardSettings, model_of
 from megarl.data.prompts import Prompt
 from megarl.response import Response
-from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.scale import RewardScale, ScoreRange, read_range
 from megarl.rewards.score import Score, Scorer, ScoreRequest
 from megarl.rewards.sources import open_scorer
@@ -25,10 +24,14 @@ class Reward:
     """Scores responses."""
 
     settings: RewardSettings
-    scorer: Scorer | None  # None: the reward model scores
-    models: ModelGroups | None = None
-    known: ScoreRange | None = None  # of the reward model's scores on the held-out pairs of its training
+    scorer: Scorer
+    judge: Judge | None = None  # what it says is a reward, or a part of it
     scale: RewardScale | None = None
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether the ranks have to read the responses, too."""
+        return self.judge is not None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
         """One score per response, in order; `response.prompt` is the index of the prompt."""
@@ -40,14 +43,24 @@ class Reward:
         return replace(self, scale=scale)
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
-        if self.scorer is not None:
-            with _SCORING:
-                return self.scorer.score(requests(prompts, responses))
-        assert self.models is not None and isinstance(self.settings.source, ModelReward)
-        values, cut = self.models.rewards(responses) if responses else [], self.settings.source.unfinished
+        judged = None if self.judge is None else self.judge.scores(responses)
+        with _SCORING:
+            return self.scorer.score(requests(prompts, responses, judged))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The reward model on the ranks."""
+
+    source: ModelReward
+    models: ModelGroups
+    known: ScoreRange | None = None  # of its scores on the held-out pairs of its training
+
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
+        """What it says of each response."""
         scores = []
-        for response, value in zip(responses, values, strict=True):
-            constant = None if response.finished else cut
+        for response, value in zip(responses, self.models.rewards(responses) if responses else [], strict=True):
+            constant = None if response.finished else self.source.unfinished
             outside = {} if self.known is None else {"outside": float(constant is None and not self.known.has(value))}
             scores.append(Score(value if constant is None else constant, {"model": value, **outside}))
         return scores
@@ -58,14 +71,18 @@ class Scorers:
     """The scoring processes of a run; they start before the models, and import their verifiers in the meantime."""
 
     settings: RewardSettings
-    train: Scorer | None
-    eval: Scorer | None
+    train: Scorer
+    eval: Scorer
 
     def rewards(self, models: ModelGroups | None = None) -> tuple[Reward, Reward]:
-        """The rewards for training and for evaluations."""
-        source = self.settings.source
-        known = read_range(source.path, "reward.source.path") if isinstance(source, ModelReward) else None
-        return Reward(self.settings, self.train, models, known), Reward(self.settings, self.eval, models)
+        """The rewards for training and for evaluations. `models`: the ranks, which hold the reward model if there is one."""
+        found = model_of(self.settings.source)
+        if found is None or models is None:
+            return Reward(self.settings, self.train), Reward(self.settings, self.eval)
+        key, source = found
+        judge = Judge(source, models, read_range(source.path, f"{key}.path"))
+        held_out = replace(judge, known=None) if self.eval is self.train else None
+        return Reward(self.settings, self.train, judge), Reward(self.settings, self.eval, held_out)
 
 
 @contextmanager
@@ -78,20 +95,28 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: P
         log: the file to which their output is appended; None: stderr.
     """
     with ExitStack() as stack:
-        train = None if isinstance(settings.source, ModelReward) else stack.enter_context(open_scorer(settings, log))
+        train = stack.enter_context(open_scorer(settings, log))
         apart = settings.eval is not None and settings.eval != settings.source
         held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}), log)) if apart else train
-        for guarantee in dict.fromkeys(scorer.guarantee for scorer in (train, held_out) if isinstance(scorer, ProcessScorer)):
-            note(f"responses are scored in a sandbox: {guarantee}")
+        for guarantee in dict.fromkeys(scorer.guarantee for scorer in (train, held_out)):
+            if guarantee is not None:
+                note(f"responses are scored in a sandbox: {guarantee}")
         yield Scorers(settings, train, held_out)
 
 
-def requests(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ScoreRequest]:
-    """What a verifier needs from each response."""
+def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: Sequence[Score] | None = None) -> list[ScoreRequest]:
+    """What a scorer needs from each response.
 
-    def request(prompt: Prompt, response: Response) -> ScoreRequest:
+    Args:
+        prompts: that `response.prompt` counts.
+        responses: to be scored.
+        judged: what the reward model says of each, where there is one.
+    """
+
+    def request(prompt: Prompt, response: Response, said: Score | None) -> ScoreRequest:
         played = response.episode
         earned = (0.0, None) if played is None else (played.reward, played.error)
-        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned)
+        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned, said)
 
-    return [request(prompts[response.prompt], response) for response in responses]
+    said: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
+    return [request(prompts[response.prompt], response, one) for response, one in zip(responses, said, strict=True)]

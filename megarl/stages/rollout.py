@@ -148,7 +148,7 @@ class RolloutCollector:
                 number, greedy = key
                 (self._greedy if greedy else self._answers)[number] = responses
         ready = [n for n in sorted(self._answers) if n in self._greedy or not self._ctx.config.algorithm.needs_greedy]
-        together = self._reward.scorer is None
+        together = self._reward.on_ranks
         if ready and (not together or (ranks and not self.work.open)):
             phase: Callable[[str], AbstractContextManager[None]] = self._ctx.run.phase if ranks else lambda _: nullcontext()
             with phase("reward"):

@@ -58,7 +58,7 @@ class Rounds:
                 for more in responses:
                     there[more.index] = self._carried_on(there[more.index], more) if more.index in there else more
                 self._pool[index] = replace(self._pool[index], responses=[*there.values()])
-        if self._reward.scorer is not None or (ranks and not self.work.open):
+        if not self._reward.on_ranks or (ranks and not self.work.open):
             self._score()
         if self.work.open:
             return True

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.files import Content, LargeContent
-from megarl.checkpoints.resume import compare
+from megarl.checkpoints.resume import compare, held_by
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, SaveError
@@ -55,6 +55,7 @@ class _Trainer(BaseModel):
     run: _Run
     where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
     config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
+    held: dict[str, str] = {}  # of what its paths lead to; older checkpoints do not say
 
 
 class State(Protocol):
@@ -188,7 +189,7 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
 
 
 def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
-    differing = compare(saved.config, config.model_dump(mode="json"))
+    differing = compare(saved.config, config.model_dump(mode="json"), saved.held)
     before = saved.progress.sampler.count
     if saved.verb != verb:
         differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
@@ -211,6 +212,7 @@ class Checkpoints:
     def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
         self._settings, self._config, self._verb, self._run, self._models = config.save, config, verb, run, models
         self._saved: int | None = None  # the last step that was saved
+        self._held = held_by(config.model_dump())
 
     def load(self, resume: ResumePoint, state: State) -> None:
         """Restores models, optimizers, random states and `state` from the checkpoint."""
@@ -253,7 +255,7 @@ class Checkpoints:
         if step == self._saved:
             return
         where, config = self._models.folders, dump(self._config)
-        trainer = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config}
+        trainer = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config, "held": self._held}
         with self._run.phase("save"):
             with self._failures():
                 self._models.wait_for_save()  # a failure of the one before must not prevent this one

@@ -73,8 +73,8 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
     """
     samples = fetch(plan.payload_N, members)
     batch = pack(samples)
-    if plan.by_turn:
-        batch = batch.with_extra(turn_reward=turn_rewards(samples))
+    if plan.turn_weight:
+        batch = batch.with_extra(turn_reward=plan.turn_weight * turn_rewards(samples))
     experts_TLK = routed_experts(plan, members, batch.length_N, layers)
     if experts_TLK is not None:
         batch = batch.with_extra(routed_experts=experts_TLK)

@@ -21,7 +21,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back
 from megarl.cluster.shared_files import nodes_of
-from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, ModelReward, StepSettings, TrainConfig, total_steps
+from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
 from megarl.restarts import Restarts
@@ -360,7 +360,7 @@ def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence
 
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
     """What the ranks that hold the models of these roles are told of the run's training."""
-    train, critic, source = config.train, config.critic, config.reward.source
+    train, critic, judge = config.train, config.critic, model_of(config.reward.source)
     critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
     wished = None if critic is None else critic.micro_batch_tokens
     return RLSpec(
@@ -371,7 +371,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         critic=critic,
         critic_updates=critic_updates,
         critic_together=max(1, (wished or 0) // capacity(train, critic, roles)),
-        reward=source.path if isinstance(source, ModelReward) else None,
+        reward=None if judge is None else judge[1].path,
         old_logp=config.old_logp,
         offload=config.placement.offload,
         shared_devices=config.placement.engines == "shared",

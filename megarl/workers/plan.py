@@ -14,7 +14,7 @@ import numpy as np
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
-from megarl.config import EnvironmentReward, TrainConfig
+from megarl.config import EnvironmentReward, RewardSettings, SumReward, TrainConfig
 from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StepPlan:
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitating term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
-    by_turn: bool = False  # the rewards are those of an environment, which are known turn by turn
+    turn_weight: float = 0.0  # what a turn's reward of an environment counts in the reward; 0: there is none, or it is not known by turn
 
     @property
     def trained(self) -> list[int]:
@@ -132,8 +132,17 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         weight_N=weight_N.float().numpy(),
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
-        by_turn=isinstance(config.reward.source, EnvironmentReward) and config.reward.normalise is None,
+        turn_weight=turn_weight(config.reward),
     )
+
+
+def turn_weight(reward: RewardSettings) -> float:
+    """What the reward of an environment's turn counts where the turn ends; 0 where it has no place in the reward, or another scale."""
+    if reward.normalise is not None:
+        return 0.0
+    if isinstance(reward.source, SumReward):
+        return sum(part.weight for part in reward.source.parts if isinstance(part.source, EnvironmentReward))
+    return float(isinstance(reward.source, EnvironmentReward))
 
 
 def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> Tensor:

@@ -88,6 +88,10 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
 
 
 def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:
+    parts = (
+        f"{{name: judge, source: {{type: reward_model, path: {reward_model}}}, weight: 0.25}}",
+        f"{{name: far, source: {{type: http, url: '{url}'}}, weight: 0.75}}",
+    )
     sources = {
         "shared": (f"reward.source={{type: reward_model, path: {reward_model}}}", "reward.eval={type: reasoning_gym}"),
         "apart": (
@@ -96,6 +100,7 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
             "train.steps=1",
         ),
         "served": (f"reward.source={{type: http, url: '{url}'}}", "train.steps=1"),
+        "both": (f"reward.source={{type: sum, parts: [{', '.join(parts)}]}}", "reward.eval={type: reasoning_gym}", "train.steps=1"),
     }
     runs = {name: lab.run(Job(tmp_path / name, tiny_model, (*PPO, *source))).updates() for name, source in sources.items()}
     one = runs["shared"]

@@ -72,6 +72,24 @@ def test_the_installed_command_finds_a_reward_function_in_the_folder_where_it_is
     assert shown.returncode == 0 and shown.stdout == "megarl: job.yaml passes every check\n", shown.stderr
 
 
+def test_a_check_warns_of_an_object_store_that_is_too_small(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], termination: None
+) -> None:
+    (tmp_path / "job.yaml").write_text(EXAMPLE.replace("nowhere/at/all", str(tiny_model)))
+    lengths = (
+        "rollout.max_prompt_tokens=256",
+        "rollout.max_response_tokens=256",
+        "rollout.kv_cache_mb=32",
+        "rollout.samples_per_prompt=16384",
+    )
+    command = ["train", str(tmp_path / "job.yaml"), "--check", "cluster.gpus=false", "sync.transport=gloo", "routing.replay=r3", *lengths]
+    assert cli.main(command) == 0
+    warning, passed = capsys.readouterr().out.splitlines()
+    assert warning.startswith("megarl: warning: cluster.object_store_mb=200: ") and "passes every check" in passed
+    assert cli.main([*command, "cluster.object_store_mb=8000"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("verb", [*cli.VERBS, *cli.TOOLS])
 def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str], termination: None) -> None:
     with pytest.raises(SystemExit) as ended:

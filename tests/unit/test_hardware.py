@@ -45,7 +45,7 @@ def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
     [
         ([], 2, None),
         ([], 1, "2 GPUs are asked for, in blocks on one node each (policy 1x1, engines 1x1); there are 1 (1)"),
-        ([], 0, "this machine has no GPU (cluster.gpus=false runs all of it on the CPU)"),
+        ([], 0, "this machine has no GPU; .* `megarl slurm CONFIG.yaml --nodes N --gpus-per-node 8 --dry-run`"),
         (["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"], 8, None),
         (
             ["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"],

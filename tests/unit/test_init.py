@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
-from megarl.config import TrainConfig, load
+from megarl.cluster.demand import demand
+from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
+from megarl.plan.fits import check_fits
+from tests.unit.examples.test_configurations import QWEN3_30B_A3B, write_headers
 from tools.make_tiny_model import build
 
 SUMS = [{"question": f"{n} + 17?", "solution": str(n + 17), "level": n} for n in range(40)]
@@ -96,6 +99,60 @@ def test_columns_lengths_and_held_out_rows_are_those_of_the_data(folder: Path, t
     )
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Headers of Qwen3-30B-A3B, whose weights are holes, and a tiny model's tokenizer."""
+    model = tmp_path_factory.mktemp("large")
+    write_headers(model, QWEN3_30B_A3B)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_model / name, model / name)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rows", "root", "gpus", "gb"),
+    [
+        (SUMS, TrainConfig, 8, 80),
+        (SUMS, TrainConfig, 16, 80),
+        (SUMS, TrainConfig, 8, 141),
+        (TALKS, SftConfig, 16, 80),
+        (PAIRS, DpoConfig, 16, 80),
+    ],
+    ids=["8 x 80 GB", "16 x 80 GB", "8 x 141 GB", "talks", "pairs"],
+)
+def test_of_30_b_it_writes_what_fits(
+    folder: Path, large: Path, rows: list[dict[str, Any]], root: type[RunSettings], gpus: int, gb: int
+) -> None:
+    assert main(wrote(folder, rows, large, "--gpus", str(gpus), "--gpu-gb", str(gb))) == 0
+    config = load(folder / "own.yaml", [], root)
+    check_fits(config)
+    assert sum(kind.gpus * kind.processes for kind in demand(config)) == gpus and config.layout.ranks > 1
+    assert (config.cluster.gpu_memory_gb, config.model.recompute) == (gb, "full")
+    if isinstance(config, TrainConfig):
+        together = config.placement.engines == "shared"
+        assert config.sync.transport == ("cuda_ipc" if together else "nccl") and together == (gpus == 8)
+        assert (optimizers(config)["optimizer"].offloaded == 1) == (gpus * gb == 640), "of 640 GB weights, gradients and Adam take 550"
+    [note] = re.findall(r"^layout:  # of megarl plan, for (.*)$", (folder / "own.yaml").read_text(), re.MULTILINE)
+    assert re.match(rf"{gpus} GPUs of {gb} GB: the fullest rank needs \d+\.\d GB", note)
+
+
+def test_pairs_of_long_responses_fit_into_a_micro_batch(folder: Path, large: Path) -> None:
+    rows = [{"prompt": "?", "chosen": "yes " * 2100, "rejected": "no " * 2100}] * 4
+    assert main(wrote(folder, rows, large, "--gpus", "16")) == 0
+    config = load(folder / "own.yaml", [], DpoConfig)
+    assert 2 * 8192 < 2 * config.dpo.max_tokens <= config.dpo.micro_batch_tokens, "both sides of a pair"
+    assert config.layout.dp <= config.dpo.batch_size == len(rows)
+
+
+def test_of_30_b_it_refuses_gpus_that_are_too_few(folder: Path, large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(wrote(folder, SUMS, large, "--gpus", "2")) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"megarl: error: init: {large} does not fit 2 GPUs of 80 GB; the nearest layout, .* needs \d+\.\d GB of a GPU", said
+    )
+    assert not (folder / "own.yaml").exists()
+
+
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     shutil.copytree(tiny_model, folder / "endless")
@@ -111,6 +168,11 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
             wrote(folder, SUMS, Path("Qwen/Qwen3-0.6B")),
             f"megarl: error: model.path: no such directory: {folder}/Qwen/Qwen3-0.6B (a name of the Hugging Face Hub? "
             "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B)",
+        ),
+        (
+            wrote(folder, SUMS, Path("models/Qwen3-30B-A3B")),
+            f"megarl: error: model.path: no such directory: {folder}/models/Qwen3-30B-A3B (of the Hugging Face Hub? "
+            "hf download ORGANISATION/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B)",
         ),
         (wrote(folder, SUMS, folder / "endless"), "megarl: error: model.path: config.json lacks max_position_embeddings"),
         (

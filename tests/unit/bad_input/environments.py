@@ -61,12 +61,6 @@ TABLE = [
         SOURCE + r": .* an opening of 3\d tokens is longer than rollout\.max_prompt_tokens=16$",
     ),
     Case(
-        "a server that is not there",
-        "train",
-        given("environment={source: {type: http, url: 'http://127.0.0.1:1'}}", *EPISODES),
-        SOURCE + r": .*no answer",
-    ),
-    Case(
         "a game that is not there",
         "train",
         given("environment={source: {type: textarena, id: x}}", *EPISODES),

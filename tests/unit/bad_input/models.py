@@ -51,8 +51,14 @@ TABLE = [
     Case(
         "an optimizer that is offloaded from the CPU to the CPU",
         "train",
-        given("optimizer.megatron={optimizer_cpu_offload: true}"),
+        given("optimizer.megatron={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"),
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "an optimizer of which nothing is offloaded",
+        "train",
+        given("optimizer.megatron={optimizer_cpu_offload: true}"),
+        r"^optimizer\.megatron\.optimizer_cpu_offload=True: optimizer_offload_fraction=0, Megatron's default, offloads nothing; 1\.0 all$",
     ),
     Case(
         "layers in eight bits",
@@ -77,6 +83,12 @@ TABLE = [
         "train",
         given("optimizer.ddp={bucket_size: many}"),
         r"^optimizer\.ddp\.bucket_size: Input should be a valid integer.* \(got 'many'\)$",
+    ),
+    Case(
+        "recomputation beside model.recompute",
+        "train",
+        given("model.megatron={recompute_granularity: full}"),
+        r"^model\.megatron\.recompute_granularity: set by model\.recompute$",
     ),
     Case(
         "an argument of vLLM's that megarl sets",

@@ -77,6 +77,11 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             "reward.source.type=reward_model reward.source.path=MODEL",
             "^reward.source.path: .* is a Qwen3MoeForCausalLM, but a reward model needs a trained scalar head",
         ),
+        (  # which the plan looks at, too
+            "cluster.gpus=true cluster.gpu_memory_gb=80 cluster.address=auto cluster.interface=eth0 sync.transport=nccl "
+            "model.dtype=bfloat16 rollout.engine.args.nonsense=1",
+            "^rollout.engine.args.nonsense: no such field of vLLM's AsyncEngineArgs",
+        ),
         ("reward.normalise.prompts=65", "^reward.normalise.prompts=65: data.train holds 64 prompts"),
         ("reward.normalise.prompts=1", "^reward.normalise.prompts: .*greater than or equal to 2"),
         ("train.on_alarm=pause", "^train.on_alarm: .*'continue' or 'stop'"),

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cli import VERBS
 from megarl.config import ConfigError, SftConfig, TrainConfig, load
-from megarl.config.hints import ALIASES
+from megarl.config.hints import ALIASES, NO_KEY
 from megarl.config.loading import _dotted
 from megarl.imports import find
 
@@ -24,8 +24,9 @@ train: {steps: 1, prompts_per_step: 8}
 
 def test_every_alias_leads_to_a_key() -> None:
     known = {key for verb in VERBS.values() for key in _dotted(find(verb.config))}
-    assert {place for places in ALIASES.values() for place in places} <= known
-    assert not set(ALIASES) & {key for key in known if "." not in key}
+    assert {place.partition(": ")[0] for places in ALIASES.values() for place in places} <= known
+    assert not (set(ALIASES) | set(NO_KEY)) & {key for key in known if "." not in key}
+    assert not set(ALIASES) & set(NO_KEY)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,28 @@ def test_every_alias_leads_to_a_key() -> None:
         ("train.xyzzy", ""),
         ("model.trust_remote_code", " (code in a model directory is never run)"),
         ("n-samples-per-prompt", " (here it is rollout.samples_per_prompt)"),
+        ("data.eval.n", " (here it is eval: a list of sets, each with a name, a source and its n)"),
+        ("ppo_mini_batch_size", " (here it is train.mini_batches: how many, not how large: prompts_per_step / ppo_mini_batch_size)"),
+        (
+            "global-batch-size",
+            " (here it is train.mini_batches: how many, not how large: prompts_per_step * samples_per_prompt / global_batch_size)",
+        ),
+        ("num_train_epochs", " (here it is train.steps: counted in steps, not in passes over the data)"),
+        (
+            "optimizer.cpu_offload",
+            " (here it is optimizer.megatron: {optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0})",
+        ),
+        ("rollout.enforce_eager", " (here it is rollout.engine.args: {enforce_eager: true}; on a CPU it is always so)"),
+        ("rollout.max_model_len", " (here it is rollout.max_response_tokens: an engine has room for that and max_prompt_tokens)"),
+        ("critic_warmup", " (here it is critic.pretrain_steps)"),
+        ("algorithm.use_kl_in_reward", " (here it is algorithm.kl_in: loss or reward)"),
+        ("algorithm.norm_adv_by_std_in_grpo", " (here it is algorithm.scale: none, or group for true)"),
+        ("partial_rollout", " (here it is rollout.mode: budget or free)"),
+        ("data.filter_overlong_prompts", " (here it is rollout.max_prompt_tokens: a longer prompt is refused, and none is left out)"),
+        ("use_dynamic_bsz", " (here it is train.micro_batch_tokens: it is always so)"),
+        ("model.use_remove_padding", " (always so: no batch has padding)"),
+        ("algorithm.loss_mode", " (here it is algorithm.type)"),
+        ("model.lora_rank", " (not here: all weights are trained)"),
     ],
 )
 def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str) -> None:
@@ -59,7 +82,15 @@ def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str)
             "actor_rollout_ref.actor.optim.lr=1",
             "actor_rollout_ref: unknown key (actor.optim.lr is optimizer.lr or critic.optimizer.lr here)",
         ),
-        ("trainer.total_epochs=3", "trainer: unknown key (total_epochs is train.steps here)"),
+        (
+            "trainer.total_epochs=3",
+            "trainer: unknown key (total_epochs is train.steps here: counted in steps, not in passes over the data)",
+        ),
+        (
+            "actor_rollout_ref={rollout: {val_kwargs: {n: 4}}, model: {use_remove_padding: true}}",
+            "actor_rollout_ref: unknown key (rollout.val_kwargs.n is eval here: a list of sets, each with a name, a source and its n, "
+            "model.use_remove_padding: always so: no batch has padding)",
+        ),
         ("trian.xyzzy=3", "trian: unknown key (did you mean 'train'?)"),
         (
             "actor={a: {n: 1}, b: {c: {}}, d: [], ppo_epochs: 2, save_freq: 3}",
@@ -79,6 +110,10 @@ def test_a_name_leads_to_a_key_of_the_verb(tmp_path: Path) -> None:
         "name: a\nmodel: {path: m}\ndata: {train: {type: file, path: x}}\nsft: {steps: 1, train_batch_size: 2}"
     )
     with pytest.raises(ConfigError, match=r"^sft.train_batch_size: unknown key \(here it is sft.batch_size\)$"):
+        load(tmp_path / "a.yaml", [], SftConfig)
+    text = (tmp_path / "a.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(text.replace("train_batch_size", "global_batch_size"))
+    with pytest.raises(ConfigError, match=r"^sft.global_batch_size: unknown key \(here it is sft.batch_size\)$"):
         load(tmp_path / "a.yaml", [], SftConfig)
 
 

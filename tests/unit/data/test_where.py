@@ -139,6 +139,18 @@ def test_conversations_and_pairs_are_chosen_too(tokenizer: PreTrainedTokenizerBa
     pairs = PreferenceSource(path=write(tmp_path / "pairs.jsonl", *rows).path, where=where)
     data = PreferenceData(train=pairs, eval=pairs)
     assert len(load_preferences(pairs, tokenizer, data, 64, "data.train", "rm.max_tokens")) == 2
+
+    def taken(**update: Any) -> list[list[Any]]:
+        return [
+            load_conversations(talks.model_copy(update=update), tokenizer, 64, "data.train"),
+            load_preferences(pairs.model_copy(update=update), tokenizer, data, 64, "data.train", "rm.max_tokens"),
+        ]
+
+    assert list(map(len, taken(skip=1, rows=2))) == [1, 1], "of rows 1 and 2 that of level 1"
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .* holds no conversations after the first 9$"):
+        taken(skip=9)
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .* holds no pairs after the first 9$"):
+        load_preferences(pairs.model_copy(update={"skip": 9}), tokenizer, data, 64, "data.train", "rm.max_tokens")
     with pytest.raises(ConfigError, match=r"^data\.eval\.where: selects none of the 4 rows of .*, where level is 0, 1, 2, 3$"):
         none = pairs.model_copy(update={"where": {"level": {"min": 9}}})
         load_preferences(none, tokenizer, data, 64, "data.eval", "rm.max_tokens")

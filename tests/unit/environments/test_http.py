@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
 from megarl.environments import server as server_module
 from megarl.environments.hosts import open_host
 from megarl.environments.http import HttpHost, check
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.environments.server import EnvironmentServer
+from tests.unit.bad_input.cases import Room, given
+from tests.unit.bad_input.environments import EPISODES
 from tests.unit.environments.worlds import Counting
 
 
@@ -196,3 +201,18 @@ def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
 def test_a_token_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^environment\.source\.token_env: the environment variable MEGARL_NO_TOKEN is not set$"):
         check(HttpEnvironment(url="http://127.0.0.1:1", token_env="MEGARL_NO_TOKEN"))
+
+
+def test_a_server_that_is_not_there_is_a_warning_before_the_run_and_refused_at_its_start(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of rewards: where the checks run it may not be reached, or not be up yet."""
+    arguments = given("environment={source: {type: http, url: 'http://127.0.0.1:1'}}", *EPISODES)(Room(tmp_path, tiny_model, "train"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for more, status, kind in ((["--check"], 0, "warning: from here"), ([], 2, "error")):
+            assert cli.main(["train", *arguments, *more]) == status
+            line = capsys.readouterr().err.splitlines()[0]
+            assert line.startswith(f"megarl: {kind}: environment.source: reset(seed=1): no answer: ConnectionRefusedError")
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -65,6 +66,20 @@ CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in N
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_example_is_valid(path: Path) -> None:
     assert load(path, [], root_of(path)).name
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "models/" in path.read_text()], ids=lambda path: str(path.relative_to(EXAMPLES))
+)
+def test_the_head_of_an_example_says_where_its_model_is_fetched(path: Path) -> None:
+    [model] = {value for line in path.read_text().splitlines() for value in re.findall(r"^(?!#).*path: (models/[\w.-]+)", line)}
+    assert re.search(rf"^#   hf download [\w-]+/{model.removeprefix('models/')} .*--local-dir {model}\b", path.read_text(), re.MULTILINE)
+
+
+def test_the_data_of_gspo_are_fetched_to_where_they_are_read() -> None:
+    path = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
+    fetched = re.findall(r"^#   hf download \S+ (data/\S+) --repo-type dataset --local-dir \.$", path.read_text(), re.MULTILINE)
+    assert fetched == [part["path"] for part in yaml.safe_load(path.read_text())["data"].values()]
 
 
 def write_headers(directory: Path, config: dict[str, object]) -> None:

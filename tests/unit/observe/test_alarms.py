@@ -57,8 +57,10 @@ def test_kl_beyond_twice_its_target() -> None:
     assert given([{"actor/reference_kl": 100.0}] * (KL_STEPS + 1)) == []
 
 
-def test_scores_that_the_reward_model_never_gave_in_training() -> None:
-    far, near = ({"reward/outside/mean": share} for share in (0.3, 0.2))
+@pytest.mark.parametrize("name", ["reward/outside/mean", "reward/judge/outside/mean"])
+def test_scores_that_the_reward_model_never_gave_in_training(name: str) -> None:
+    """A reward model alone, or a part of a sum."""
+    far, near = ({name: share} for share in (0.3, 0.2))
     assert given([far] * (OUTSIDE_STEPS - 1) + [near] + [far] * OUTSIDE_STEPS) == [(2 * OUTSIDE_STEPS - 1, "reward_outside_range")]
 
 

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -33,7 +34,7 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.run_directory import claim
-from megarl.observe.writers import JsonLines, TensorBoard, check, read_json_lines
+from megarl.observe.writers import JsonLines, TensorBoard, WeightsAndBiases, check, read_json_lines
 from megarl.rewards.score import RewardUnavailable, Score
 
 CONFIG = """
@@ -157,6 +158,20 @@ def test_tensorboard_reads_what_was_written_and_needs_no_tensorflow(tmp_path: Pa
 def test_a_writer_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"log.wandb=true: the package wandb is not installed"):
         check(LogSettings(wandb=True))
+
+
+def test_a_run_is_reported_to_the_project_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To Weights & Biases itself, which is not installed here, as its `init` is called."""
+    calls = list[dict[str, object]]()
+
+    def init(**given: object) -> SimpleNamespace:
+        calls.append(given)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for log in (LogSettings(), LogSettings(wandb_project="thirty", wandb_entity="team")):
+        WeightsAndBiases(tmp_path, "job", {"seed": 1}, log).close()
+    assert [(call["project"], call["entity"], call["name"]) for call in calls] == [("megarl", None, "job"), ("thirty", "team", "job")]
 
 
 def test_peak_memory_is_that_of_the_largest_process_of_a_kind() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from megarl import cli
 from megarl.config import ConfigError, HttpReward, RewardSettings, TrainConfig, dump, load
+from megarl.http_client import elsewhere
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.sources import check, open_scorer
 from tests.e2e.job import RL
@@ -259,19 +260,50 @@ def test_a_server_that_is_down_is_refused_before_work_starts_and_in_the_run() ->
 
 
 @pytest.mark.parametrize("key", ["reward.source", "reward.eval"])
-def test_the_command_line_refuses_a_server_that_is_down_in_one_line(
+def test_a_server_that_is_down_is_a_warning_before_the_run_and_refused_at_its_start(
     key: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`--check` and `megarl slurm` run elsewhere, perhaps before the server does."""
     with serving(length_of) as server:
         pass
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "out", model=tiny_model))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert cli.main(["train", str(tmp_path / "job.yaml"), f"{key}={{type: http, url: '{server.url}'}}", "--check"]) == 2
+        run = [str(tmp_path / "job.yaml"), f"{key}={{type: http, url: '{server.url}'}}"]
+        for command, status, kind in (
+            (["train", *run, "--check"], 0, "warning: from here"),
+            (["slurm", *run, "--nodes", "1", "--dry-run"], 0, "warning: from here"),
+            (["train", *run], 2, "error"),
+        ):
+            assert cli.main(command) == status
+            [line] = [line for line in capsys.readouterr().err.splitlines() if "ConnectionRefused" in line]
+            assert line.startswith(f"megarl: {kind}: {key}.url: {server.url}: ConnectionRefusedError: ") and not (tmp_path / "out").exists()
     finally:
         signal.signal(signal.SIGTERM, before)
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megarl: error: ")]
-    assert line.startswith(f"megarl: error: {key}.url: {server.url}: ConnectionRefusedError: ") and not (tmp_path / "out").exists()
+
+
+def test_an_address_is_read_from_a_file_when_the_run_starts(tmp_path: Path) -> None:
+    (file := tmp_path / "address").write_text("")
+    given = RewardSettings(source=HttpReward(url_file=file, attempts=1, timeout_s=5.0))
+    with serving(length_of) as first:
+        file.write_text(f"{first.url}\n")
+        check(given)
+        with open_scorer(given) as scorer:
+            with serving(length_of) as second:
+                file.write_text(second.url)
+                assert scorer.score([ask("abc")])[0].value == 3, "that of the start"
+                assert score(given, "ab")[0].value == 2 and len(second.bodies) == 1, "a run that starts again finds the new one"
+            with pytest.raises(RewardUnavailable, match=rf"^reward\.source\.url_file: {file}: {second.url[:-6]}.*Refused"):
+                score(given, "a")
+    for text, fault in (("", "'' is no http"), ("ftp://a", "'ftp://a' is no http"), (None, "No such file or directory")):
+        file.unlink() if text is None else file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"^reward\.source\.url_file: {file}: {fault}"):
+            check(given)
+        with elsewhere():
+            check(given)
+    for url, place in ((None, None), ("http://a", file)):
+        with pytest.raises(ValueError, match="either url or url_file says where the server is"):
+            HttpReward(url=url, url_file=place)
 
 
 def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:

@@ -6,7 +6,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megarl.cli import VERBS
 from megarl.config import TrainConfig, TrainingSettings, load
 from megarl.errors import ConfigError
 from megarl.imports import find
-from megarl.slurm.checks import Partition, check_partition, partition_of
+from megarl.slurm.checks import Partition, check_partition, check_python, partition_of
 from megarl.slurm.job import Job
 from megarl.slurm.main import main
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
@@ -124,7 +126,7 @@ BAD = {
     "no time left": (["--time", "10"], "--time 10 is 600 s, of which --grace 600"),
     "no time": (["--time", "soon"], "--time 'soon' is not a time limit"),
     "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is not an sbatch option"),
-    "another cluster": (["cluster.address=auto"], "cluster.address and cluster.allocation are the job's own"),
+    "another cluster": (["cluster.address=head:6379"], "cluster.address and cluster.allocation are the job's own"),
     "nodes that do not reach each other": (["cluster.interface=null"], "cluster.interface: required on 2 nodes"),
 }
 
@@ -145,6 +147,25 @@ def test_bad_input_is_said_before_anything_is_written(
         with pytest.raises(ConfigError, match=re.escape(line)):
             main(command)
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_a_cluster_that_is_to_be_found_is_the_jobs_own(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cluster.address=auto, as the examples for several nodes have it, is left out of what the job runs."""
+    (tmp_path / "count").write_text("0")
+    said = {"scontrol": PARTITION, "sinfo": "1|(null)\n1|(null)"}
+    scripts = {command: f"#!/bin/sh\nprintf '%s\\n' '{text}'\n" for command, text in said.items()}
+    for command, script in {**scripts, "sbatch": SBATCH.format(count=tmp_path / "count")}.items():
+        (tmp_path / command).write_text(script)
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    assert main([str(tmp_path / "job.yaml"), "cluster.address=auto", "cluster.interface=eth0", "--nodes", "2"]) == 0
+    assert "submitted job 101" in capsys.readouterr().out
+    [kept] = (tmp_path / "runs").glob("*/slurm/submitted-1/config.yaml")
+    config = load(kept, [f"cluster.allocation={tmp_path}"], TrainConfig)  # as slurm/head.sh starts it
+    assert config.cluster.address is None and config.cluster.allocation == tmp_path
 
 
 SBATCH = """#!/bin/sh
@@ -173,6 +194,25 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
     said = "slurm: sbatch: sbatch: error: Batch job submission failed: job limit"
     chain = "; 2 of --chain 4 are submitted: 101 102 (scancel 101 102 takes them back)"
     assert str(refused.value) == said + (chain if taken else "")
+
+
+def test_gpus_are_not_given_to_a_python_that_cannot_use_them(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = replace(JOB, python=sys.executable)
+    with pytest.raises(ConfigError, match=r"^slurm: this Python has torch's CPU build: bash tools/setup.sh --gpu, then .venv-gpu/bin/meg"):
+        check_python(here, "2.13.0+cpu")
+    check_python(here, "2.13.0")
+    for job in (replace(here, gpus_per_node=0), replace(here, container="image"), JOB):
+        check_python(job, "2.13.0+cpu")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    asked = ["cluster.gpus=true", "model.dtype=bfloat16", "sync.transport=nccl", "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]
+    if version("torch").endswith("+cpu"):
+        with pytest.raises(ConfigError, match="torch's CPU build"):
+            main([str(tmp_path / "job.yaml"), *asked])
+        assert main([str(tmp_path / "job.yaml"), *asked, "--python", "/env/bin/python"]) == 0
+        assert "python=/env/bin/python" in capsys.readouterr().out
 
 
 def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:

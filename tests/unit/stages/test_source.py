@@ -114,7 +114,7 @@ class Reward:
     settings = SimpleNamespace(overlong=None)
 
     def __init__(self) -> None:
-        self.scorer: Reward | None = self
+        self.on_ranks = False
         self.gone, self.threads = False, set[str]()
 
     def on(self, _: None) -> Reward:
@@ -297,7 +297,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_nothing(make: Any) -> N
 def test_a_reward_model_reads_responses_when_its_ranks_are_free(make: Any, mode: Any) -> None:
     """In the thread of the ranks alone; verifiers score in the engines' thread, too."""
     model, verifier = make(*mode), make(*mode)
-    model.reward.scorer = None
+    model.reward.on_ranks = True
     for loop in (model, verifier):
         loop.run()
         groups = [group for done in loop.learned for group in done.groups]

@@ -91,7 +91,7 @@ class Answers:
     def __init__(self, reward: dict[int, list[float]], settings: RewardSettings, order: Callable[[Sequence[Any]], Any] = min) -> None:
         self.reward, self.settings, self.order, self.asked = reward, settings, order, list[int]()
         self.waiting: dict[Any, list[Response]] = {}
-        self.scorer = self
+        self.on_ranks = False
 
     def work(self) -> Answers:
         return self

@@ -1,0 +1,67 @@
+"""What a chat template tells of a function: its JSON schema, from signature and docstring. Imported in the sandbox alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+ARGUMENT = re.compile(r" +(\w+)(?: \(.*?\))?: *(.*)")
+
+
+def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The schema of a tool; a parameter without a default is required.
+
+    Args:
+        function: whose docstring says what it does, and below `Args:` what each parameter is.
+        name: of the tool.
+
+    Raises:
+        ValueError: it has no docstring, a type that nobody knows, or a parameter that a call cannot name.
+    """
+    said = inspect.getdoc(function)
+    if not said:
+        raise ValueError("has no docstring, which would tell the model what it does")
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ValueError(f"its types are not known: {error}") from None
+    meaning, _, rest = said.partition("Args:\n")
+    described = _arguments(rest)
+    properties, required = dict[str, Any](), list[str]()
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"a call cannot name its parameter {parameter.name!r}")
+        what = {"description": described[parameter.name]} if parameter.name in described else {}
+        properties[parameter.name] = _json(hints.get(parameter.name, Any)) | what
+        required += [parameter.name] if parameter.default is parameter.empty else []
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": " ".join(meaning.split()), "parameters": parameters}}
+
+
+def _arguments(rest: str) -> dict[str, str]:
+    """What stands below `Args:`, up to the next line that is not indented."""
+    found, name = dict[str, str](), ""
+    for line in rest.splitlines():
+        if line and not line.startswith(" "):
+            break
+        if match := ARGUMENT.fullmatch(line):
+            name, found[match[1]] = match[1], match[2]
+        elif name and line.strip():
+            found[name] += f" {line.strip()}"
+    return found
+
+
+def _json(hint: Any) -> dict[str, Any]:
+    """The JSON type of an annotation; of one that JSON has no name for, nothing."""
+    origin, inside = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        known = [one for one in inside if one is not NoneType]
+        return _json(known[0]) if len(known) == 1 else {}
+    if origin is Literal:
+        return {"type": NAMES[type(inside[0])], "enum": list(inside)}
+    items = {"items": _json(inside[0])} if origin is list and inside else {}
+    return {"type": NAMES[origin], **items} if origin in NAMES else {}

@@ -1,0 +1,65 @@
+"""The weighted sum of rewards of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from megarl.config.rewards import RewardPart
+from megarl.rewards.processes import ProcessScorer
+from megarl.rewards.score import Score, Scorer, ScoreRequest
+from megarl.rewards.verifiers import LARGEST
+
+
+class SumScorer:
+    """Adds up what its parts say, each of which scores as it does alone.
+
+    Args:
+        verifiers: scores the parts that run in scoring processes, and has added them up; None where there are none.
+        others: all other parts, each with its scorer.
+    """
+
+    def __init__(self, verifiers: ProcessScorer | None, others: Sequence[tuple[RewardPart, Scorer]]) -> None:
+        self._verifiers, self._others, self._opened = verifiers, others, ExitStack()
+
+    @property
+    def guarantee(self) -> str | None:
+        """That of the scoring processes."""
+        return None if self._verifiers is None else self._verifiers.guarantee
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """One score a request, in their order. Raises what a part raises."""
+        columns = [] if self._verifiers is None else [self._verifiers.score(requests)]
+        columns += [[_named(part, score) for score in scorer.score(requests)] for part, scorer in self._others]
+        return [_added(scores) for scores in zip(*columns, strict=True)]
+
+    def __enter__(self) -> Self:
+        for scorer in (self._verifiers, *(scorer for _, scorer in self._others)):
+            if scorer is not None:
+                self._opened.enter_context(scorer)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.close()
+
+
+def _named(part: RewardPart, score: Score) -> Score:
+    """What a part adds to the sum, its own value and parts by its name."""
+    if score.error is not None or not score.scored:
+        return score
+    parts = {part.name: score.value} | {f"{part.name}/{key}": number for key, number in score.parts.items()}
+    return Score(part.weight * score.value, parts)
+
+
+def _added(scores: Sequence[Score]) -> Score:
+    """Their sum. Where one of them failed, the response scores 0; parts that nobody looked at (`scored`) add 0."""
+    error = next((score.error for score in scores if score.error is not None), None)
+    total = sum(score.value for score in scores)
+    if error is None and abs(total) > LARGEST:
+        error = f"bad return: the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken"
+    if error is not None:
+        return Score(0.0, {}, error)
+    parts = {name: value for score in scores for name, value in score.parts.items()}
+    return Score(total, parts, scored=any(score.scored for score in scores))

@@ -1,0 +1,99 @@
+"""Layouts for GPUs that are too few, or too small: what is named is what a check takes, and what would help is told with figures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.cluster.demand import demand
+from megarl.config import ConfigError, DpoConfig, RunSettings, TrainConfig, load, optimizers
+from megarl.plan.devices import DEVICES, GB
+from megarl.plan.fits import check_fits
+from megarl.plan.search import nearest, search
+from megarl.plan.whole import Plan, build, models_of
+from tests.unit.examples.test_configurations import EXAMPLES, root_of
+
+LARGE = EXAMPLES / "qwen3_30b_a3b"
+H100 = DEVICES["H100"]
+AWAY = "optimizer.megatron.optimizer_cpu_offload=true optimizer.megatron.optimizer_offload_fraction=1.0"
+
+
+def planned(config: RunSettings, memory_gb: float = 80) -> Plan:
+    return build(config, models_of(config), H100, memory_gb)
+
+
+@pytest.fixture
+def path(published: Path) -> str:
+    return f"model.path={published / 'Qwen3-30B-A3B'}"
+
+
+@pytest.mark.parametrize(("gpus", "offloaded"), [(16, False), (8, True)])
+def test_layouts_for_too_few_gpus_are_ones_that_a_check_takes(path: str, gpus: int, offloaded: bool) -> None:
+    """The 32 GPUs of the example are not there: engines and ranks take turns, and of 8 the moments of Adam lie in host memory."""
+    config = load(LARGE / "gspo.yaml", [path], TrainConfig)
+    found = search(config, models_of(config), H100, 80, gpus)
+    assert len(found) == 8
+    for one in found:
+        anew = load(LARGE / "gspo.yaml", [path, *one.changes], TrainConfig)
+        check_fits(anew)
+        assert (anew.placement.engines, anew.sync.transport) == ("shared", "cuda_ipc")
+        assert sum(kind.processes for kind in demand(anew)) == gpus == anew.rollout.replicas * anew.rollout.tp
+        assert optimizers(anew)["optimizer"].offloaded == offloaded
+
+
+def test_where_nothing_fits_the_nearest_layout_says_what_it_needs(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(LARGE / "gspo.yaml", [path], TrainConfig)
+    assert search(config, models_of(config), H100, 80, 2) == []
+    said = nearest(config, models_of(config), H100, 80, 2)
+    assert said is not None and (match := re.fullmatch(r"(.*) needs (\d+\.\d) GB of a GPU", said)) is not None
+    overrides, needs = match[1].split(), float(match[2])
+    closest = load(LARGE / "gspo.yaml", [path, *overrides], TrainConfig)
+    assert planned(closest, needs - 0.1).faults and not planned(closest, needs + 0.1).faults
+    assert main(["plan", str(LARGE / "gspo.yaml"), path, "--gpus", "2"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_rank_that_does_not_fit_is_told_what_would_make_it_smaller(path: str) -> None:
+    given = [path, "model.recompute=none", "layout.ranks=8"]
+    fault, *_ = planned(load(LARGE / "gspo.yaml", given, TrainConfig)).faults
+    figures = dict(re.findall(r"(\d+\.\d) GB with (.+?)(?=, \d|$)", fault))
+    remedies = {how: float(size) for size, how in figures.items()}
+    assert list(remedies) == ["model.recompute=full", AWAY, "all of it"]
+    assert remedies["all of it"] < min(remedies["model.recompute=full"], remedies[AWAY])
+    for how, size in remedies.items():
+        changes = ["model.recompute=full", *AWAY.split()] if how == "all of it" else how.split()
+        [group] = planned(load(LARGE / "gspo.yaml", [*given, *changes], TrainConfig)).groups
+        assert f"{group.worst.total / GB:.1f}" == f"{size:.1f}"
+    with pytest.raises(ConfigError, match=re.escape(f"GB with {AWAY}")):
+        check_fits(load(LARGE / "gspo.yaml", given, TrainConfig))
+
+
+@pytest.mark.parametrize("example", ["dpo.yaml", "rm.yaml", "../recipes/large/sft.yaml"])
+def test_supervised_stages_of_30_b_fit_and_have_layouts(path: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = root_of(LARGE / example)
+    assert planned(load(LARGE / example, [path], root)).faults == []
+    given = [path, "layout={}"]
+    config = load(LARGE / example, given, root)
+    assert planned(config).faults[0].startswith("layout: rank 0 ")
+    found = search(config, models_of(config), H100, 80, 16)
+    assert len(found) == 8
+    for one in found:
+        anew = load(LARGE / example, [*given, *one.changes], root)
+        plan = planned(anew)
+        check_fits(anew)
+        assert plan.gpus == anew.layout.ranks == 16 and plan.times is not None and plan.times.step == pytest.approx(one.seconds)
+    verb = root.section  # type: ignore[attr-defined]
+    assert main(["plan", str(LARGE / example), path, "--verb", verb, "--gpus", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "layouts that fit" in said and "engines" not in said and said.rstrip().endswith("fits")
+
+
+def test_a_reference_is_counted_where_the_loss_has_one(path: str) -> None:
+    with_, without = (load(LARGE / "dpo.yaml", [path, f"algorithm={{type: {name}}}"], DpoConfig) for name in ("dpo", "simpo"))
+    both, alone = (planned(config) for config in (with_, without))
+    weights = alone.groups[0].worst.parts["weights"]
+    assert both.groups[0].worst.parts["weights"] == pytest.approx(2 * weights, rel=0.01)
+    assert both.times is not None and alone.times is not None and both.times.score > 0 == alone.times.score
