@@ -28,6 +28,15 @@ def paths(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Path]
             yield f"{above}{name}", inside
 
 
+def by_content(value: Any) -> Any:
+    """A part of a configuration (model_dump()) as plain values for JSON, with what lies at a path, where anything does, for the path."""
+    if isinstance(value, Mapping):
+        return {name: by_content(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [by_content(inner) for inner in value]
+    return (fingerprint(value) or str(value)) if isinstance(value, Path) else value
+
+
 def fingerprint(path: Path) -> str | None:
     """Of a file or directory; None where it is not there, or cannot be read."""
     found = hashlib.sha256()

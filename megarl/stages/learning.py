@@ -14,6 +14,7 @@ from megarl import termination
 from megarl.algorithms.objective import Objective
 from megarl.batch import Sample
 from megarl.checkpoints.files import LargeContent
+from megarl.checkpoints.places import by_content
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
@@ -94,7 +95,7 @@ def learn(
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
 
         def work(start: ResumePoint | None) -> None:
-            measure = None if config.data.eval is None else config.data.eval.model_dump(mode="json")
+            measure = None if config.data.eval is None else by_content(config.data.eval.model_dump())
             state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), Best(run.directory / BEST, measure))
             take_steps(stage, ctx, state, start)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.checkpoints.places import by_content
 from megarl.config import TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
@@ -30,7 +31,7 @@ def measure(config: TrainConfig) -> list[Any]:
     best = config.train.best
     sets = {"heldout": config.data.eval, **{one.name: one for one in config.eval}}
     asked = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
-    return [best, *(None if one is None else one.model_dump(mode="json") for one in asked)]
+    return [best, *(None if one is None else by_content(one.model_dump()) for one in asked)]
 
 
 class TrainState:

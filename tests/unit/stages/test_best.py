@@ -66,6 +66,20 @@ def test_numbers_of_another_metric_or_other_prompts_do_not_compare(overrides: tu
     assert again.best.kept == same and again.best.improves(4, 0.5) != same
 
 
+def test_prompts_that_have_moved_are_the_same(tmp_path: Path) -> None:
+    def stated(name: str, rows: str) -> TrainState:
+        (tmp_path / name).write_text(rows)
+        return state_at(configured(tmp_path, AVG, f"data.eval={{type: file, path: {tmp_path / name}}}"))
+
+    before = stated("a.jsonl", "1")
+    assert before.best.improves(2, 0.9)
+    before.best.keep(save)
+    for name, rows, same in (("b.jsonl", "1", True), ("c.jsonl", "2", False)):
+        again = stated(name, rows)
+        again.restore(json.loads(json.dumps(before.state())))
+        assert again.best.kept == same
+
+
 def test_a_run_of_which_nothing_was_compared_leaves_the_policy_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`train.best` is given when it goes on, and its last step was evaluated before."""
     state = state_at(configured(tmp_path))
