@@ -54,8 +54,8 @@ class ClusterSettings(Section):
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
     """Size of Ray's object store on each node, reserved at the start; Ray itself needs 75 MB. It holds a step's responses, and with
     routing.replay=r3 their experts."""
-    start_timeout_s: Seconds = 300.0
-    """Longest time for Ray, ranks and engines to start."""
+    start_timeout_s: Seconds = 900.0
+    """Longest time for Ray, ranks and engines to start: on GPUs an engine compiles for minutes at its first start."""
     phase_timeout_s: Seconds = 3600.0
     """Longest time that any phase may take."""
     still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
