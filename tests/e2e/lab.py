@@ -119,7 +119,7 @@ class Lab:
                 without_picture(patch)
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
-            patch.setattr(learner, "lost_nodes", lambda places: False)
+            patch.setattr(learner, "must_move", lambda config, places: False)
             patch.setattr(learner, "nodes_of", lambda places: {})
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)

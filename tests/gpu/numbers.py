@@ -40,7 +40,7 @@ def losses(grid: Any) -> dict[str, list[Tensor]]:
 def prints(grid: Any) -> dict[str, int]:
     """Fingerprints of matrices in three dtypes: random bits, so also subnormal numbers, infinities and NaN."""
     from megarl.parallel.backend import choose
-    from tests.unit.sync.test_fingerprint import fingerprint
+    from tests.unit.sync.one_tensor import fingerprint
 
     generator = torch.Generator().manual_seed(3)
     found = {}

@@ -138,6 +138,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             # The start would import these itself, later, and torch's compilers and openai's package with them.
             import vllm.model_executor.layers.quantization.online.base
             import vllm.renderers.hf
+            import vllm.v1.worker.cpu_worker
 
             _register_model(hf)
     settings = AsyncEngineArgs(**arguments)

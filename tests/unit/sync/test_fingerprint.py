@@ -20,14 +20,9 @@ from megarl.sync.fingerprint import (
     fingerprints,
     join,
 )
+from tests.unit.sync.one_tensor import fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def fingerprint(tensor: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
-    """That of one tensor: [n] counts as one row, and more axes than two as further columns. `row`, `column`: where it lies in the whole."""
-    matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(tensor.shape[0], -1)
-    return fingerprints(matrix[None], row, column)[0]
 
 
 def _weight(dtype: torch.dtype, rows: int = 37, columns: int = 53) -> torch.Tensor:
