@@ -93,7 +93,7 @@ install_transformer_engine() {
     nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
     say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS limits how many at a time)"
     # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
-    CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation \
+    PATH=$PWD/$venv/bin:$PATH CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation \
         --require-hashes -r "$venv"/transformer-engine.txt
 }
 

@@ -33,7 +33,6 @@ DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
-    "NCCL_COLLNET_ENABLE": "0",
     "NCCL_LAUNCH_MODE": "GROUP",
     "NCCL_MAX_NCHANNELS": "1",
     "NCCL_MIN_NCHANNELS": "1",
@@ -43,6 +42,7 @@ DETERMINISTIC = {
     "NCCL_PROTO": "Simple",
     "NCCL_SOCKET_NTHREADS": "1",
 }
+UNUSED = "flashinfer"  # Megatron's inference would import it, which writes into the home
 GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
 ROOM = 256 << 20  # bytes, which cuBLAS needs at most for a small product
 TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says of a GPU that others use
@@ -143,6 +143,7 @@ class Cuda(Backend):
     collective = "nccl"
 
     def __init__(self, deterministic: bool = False, exact: bool = False) -> None:
+        _hide(UNUSED)
         self.fused = not exact and has_transformer_engine()
         if not self.fused:
             slower = f"Transformer Engine is not installed, the layers are {LOCAL}, which are slower"
@@ -194,7 +195,7 @@ class Cpu(Backend):
         self.device = torch.device("cpu")
         # In an environment for GPUs too: nothing may find one, and Megatron's optimizer would take Transformer Engine's or apex's kernels.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        _hide(*GPU_PACKAGES)
+        _hide(UNUSED, *GPU_PACKAGES)
         hook.install()
         from megarl.parallel.cpu import patches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.load import load, load_random
 from megarl.parallel.checkpoint.rolling import RollingCopy, restore
 from megarl.parallel.checkpoint.save import Saver
+from megarl.parallel.checkpoint.sharded import model_state, tensors
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
@@ -100,6 +102,24 @@ def draw() -> list[float]:
     with get_cuda_rng_tracker().fork():
         forked = float(torch.rand(()))
     return [float(torch.rand(())), float(np.random.normal()), random.random(), forked]
+
+
+def beside_extra_states(grid: Grid, job: Job) -> tuple[int, int]:
+    """How many tensors a checkpoint has of a model, without and with states that are named as Transformer Engine's grouped layers name
+    theirs: one for each expert, a number behind all names but the first (megatron/core/extensions/transformer_engine.py:1778)."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    policy = build(grid, job)
+    plain = len(tensors(model_state(policy.chunks, grid)))
+    bare = policy.chunks[0].module
+    described = bare.sharded_state_dict
+
+    def with_extra_states(**options: Any) -> dict[str, Any]:
+        states = {f"x._extra_state{n or ''}": ShardedObject("x._extra_state", io.BytesIO(), (3,), (n,)) for n in range(3)}
+        return {**described(**options), **states}
+
+    bare.sharded_state_dict = with_extra_states
+    return plain, len(tensors(model_state(policy.chunks, grid)))
 
 
 def plain_tensors(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:

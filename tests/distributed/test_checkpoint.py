@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
-from tests.distributed.checkpoint_work import Resumed, plain_tensors, resume, resume_from_memory, train_and_save
+from tests.distributed.checkpoint_work import Resumed, beside_extra_states, plain_tensors, resume, resume_from_memory, train_and_save
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
@@ -35,6 +35,11 @@ class Saved:
 def job(path: Path, *layouts: Layout) -> Job:
     """Training with one micro-batch for each data-parallel rank, and two at least."""
     return Job(path, steps=STEPS, micro_batches=max(2, *(layout.dp for layout in layouts)))
+
+
+def test_states_of_fused_layers_are_left_out_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    [(plain, fused)] = pool.run(beside_extra_states, ONE, job(make_checkpoint(tmp_path / "model"), ONE))
+    assert plain == fused > 0
 
 
 Save = Callable[[Job, Layout], Saved]

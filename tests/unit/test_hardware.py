@@ -200,6 +200,7 @@ def test_deterministic_ranks_tell_nccl_what_deterministic_engines_tell_it() -> N
     theirs = dict(re.findall(r'os\.environ\["(NCCL_\w+)"\] = "(.*)"', source))
     assert len(theirs) > 5
     ours = {name: value for name, value in DETERMINISTIC.items() if name.startswith("NCCL_")}
+    assert theirs.pop("NCCL_COLLNET_ENABLE") == "0", "NCCL's default; Megatron deletes it (parallel_state.py:708)"
     assert ours == theirs | {"NCCL_ALGO": "Ring"}  # which only says how sums are made
 
 
