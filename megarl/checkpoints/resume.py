@@ -52,7 +52,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str,
     """The refusals, a line each: a dotted key that may not differ and both its values.
 
     Args:
-        saved: resolved, as model_dump(mode="json") makes it.
+        saved: the configuration in the checkpoint, as model_dump(mode="json") makes it.
         now: the same.
         held: fingerprints of what lay at the paths of `saved`, which may lie elsewhere now.
     """

@@ -9,12 +9,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import damaged
 from megarl.cluster.actor_group import WorkerLate, task_fault
+from megarl.cluster.on_node import on
 
 DOING = "checking a checkpoint"
 PARTS = 16  # for each machine, one after the other: the progress that is told
@@ -57,8 +57,7 @@ def damaged_anywhere(
     def start(node: str) -> None:
         if waiting[node]:
             part = waiting[node].pop()
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            running[read.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(part)] = node, _size(part)
+            running[read.options(**on(node), max_retries=0).remote(part)] = node, _size(part)
             begun[node] = time.monotonic()
 
     for node in nodes:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.membership import TooFewNodes
+from megarl.cluster.on_node import on
 from megarl.text import one_line
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ def reach(
         if names[0] in bad or len(good) < needed:
             raise TooFewNodes(f"not all nodes reach each other ({reason})", bad) from error
     return _measured([nodes[name] for name in good], per_node, gpus, timeout_s), bad
-
-
-def on(node: str) -> dict[str, Any]:
-    """Options of what runs on this node, and takes nothing of it."""
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, within_s: float) -> dict[str, Any]:

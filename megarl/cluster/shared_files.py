@@ -14,10 +14,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
+from megarl.cluster.on_node import on
 from megarl.errors import Unfit
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
@@ -52,10 +53,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
             canary = made.enter_context(fresh_file(path))
             wanted[key] = (canary, content(canary))
         look: Any = ray.remote(differences)
-        asked = {
-            node: look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(wanted)
-            for node in nodes
-        }
+        asked = {node: look.options(**on(node)).remote(wanted) for node in nodes}
         deadline = time.monotonic() + timeout_s
         for node, reference in asked.items():
             try:

@@ -22,9 +22,9 @@ import ray
 from ray._private import worker as ray_worker
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError, RpcError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl import termination
+from megarl.cluster.on_node import on
 from megarl.errors import Stopped
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -180,8 +180,7 @@ class Watch:
         self._spared = actors
 
     def _remote(self, node: str) -> _Place:
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor: Any = ray.remote(NodeScan).options(num_cpus=0, scheduling_strategy=place).remote()
+        actor: Any = ray.remote(NodeScan).options(**on(node)).remote()
 
         def still(only: Collection[int] | None) -> list[Still]:
             return ray.get(actor.still.remote(self._limit_s, only), timeout=self._limit_s)

@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
+from megarl.cluster.on_node import on
 from megarl.shared_memory import SharedMemory
 from megarl.text import one_line
 
@@ -181,8 +181,7 @@ class Copies:
 
     def _store(self, node: str) -> Any:
         if node not in self._stores:
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._stores[node] = ray.remote(CopyStore).options(num_cpus=0, scheduling_strategy=place).remote()
+            self._stores[node] = ray.remote(CopyStore).options(**on(node)).remote()
         return self._stores[node]
 
     def _mirror(self, name: str, step: int, nodes: Sequence[str]) -> list[Any]:
