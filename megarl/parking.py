@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 256 << 20  # bytes of room got at a time: pinned memory comes in powers of two
+BLOCK = 256 << 20  # bytes of host memory got at a time: pinned memory comes in powers of two
 
 
 class Parking:

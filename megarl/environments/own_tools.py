@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
-from megarl.environments.processes import GRACE_S, AskedProcess, Gone
+from megarl.environments.processes import GRACE_S, NO_ANSWER, AskedProcess, Gone
 
 
 class OwnTools:
@@ -88,12 +88,11 @@ class _ToolProcess(AskedProcess):
         match self.receive(self.step_s + GRACE_S):
             case ["tools", list(found)]:
                 return found
-        raise Gone("worker died: it wrote an invalid answer")
+        raise Gone(NO_ANSWER)
 
     def call(self, name: str, given: str) -> tuple[str, bool]:
         """The answer of one tool to arguments in JSON. Gone where the process is done with."""
-        self.send((name, given))
-        match self.receive(self.step_s + GRACE_S):
+        match self.asked((name, given)):
             case [str(said), bool(worked)]:
                 return said, worked
-        raise Gone("worker died: it wrote an invalid answer")
+        raise Gone(NO_ANSWER)

@@ -127,6 +127,9 @@ def code_of(source: Any) -> list[str]:
     return [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
 
 
+NO_ANSWER = "worker died: it wrote an invalid answer"
+
+
 class Gone(Exception):
     """A process has to be ended, or has ended, with the reason."""
 
@@ -154,7 +157,7 @@ class AskedProcess:
                 return
             case ["refused", str(text)]:
                 raise ConfigError(f"environment.source.{printable(text)}")
-        raise Gone("worker died: it wrote an invalid answer")
+        raise Gone(NO_ANSWER)
 
     def send(self, message: Any) -> None:
         """Pickled."""
@@ -162,6 +165,11 @@ class AskedProcess:
             self._sandboxed.channel.send(pickle.dumps(message), self.step_s + GRACE_S)
         except (ConnectionError, TimeoutError):  # it is dead or stopped, as `receive` will find
             return
+
+    def asked(self, message: Any) -> Any:
+        """What is answered to a message. Gone as from `receive`."""
+        self.send(message)
+        return self.receive(self.step_s + GRACE_S)
 
     def receive(self, within_s: float) -> Any:
         """The next message. Gone where none comes in time, or none that is JSON."""
@@ -177,7 +185,7 @@ class AskedProcess:
         except (EOFError, ConnectionError):
             raise Gone(self._sandboxed.death()) from None
         except (BadMessage, ValueError, RecursionError):
-            raise Gone("worker died: it wrote an invalid answer") from None
+            raise Gone(NO_ANSWER) from None
 
     def kill(self) -> None:
         """Ends it and all that it has started."""
@@ -191,8 +199,7 @@ class _EnvironmentProcess(AskedProcess):
 
     def ask(self, request: WorkerRequest) -> Turn:
         """The answer. EnvironmentFailed where the environment has none, Gone where the process is done with."""
-        self.send(request)
-        match self.receive(self.step_s + GRACE_S):
+        match self.asked(request):
             case ["turn", messages, reward, bool(done), info]:
                 with suppress(ProtocolFault):  # which the worker has looked at, unless the environment has written itself
                     said = None if messages is None else read_messages(messages, request[0])
@@ -201,4 +208,4 @@ class _EnvironmentProcess(AskedProcess):
                         return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:
                 raise EnvironmentFailed(printable(text))
-        raise Gone("worker died: it wrote an invalid answer")
+        raise Gone(NO_ANSWER)

@@ -16,8 +16,8 @@ from megarl.checkpoints.files import FileRecord, HashedFile
 from megarl.errors import SaveError
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint.dcp import Location, memory_of
+from megarl.parking import BLOCK
 
-BLOCK = 256 << 20  # bytes of staging memory got at a time: pinned memory comes in powers of two
 ALIGN = 64
 WRITERS = 2  # threads, and so files a model, of each rank: one hashes while the other waits for the disk
 
