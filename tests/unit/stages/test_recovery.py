@@ -183,7 +183,7 @@ def test_what_stands_still_does_not_keep_a_recovery_from_reading_checkpoints(tmp
     nodes = [{"NodeID": name, "Alive": True} for name in "ab"]
     cluster = {"nodes": lambda: nodes, "remote": lambda _: task, "wait": lambda all, timeout: (all[:1], all[1:]), "get": lambda _: []}
     monkeypatch.setattr(hashing, "ray", SimpleNamespace(**cluster))
-    monkeypatch.setattr(hashing, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(hashing, "on", lambda node: {})
     monkeypatch.setattr(watch, "_current", SimpleNamespace(check=check))
     read = list[int]()
     files = {tmp_path / name: FileRecord(1, "") for name in "cd"}
