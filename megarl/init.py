@@ -21,7 +21,7 @@ from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
-from megarl.plan.devices import GB, device_of
+from megarl.plan.devices import GB, NODE, device_of
 from megarl.plan.main import MOST
 from megarl.plan.parameters import model_elements
 from megarl.plan.search import nearest, search
@@ -100,8 +100,16 @@ def main(arguments: Sequence[str]) -> int:
     say(f"megarl: wrote {given.out}")
     if columns.verb == "train" and not columns.mathematical:
         say(_reward_file(Path(f"{REWARD}.py")))
-    say(f"next:   megarl {columns.verb} {given.out} --check")
+    say(f"next:   {_check(columns.verb, given)}")
     return 0
+
+
+def _check(verb: str, given: argparse.Namespace) -> str:
+    """The command that checks what was written: where it can run, which is one machine or a Slurm job."""
+    if given.cpu or given.gpus <= NODE:
+        return f"megarl {verb} {given.out} --check"
+    which = f" --verb {verb}" * (verb != "train")
+    return f"megarl slurm {given.out}{which} --nodes {-(-given.gpus // NODE)} --gpus-per-node {NODE} --dry-run"
 
 
 def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:

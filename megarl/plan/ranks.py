@@ -69,6 +69,7 @@ class Work:
     longest: int  # tokens of a sequence
     micro_batches: int  # of a mini-batch on one data-parallel rank
     sync_bytes: int  # of a weight update on rank 0
+    kept_bytes: int = 0  # of the weight updates on rank 0's GPU, meanwhile
     offload: bool = False  # models that wait lie in host memory
     gpu: bool = True  # else the layers are the CPU's, and there is no CUDA context
 
@@ -111,6 +112,9 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
             phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
     if stage == 0 and work.sync_bytes:
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
+    if stage == 0 and work.kept_bytes:
+        for name in phases.keys() - {"sync"}:
+            phases[name]["sync buckets"] = work.kept_bytes
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0
     return StageMemory(

@@ -11,7 +11,7 @@ from megarl.plan.ranks import GroupMemory
 from megarl.plan.search import FittingLayout
 from megarl.plan.whole import Plan
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "context")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "sync buckets", "context")
 
 
 def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = None) -> Iterator[Table | str]:

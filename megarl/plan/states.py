@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import Layout
-from megarl.plan.parameters import ChunkParameters, buffer_elements, replicas
+from megarl.plan.parameters import ChunkParameters, SizeCounts, buffer_elements, count, replicas
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes
 MOMENTS = 8  # bytes an element: Adam's two, in float32
@@ -38,7 +38,7 @@ def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloa
         chunks: the rank's parameters.
         layout: of the model's ranks.
         dtype: of the weights.
-        offloaded: share of the parameters whose moments lie in host memory, beside a copy of the main weights and of the gradients.
+        offloaded: share of the parameters whose moments lie in host memory, beside pinned copies of the main weights and the gradients.
         trained: with gradients and optimizer.
     """
     held = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
@@ -52,5 +52,13 @@ def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, 
     lengths = [buffer_elements(sizes, copies) for sizes, copies in zip((chunk.dense, chunk.experts), replicas(layout), strict=True)]
     shares = sum(length // copies for length, copies in zip(lengths, replicas(layout), strict=True))
     moments, away = shares * MOMENTS, round(shares * offloaded)
+    copies = round(away * 2 * _pinned(chunk.dense + chunk.experts))
     main = shares * 4 if item < 4 else 0
-    return States(sum(lengths) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * (MOMENTS + 4 + 4))
+    return States(sum(lengths) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * MOMENTS + copies)
+
+
+def _pinned(parameters: SizeCounts) -> float:
+    """Bytes an element of pinned float32 copies of these parameters, whose memory torch rounds up to a power of two each
+    (CachingHostAllocatorImpl::allocate)."""
+    taken = sum((1 << (4 * size - 1).bit_length()) * times for size, times in parameters)
+    return taken / max(1, count(parameters))

@@ -20,8 +20,19 @@ def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
         sync: the section `sync`.
         dtype: of the weights that travel.
     """
-    table = largest_tensor(hf, dtype)
-    return (2 + sync.verify) * max(sync.bucket_mb << 20, table) + 2 * max(GATHERED, table) + HASHED * sync.verify
+    table, bucket = largest_tensor(hf, dtype), _bucket(hf, sync, dtype)
+    return (2 + sync.verify) * bucket + 2 * max(GATHERED, table) + HASHED * sync.verify
+
+
+def kept_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
+    """What rank 0's GPU keeps between weight updates: the two buckets, where the transport has them there.
+
+    Args:
+        hf: config.json of the policy.
+        sync: the section `sync`.
+        dtype: of the weights that travel.
+    """
+    return 2 * _bucket(hf, sync, dtype) if sync.transport in ("nccl", "cuda_ipc") else 0
 
 
 def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) -> int:
@@ -35,7 +46,12 @@ def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) 
     """
     n = family_of(hf).sizes(hf)
     layer = 3 * n.experts * n.expert_ffn * n.hidden * ITEM[dtype] // tp
-    return max(sync.bucket_mb << 20, largest_tensor(hf, dtype)) + (layer + HASHED) * sync.verify
+    return _bucket(hf, sync, dtype) + (layer + HASHED) * sync.verify
+
+
+def _bucket(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
+    """A bucket that has grown for the largest tensor."""
+    return max(sync.bucket_mb << 20, largest_tensor(hf, dtype))
 
 
 def largest_tensor(hf: dict[str, Any], dtype: str) -> int:

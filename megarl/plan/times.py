@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
-from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
+from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, HOST_MEMORY, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
 from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
@@ -61,7 +61,7 @@ def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout)
 
 
 def plan_times(
-    config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, *, ahead: bool
+    config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, offloaded: float, *, ahead: bool
 ) -> StepTimes:
     """The phases of a step of `megarl train`.
 
@@ -72,6 +72,7 @@ def plan_times(
         engine: a GPU of its engines.
         device: every GPU.
         waiting: bytes of a rank's models that wait in host memory.
+        offloaded: bytes of its optimizers that work there.
         ahead: engines respond while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
@@ -82,7 +83,7 @@ def plan_times(
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
     updates = forward * factor * (train.epochs + critic) * bubble
-    updates += train.mini_batches * train.epochs * _reduced(elements, its, layout, device)
+    updates += train.mini_batches * train.epochs * (_reduced(elements, its, layout, device) + _in_host_memory(offloaded))
     return StepTimes(
         generate=_generate(rollout, train.prompts_per_step, its, elements, engine, device),
         score=forward * passes * bubble,
@@ -93,7 +94,7 @@ def plan_times(
     )
 
 
-def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device) -> StepTimes:
+def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
     """The phases of a step of a supervised stage.
 
     Args:
@@ -101,6 +102,7 @@ def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device
         its: the model.
         elements: its parameters.
         device: every GPU.
+        offloaded: bytes of a rank's optimizer that works in host memory.
     """
     layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
     tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2)
@@ -109,7 +111,9 @@ def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device
     return StepTimes(
         generate=0,
         score=forward * bubble if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
-        update=forward * (3 + (config.model.recompute == "full")) * bubble + _reduced(elements, its, layout, device),
+        update=forward * (3 + (config.model.recompute == "full")) * bubble
+        + _reduced(elements, its, layout, device)
+        + _in_host_memory(offloaded),
         sync=0,
         park=0,
         ahead=False,
@@ -152,6 +156,13 @@ def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float
     held += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
     near = layout.ranks <= NODE
     return held * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
+
+
+def _in_host_memory(offloaded: float) -> float:
+    """Seconds of Adam's step there: of the 16 bytes an element, 8 (moments) are read and written, 4 (weights) too, and 4 (gradients) read;
+    gradients come from the GPU, and weights go back.
+    """
+    return offloaded * (28 / 16 / HOST_MEMORY + 8 / 16 / HOST_BANDWIDTH)
 
 
 def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:

@@ -18,7 +18,7 @@ from megarl.plan.host import NodeMemory, plan_host
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.remedies import offloaded, overrides, parked, recomputed
-from megarl.plan.sync import receiver_bytes, sender_bytes
+from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes
 from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_learning, plan_times
 from megarl.rollout.registry import check_engine
 
@@ -43,6 +43,7 @@ class Plan:
     engines: int
     receiver: float  # bytes of a weight update on a GPU of an engine
     beside: float  # of a rank that shares this GPU, meanwhile
+    kept: float  # of the weight updates on rank 0's GPU, at all times
     host: NodeMemory | None
     times: StepTimes | None
     notes: list[str]  # what is assumed, and no run of this release has
@@ -99,9 +100,10 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     hf, memory = models["model"], memory_gb * GB
     groups = _groups(config, models)
     engine = receiver = host = None
-    engines, beside, shared = 0, 0.0, False
+    engines, beside, kept, shared = 0, 0.0, 0, False
     its, elements = facts(hf), model_elements(hf)
     asked = sum(group.layout.ranks for group in groups)
+    offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
         check_engine(hf, dtype, config.rollout, gpu=True)
@@ -110,14 +112,15 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         if shared:  # rank 0 sends from a GPU that an engine receives on
             receiver += sender_bytes(hf, config.sync, config.model.dtype)
             beside = max(stage.resident for stage in groups[0].stages)
+            kept = kept_bytes(hf, config.sync, config.model.dtype)
         else:
             asked += engines
         host = plan_host(config, its, facts(models.get("critic", hf)), groups, engines, -(-asked // NODE), shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
-        times = plan_times(config, its, elements, engine, device, waiting, ahead=config.rollout.mode != "sync")
+        times = plan_times(config, its, elements, engine, device, waiting, offloaded, ahead=config.rollout.mode != "sync")
     else:
         assert isinstance(config, LearnConfig)
-        times = plan_learning(config, its, elements, device)
+        times = plan_learning(config, its, elements, device, offloaded)
     plan = Plan(
         architecture=hf["architectures"][0],
         parameters=elements,
@@ -131,6 +134,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         engines=engines,
         receiver=receiver or 0,
         beside=beside,
+        kept=kept,
         host=host,
         times=times,
         notes=[],
@@ -177,6 +181,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
         sync_bytes=sender_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
+        kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         offload=config.placement.offload,
     )
     return plan_group(roles, layout, config.model, work)
@@ -223,9 +228,10 @@ def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
             f"sequence of {engine.longest} tokens takes {engine.token * engine.longest / GB:.1f} GB of keys and values"
         )
-    if plan.shared and share + ASLEEP > plan.memory:
+    waits = ASLEEP + plan.kept
+    if plan.shared and share + waits > plan.memory:
         found.append(
-            f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {ASLEEP / GB:g} GB of a rank that waits, {has}"
+            f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {waits / GB:.1f} GB of a rank that waits, {has}"
         )
     if plan.update > plan.memory and plan.shared:
         found.append(

@@ -66,7 +66,7 @@ class Critic:
         def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
             loss = value_loss(values(value_R1, row_T, batch), batch, clip)
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
-            return total, loss_metrics(loss, "critic/loss", float(total.detach()))
+            return total, {"critic/loss": Sum(float(total.detach())), **loss_metrics(loss)}
 
         with self._follow(replay=True) as routing:
             results, info = self._model.step(self._joined(batches), loss_fn, routing)
@@ -121,19 +121,10 @@ def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantag
     return {**metrics, "critic/position_bias": GroupBias(groups, float(return_T.double().square().sum()))}
 
 
-def loss_metrics(loss: Loss, name: str, total: float) -> dict[str, Metric]:
-    """What is shown of a loss on this rank.
-
-    Args:
-        loss: of one micro-batch.
-        name: of its sum.
-        total: its sum, weights included.
-
-    Returns:
-        The sum under `name`, and the loss's own means and peaks.
-    """
+def loss_metrics(loss: Loss) -> dict[str, Metric]:
+    """The means and peaks that a loss of one micro-batch shows on this rank."""
     means: dict[str, Metric] = {key: Mean(float(mean.total), float(mean.weight)) for key, mean in loss.mean.items()}
-    return {name: Sum(total), **means, **{key: Max(float(peak)) for key, peak in loss.peak.items()}}
+    return {**means, **{key: Max(float(peak)) for key, peak in loss.peak.items()}}
 
 
 def values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:

@@ -26,7 +26,7 @@ from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSett
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.workers.copies import Copies
-from megarl.workers.critic import values
+from megarl.workers.critic import loss_metrics, values
 from megarl.workers.megatron_worker import MegatronWorker
 from megarl.workers.plan import split_step
 from megarl.workers.worker_group import must_move, reserve_workers, start_ranks
@@ -149,8 +149,7 @@ class Learner(MegatronWorker):
 
     def _loss_fn(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         loss = self._loss(output_RX, row_T, batch)
-        means: dict[str, Metric] = {name: Mean(float(mean.total), float(mean.weight)) for name, mean in loss.mean.items()}
-        return (loss.loss_T * batch.extra_T["weight"]).sum(), means
+        return (loss.loss_T * batch.extra_T["weight"]).sum(), loss_metrics(loss)
 
     def _look(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         objective, hits = self._spec.objective, dict[str, Metric]()

@@ -12,7 +12,7 @@ import ray
 
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
-from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig
+from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig, optimizers
 from megarl.imports import uncollected
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.output import keep_output
@@ -45,7 +45,7 @@ class MegatronWorker:
         os.environ.update(rank_environment(config))  # before torch is imported
         keep_output(config.directory, f"{group} rank {rank}".strip())
         self._rank, self._config, self._layout = rank, config, layout
-        torch.set_num_threads(threads())
+        torch.set_num_threads(threads(config))
 
     def devices(self) -> list[str]:
         """The GPUs that Ray has given to this process."""
@@ -205,7 +205,15 @@ def rank_environment(config: RunSettings) -> dict[str, str]:
     return {ALLOCATOR: "expandable_segments:True"}
 
 
-def threads() -> int:
-    """OMP_NUM_THREADS, as many as there are cores at most; 1 where it is not set to a number."""
-    wish = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(int(wish), len(os.sched_getaffinity(0)))) if wish.isdecimal() and len(wish) < 9 else 1
+def threads(config: RunSettings) -> int:
+    """Of torch in a rank: OMP_NUM_THREADS, as many as there are cores at most; 1 where it is not set to a number, as Ray sets it.
+
+    Where optimizers work in host memory, they have at least their GPU's share of the node's cores.
+    """
+    wish, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    told = max(1, min(int(wish), cores)) if wish.isdecimal() and len(wish) < 9 else 1
+    if not any(settings.offloaded for settings in optimizers(config).values()):
+        return told
+    here = ray.get_runtime_context().get_node_id()
+    gpus = next(node["Resources"]["GPU"] for node in ray.nodes() if node["NodeID"] == here)
+    return max(told, int(cores // gpus))

@@ -21,7 +21,7 @@ from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.demand import Role
 from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
 from megarl.lazy_torch import Tensor, torch
-from megarl.observe.metrics import Max, Mean, Metric, merge
+from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
 from megarl.workers.assemble import (
     Columns,
     assemble,
@@ -368,7 +368,7 @@ class ModelWorker(MegatronWorker):
         total = (loss.loss_T * batch.extra_T["weight"]).sum()
         if loss.weighted is not None:
             total = total + loss.weighted
-        metrics = loss_metrics(loss, "actor/pg_loss", float(total.detach()))
+        metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
         if self._fresh and self._spec.old_logp != "forward":  # the weights are those that the step began with
             of_sequences = mismatch_of_sequences(seen, self._sum_over)
             metrics |= mismatch(seen) | (of_sequences if self._speaks else {})

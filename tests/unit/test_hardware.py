@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import textwrap
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
@@ -19,7 +22,7 @@ from megarl.observe.metrics import Mean
 from megarl.parallel.backend import DETERMINISTIC
 from megarl.stages.checks import check_gpus, check_train
 from megarl.stages.gap import check_gap
-from megarl.workers.megatron_worker import rank_environment
+from megarl.workers.megatron_worker import rank_environment, threads
 from tests.e2e.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +172,25 @@ def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny
     assert told("cluster.gpus=true", "sync.transport=nccl") == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert told("cluster.gpus=true", "sync.transport=nccl") == {}
+
+
+def test_an_optimizer_in_host_memory_has_its_gpu_s_share_of_the_cores(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeID": "a", "Resources": {"GPU": 2.0}}, {"NodeID": "b", "Resources": {"GPU": 8.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
+
+    def told(*overrides: str) -> int:
+        return threads(load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig))
+
+    offload = "optimizer.megatron={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
+    assert told() == 1 == told("optimizer.megatron={optimizer_cpu_offload: true}")
+    assert told(offload) == 12
+    monkeypatch.setenv("OMP_NUM_THREADS", "20")
+    assert told(offload) == told() == 20
 
 
 def test_no_process_asks_ray_for_an_environment_since_nobody_is_there_to_make_it() -> None:

@@ -121,9 +121,13 @@ def large(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     ids=["8 x 80 GB", "16 x 80 GB", "8 x 141 GB", "talks", "pairs"],
 )
 def test_of_30_b_it_writes_what_fits(
-    folder: Path, large: Path, rows: list[dict[str, Any]], root: type[RunSettings], gpus: int, gb: int
+    folder: Path, large: Path, rows: list[dict[str, Any]], root: type[RunSettings], gpus: int, gb: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(wrote(folder, rows, large, "--gpus", str(gpus), "--gpu-gb", str(gb))) == 0
+    verb = {TrainConfig: "train", SftConfig: "sft", DpoConfig: "dpo"}[root]
+    of_a_job = f"slurm own.yaml{'' if verb == 'train' else ' --verb ' + verb} --nodes 2 --gpus-per-node 8 --dry-run"
+    [following] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next:")]
+    assert following == f"next:   megarl {f'{verb} own.yaml --check' if gpus == 8 else of_a_job}"
     config = load(folder / "own.yaml", [], root)
     check_fits(config)
     assert sum(kind.gpus * kind.processes for kind in demand(config)) == gpus and config.layout.ranks > 1

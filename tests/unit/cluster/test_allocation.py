@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,9 +22,10 @@ import torch
 from megarl.cluster import fitness
 from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.join import _wait_for_head
-from megarl.cluster.preflight import Report, bound, faults, report
+from megarl.cluster.preflight import Report, bound, faults, preflight, report
 from megarl.cluster.session import CACHES, _own_caches
 from megarl.cluster.shared_files import content, fresh_file
+from megarl.errors import ConfigError
 from megarl.parallel import backend
 from megarl.parallel.backend import touch_gpus
 from megarl.parallel.links import edges, slow
@@ -31,7 +33,7 @@ from tests.e2e.job import read
 from tests.unit.cluster.nodes import bubblewrap
 
 ROOT = Path(__file__).resolve().parents[3]
-GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, files=65536, free_gb={"its own disk": 100.0}, unseen=())
+GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, files=65536, free_gb=100.0, unseen=())
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
@@ -285,7 +287,7 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
         (replace(GOOD, versions={**GOOD.versions, "ray": "2.61.0"}), "ray is 2.61.0, and 2.60.0 on a"),
         (replace(GOOD, gpus=7), "has 7 GPUs of 8"),
         (replace(GOOD, files=256), "lets a process open 256 files of 1056"),
-        (replace(GOOD, free_gb={"its own disk": 0.25}), "its own disk has 0.2 GB free of 1"),
+        (replace(GOOD, free_gb=0.25), "its own disk has 0.2 GB free of 1"),
         (replace(GOOD, unseen=["the run's directory"]), "does not see the run's directory as the driver does"),
         ("does not answer", "does not answer"),
     ],
@@ -311,8 +313,26 @@ def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: 
     elsewhere.touch()
     late = Timer(1.0, elsewhere.write_bytes, [written])
     late.start()
-    assert report(tmp_path, {"the run's directory": (elsewhere, known)}).unseen == []
+    assert report({"the run's directory": (elsewhere, known)}).unseen == []
     late.join()
+
+
+def test_a_full_disk_that_all_share_is_no_node_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, asked = shutil.disk_usage(tmp_path)._replace(free=250_000_000), list[Allocation]()
+    allocation = Allocation(tmp_path, ("a", "b"), needed=2, gpus=0)
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match=f"^{tmp_path}: the run's disk has 0.2 GB free of 1$"):
+        patched.setattr(shutil, "disk_usage", lambda place: full)
+        patched.setattr("megarl.cluster.preflight.present", asked.append)
+        preflight(allocation, gpus=False, read={}, timeout_s=1)
+    assert not asked, "no node is asked, nor excluded"
+
+    def no_quota(file: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", no_quota)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: cannot write there: Disk quota exceeded$"), fresh_file(tmp_path):
+        pass
+    assert not list(tmp_path.glob(".seen-*"))
 
 
 def test_the_slow_node_is_named_whatever_the_others_take() -> None:

@@ -15,13 +15,13 @@ import pytest
 from rich.table import Table
 
 from megarl.cli import main
-from megarl.config import ConfigError, Layout, TrainConfig, load
+from megarl.config import ConfigError, Layout, TrainConfig, load, optimizers
 from megarl.models.families import family_of
 from megarl.plan.devices import DEVICES, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
 from megarl.plan.fits import check_fits, warnings
-from megarl.plan.parameters import count, model_elements, replicas, shards
+from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
@@ -78,7 +78,43 @@ def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str)
         held, half = states(stage, layout, "bfloat16", trained=True), states(stage, layout, "bfloat16", 0.5, trained=True)
         assert held.total == pytest.approx(expected, rel=1e-4) and held.host == 0
         assert held.optimizer - half.optimizer == pytest.approx(held.optimizer / 3, rel=1e-4), "half of the two moments of three float32"
-        assert half.host == pytest.approx(2 * held.optimizer / 3, rel=1e-4), "these, and a copy of main weights and gradients"
+        moments = held.optimizer / 3
+        assert moments < half.host - moments < 2 * moments, "beside them copies of main weights and gradients, in blocks of pinned memory"
+
+
+def test_pinned_copies_of_an_offloaded_optimizer_take_powers_of_two() -> None:
+    chunk = ChunkParameters(dense=((1 << 20, 2),), experts=((3 << 20, 4),))  # 4 and 12 MiB in float32, for which torch takes 4 and 16
+    host = states([chunk], Layout(), "bfloat16", 1.0, trained=True).host
+    assert host == 14 * (8 << 20) + 2 * (2 * (4 << 20) + 4 * (16 << 20)), "moments, and copies of main weights and gradients"
+
+
+def test_an_optimizer_in_host_memory_takes_its_time(published: Path) -> None:
+    one_node = load(EXAMPLES / "qwen3_30b_a3b/one_node_80gb.yaml", [f"model.path={published / 'Qwen3-30B-A3B'}"], TrainConfig)
+    assert optimizers(one_node)["optimizer"].offloaded == 1
+    on_gpus = one_node.model_copy(update={"optimizer": one_node.optimizer.model_copy(update={"megatron": {}})})
+    (away, there), updates = (
+        (planned(config, 8).times for config in (one_node, on_gpus)),
+        one_node.train.mini_batches * one_node.train.epochs,
+    )
+    assert away is not None and there is not None and away.generate == there.generate
+    elements = 30.5e9 / 8  # of Adam on a rank, each 28 bytes of host memory at 40 GB/s and 8 on the way at 25
+    assert (away.update - there.update) / updates == pytest.approx(elements * (28 / 40e9 + 8 / 25e9), rel=0.4), "blocks are counted too"
+
+
+def test_rank_0_keeps_the_buckets_of_the_weights_between_updates(published: Path) -> None:
+    def stages(transport: str) -> tuple[Plan, dict[str, float], dict[str, float]]:
+        given = [f"model.path={published / 'Qwen3-30B-A3B'}", f"sync.transport={transport}", "layout.pp=2"]
+        plan = planned(load(GSPO, given, TrainConfig))
+        first, last = plan.groups[0].stages
+        return plan, first.parts, last.parts
+
+    table = 151936 * 2048 * 2  # bytes of the embedding, for which a bucket of 512 MiB grows
+    (_, first, last), (_, shared, _) = stages("nccl"), stages("gloo")
+    assert first["sync buckets"] == 2 * table and "sync buckets" not in last and "sync buckets" not in shared
+    one_node = load(EXAMPLES / "qwen3_30b_a3b/one_node.yaml", [f"model.path={published / 'Qwen3-30B-A3B'}"], TrainConfig)
+    assert planned(one_node, 8).kept == 2 * table
+    full = planned(one_node.model_copy(update={"rollout": one_node.rollout.model_copy(update={"gpu_memory_fraction": 0.98})}), 8)
+    assert any(fault.startswith("rollout.gpu_memory_fraction=0.98: ") and "3.2 GB of a rank that waits" in fault for fault in full.faults)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3-70B", "GLM-4.5-Air"])
