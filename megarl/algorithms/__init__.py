@@ -19,6 +19,7 @@ from megarl.algorithms.reinforce import Reinforce
 from megarl.algorithms.reinforce_pp import ReinforcePp, ReinforcePpBaseline
 from megarl.algorithms.remax import Remax
 from megarl.algorithms.rloo import Rloo
+from megarl.algorithms.sapo import Sapo
 from megarl.algorithms.simpo import SimPo
 from megarl.algorithms.vapo import Vapo
 from megarl.algorithms.vc_ppo import VcPpo
@@ -33,6 +34,7 @@ Algorithm = Annotated[
     | Gspo
     | Gmpo
     | Cispo
+    | Sapo
     | Rloo
     | Reinforce
     | Remax

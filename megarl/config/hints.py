@@ -94,6 +94,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_kl_in_reward": ("algorithm.kl_in: loss or reward",),
     "norm_adv_by_std_in_grpo": ("algorithm.scale: none, or group for true",),
     "loss_mode": ("algorithm.type",),
+    "tau_pos": ("algorithm.tau_positive",),
+    "tau_neg": ("algorithm.tau_negative",),
     "critic_warmup": ("critic.pretrain_steps",),
     "adv_estimator": ("algorithm.type",),
     "advantage_estimator": ("algorithm.type",),

@@ -23,7 +23,7 @@ PANELS: dict[str, Sequence[str]] = {
     "entropy": ("actor/entropy",),
     "response length": ("response_length/mean", "response_length/max"),
     "gradient norm": ("actor/grad_norm", "rm/grad_norm"),
-    "clipped share": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
+    "clipped share": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_gated"),
     "share of tokens by lag, in updates": LAG_SHARES,
     "log-prob gap, engine to trainer": ("training/logprob_gap_mean", "training/logprob_gap_max"),
     "loss": ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/"))),

@@ -37,7 +37,7 @@ ELSEWHERE = {
     "critic",
     "tensorboard",
     "best",
-    "sapo.py",
+    "spo.py",
     "ipo.py",
 }  # what a run leaves, and what a reader would write
 

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gspo_wide": {"type": "gspo", "clip_low": 0.05, "clip_high": 0.04},
     "gspo_token": {"type": "gspo_token", "clip_low": 0.05, "clip_high": 0.04},
     "gmpo": {"type": "gmpo", "clip_low": 0.3, "clip_high": 0.2},
+    "sapo_sharp": {"type": "sapo", "tau_positive": 3.0, "tau_negative": 8.0, **KL_AND_BONUS},
     "cispo_narrow": {"type": "cispo", "clip_low": 0.3, "clip_high": 0.2},
     "reinforce": {"type": "reinforce", "gamma": 0.97},
     "reinforce_pp": {"type": "reinforce_pp", "gamma": 0.99},

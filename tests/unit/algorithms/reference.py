@@ -84,6 +84,11 @@ def cispo(algorithm: Any, s: Sequence) -> Tensor:
     return -torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high).detach() * s.advantage * s.lp
 
 
+def sapo(algorithm: Any, s: Sequence) -> Tensor:
+    tau = algorithm.tau_positive if s.advantage[0] > 0 else algorithm.tau_negative
+    return -4 / tau * torch.sigmoid(tau * (bounded(algorithm, s.lp - s.old_logp).exp() - 1)) * s.advantage
+
+
 def reinforce(algorithm: Any, s: Sequence) -> Tensor:
     return -bounded(algorithm, s.lp - s.old_logp).exp().detach() * s.advantage * s.lp
 
@@ -115,6 +120,7 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "gspo_token": (gspo_token, "seq-mean-token-mean"),
     "gmpo": (gmpo, "seq-mean-token-mean"),
     "cispo": (cispo, "token-mean"),
+    "sapo": (sapo, "seq-mean-token-mean"),
     "raft": (nll, "token-mean"),
     "sum_ratio": (sum_ratio, "seq-mean-token-sum"),
 }

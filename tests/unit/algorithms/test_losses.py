@@ -17,6 +17,7 @@ from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.gspo import Gspo
 from megarl.algorithms.ops import Block, SumOver, token_weights
 from megarl.algorithms.rloo import Rloo
+from megarl.algorithms.sapo import Sapo
 from megarl.batch import Batch
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import ALGORITHMS, LENGTHS, cast, contiguous, make, ragged, same, together, weighted, zigzag
@@ -88,6 +89,12 @@ class CispoFormula(Cispo):
         return -block.d_T.exp().clamp(1 - self.clip_low, 1 + self.clip_high).detach() * block.advantage_T * block.lp_T
 
 
+class SapoFormula(Sapo):
+    def policy_loss(self, block: Block) -> Tensor:
+        tau_T = torch.full_like(block.d_T, self.tau_negative).masked_fill(block.advantage_T > 0, self.tau_positive)
+        return -4 / tau_T * torch.sigmoid(tau_T * (block.d_T.exp() - 1)) * block.advantage_T
+
+
 class RlooFormula(Rloo):
     def policy_loss(self, block: Block) -> Tensor:
         return -block.d_T.exp().detach() * block.advantage_T * block.lp_T
@@ -122,6 +129,7 @@ FORMULAS: dict[type[PolicyAlgorithm], type[PolicyAlgorithm]] = {
     Gspo: GspoFormula,
     Gmpo: GmpoFormula,
     Cispo: CispoFormula,
+    Sapo: SapoFormula,
     Rloo: RlooFormula,
 }
 
@@ -285,6 +293,22 @@ def test_clip_fractions_of_both_sides(name: str) -> None:
     assert found == pytest.approx([high / tokens, low / tokens, (high + low) / tokens])
     if algorithm.type == "gspo":
         assert mean_of(loss, "actor/seq_clipfrac") == pytest.approx(cut / int((batch.count_N > 0).sum()))
+
+
+def test_the_gate_of_sapo_takes_nothing_where_the_policy_is_the_old_one_and_its_share_elsewhere() -> None:
+    algorithm: Any = ALGORITHMS["sapo_sharp"]
+    batch, logp_T, entropy_T = ragged(9, LENGTHS[:-1])
+    _, _, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
+    share, tokens = 0.0, int(batch.mask_T.sum())
+    for s in reference.sequences(batch, logp_T, entropy_T):
+        tau = algorithm.tau_positive if s.advantage[0] > 0 else algorithm.tau_negative
+        share += float((1 - 1 / torch.cosh(tau * ((s.lp - s.old_logp).exp() - 1) / 2) ** 2).sum())  # 4 p (1 - p) = sech^2(x / 2)
+    assert 0.01 < mean_of(loss, "actor/pg_gated") == pytest.approx(share / tokens)
+    same_policy = batch.with_extra(old_logp=logp_T)
+    _, gradient_T, _, loss = evaluate(make({"type": "sapo"}), weighted(algorithm, same_policy), logp_T, entropy_T)
+    _, plain_T, _, _ = evaluate(make({"type": "grpo"}), weighted(algorithm, same_policy), logp_T, entropy_T)
+    assert mean_of(loss, "actor/pg_gated") == 0
+    torch.testing.assert_close(gradient_T, plain_T, rtol=1e-12, atol=1e-15)
 
 
 def test_positive_examples_are_counted_over_the_global_batch() -> None:

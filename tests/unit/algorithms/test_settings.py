@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative kl": ({"type": "grpo", "kl_coef": -0.1}, "kl_coef\n.*greater than or equal to 0 .*input_value=-0.1"),
     "negative entropy": ({"type": "grpo", "entropy_coef": -0.1}, "entropy_coef\n.*input_value=-0.1"),
     "negative eps": ({"type": "grpo", "clip_low": -0.1}, "clip_low\n.*greater than or equal to 0 .*input_value=-0.1"),
+    "a gate that is flat": ({"type": "sapo", "tau_negative": 0}, "tau_negative\n.*input_value=0"),
     "negative upper eps": ({"type": "cispo", "clip_high": -1}, "clip_high\n.*input_value=-1"),
     "eps above 1": ({"type": "gspo", "clip_low": 1.5}, "clip_low\n.*less than or equal to 1 .*input_value=1.5"),
     "dual clip below 1": ({"type": "dapo", "dual_clip": 0.9}, "dual_clip\n.*greater than 1 .*input_value=0.9"),
@@ -97,6 +98,7 @@ def test_defaults_are_the_papers() -> None:
     assert given("gspo", "clip_low", "clip_high") == [3e-4, 4e-4]
     assert given("gmpo", "clip_low", "clip_high") == [0.4, 0.4]
     assert given("cispo", "clip_low", "clip_high") == [1.0, 4.0]
+    assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
 
 

@@ -103,6 +103,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         "rollout.samples_per_prompt": 4,
         "optimizer.lr": 1e-6,
     },
+    "sapo": {"algorithm.tau_positive": 1.0, "algorithm.tau_negative": 1.05, "train.mini_batches": 4},
     "vapo": {
         "algorithm.alpha": 0.05,
         "algorithm.mu": 0.1,
@@ -221,10 +222,10 @@ def written_in_the_readme(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, formula = written_in_the_readme("Sapo", tmp_path, monkeypatch)
-    monkeypatch.setitem(reference.POLICY, "sapo", (formula, "seq-mean-token-mean"))
+    module, formula = written_in_the_readme("Spo", tmp_path, monkeypatch)
+    monkeypatch.setitem(reference.POLICY, "spo", (formula, "seq-mean-token-mean"))
 
-    algorithm = module.Sapo(tau_negative=1.3)
+    algorithm = module.Spo(eps=0.3)
     batch, logp_T, entropy_T = ragged(0, LENGTHS[:40])
     batch = weighted(algorithm, batch)
     mine_T, plain_T = logp_T.clone().requires_grad_(), logp_T.clone().requires_grad_()
