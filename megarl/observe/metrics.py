@@ -141,11 +141,11 @@ class Explained:
 
 @dataclass(frozen=True)
 class GroupBias:
-    """What a guess loses to a constant guess through each group's (say, position's) mean error: (Var_g(error) - Var_g(goal)) / Var(goal).
+    """What the mean error in each group (each position, say) costs a guess, compared with a constant guess.
 
-    Var_g is the variance between the groups' means, weighted by their counts. The metric is the part of explained variance that lies
-    between groups, with the opposite sign: 0 for any constant guess, however wrong; below 0 if the guess follows the groups' goals; above
-    0, without bound, if the guess differs by group and the goals do not.
+    It is (Var_g(error) - Var_g(goal)) / Var(goal), where Var_g is the variance between the groups' means, weighted by their counts: the
+    part of explained variance that lies between groups, with the opposite sign. It is 0 for any constant guess, however wrong; below 0 if
+    the guess follows the groups' goals; above 0, without bound, if the guess differs by group and the goals do not.
 
     `groups` holds, for each group, the count, the sum of goal and the sum of error = goal - guess.
     """

@@ -57,7 +57,7 @@ class RunContext:
         return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Restart the ranks, with the models as at the start if `beginning`, else to be loaded next. Returns whether a node was lost."""
+        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next. Return whether a node was lost."""
         return self.models.restart(self.engines, beginning)
 
 

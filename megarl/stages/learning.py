@@ -137,7 +137,7 @@ class LearnContext:
         return self.learners.timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Restart the ranks, with the model as at the start if `beginning`, else to be loaded next. Returns whether a node was lost."""
+        """Restart the ranks, with the initial model if `beginning`, else for weights to be loaded next. Returns whether a node was lost."""
         return self.learners.restart(beginning)
 
 

@@ -50,7 +50,7 @@ class Context(Protocol):
         """The longest time to wait for the ranks."""
 
     def restart(self, beginning: bool, /) -> bool:
-        """Restart the ranks, with the models as at the start if `beginning`, else to be loaded next.
+        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next.
 
         Returns whether a node was lost.
         """
