@@ -19,20 +19,20 @@ from megarl.stdout import say
 from megarl.text import escaped, one_line
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
-LOOKED_AT = 2000  # items of a generated source that --check draws
-MOST_SHOWN = 1500  # characters of a line, which may quote what was given
-# Errors of the system that are faults of a name that was given, or of what lies there.
+LOOKED_AT = 2000  # items that --check draws from a generated source
+MOST_SHOWN = 1500  # longest error line in characters: it may quote user input
+# System errors caused by a path that the user gave, or by what lies there.
 NAMES = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True)
 class Verb:
-    """Where a verb lives, as "module:name"; imported when it is called."""
+    """A verb that takes a configuration. Code is named as "module:name", and imported when the verb is called."""
 
     help: str
-    leaves: str  # in runs/<name>/
+    leaves: str  # what it writes to runs/<name>/
     config: str  # class of the configuration
-    check: str  # called by --check: refuses what can be refused before a process starts
+    check: str  # called by --check: raises whatever can be detected before a process starts
     run: str
 
 
@@ -99,7 +99,7 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A verb that takes no configuration: `run` is given its arguments and returns the exit status."""
+    """A verb that takes no configuration: `run` takes the verb's arguments and returns the exit status."""
 
     help: str
     run: str
@@ -119,7 +119,7 @@ TOOLS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line without its verb's arguments: help for all of them."""
+    """The parser of the command line without a verb's arguments; its help lists all verbs."""
     verbs = "\n".join(f"  {name:8} {verb.help}" for name, verb in (VERBS | TOOLS).items())
     top = argparse.ArgumentParser(
         prog="megarl",
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verb_parser(name: str) -> argparse.ArgumentParser:
-    """The arguments of a verb that takes a configuration."""
+    """The parser of the arguments of a verb that takes a configuration."""
     verb = VERBS[name]
     top = argparse.ArgumentParser(
         prog=f"megarl {name}",
@@ -151,23 +151,23 @@ def verb_parser(name: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb.
+    """Run one verb.
 
-    Returns 0, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143, 129 or 138 after SIGTERM, SIGHUP or SIGUSR1, 1 for
-    any other failure.
+    Returns 0 on success, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143, 129 or 138 after SIGTERM, SIGHUP or
+    SIGUSR1, and 1 for any other failure.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     termination.install()
-    if (here := os.getcwd()) not in sys.path:  # the console script's own folder stands there instead, and functions are named by module
+    if (here := os.getcwd()) not in sys.path:  # a console script has its own folder there instead; the user's functions are named by module
         sys.path.insert(0, here)
-    if lost := [one for one in arguments if one.startswith("--") and one.endswith("=--")]:  # of which argparse makes an empty list
+    if lost := [one for one in arguments if one.startswith("--") and one.endswith("=--")]:  # which argparse turns into an empty list
         return _refused(f"{lost[0]}: -- is not a valid option value")
     try:
         with termination.raised():
             if arguments and arguments[0] in TOOLS:
                 return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]), arguments[0])
             if not arguments or arguments[0] not in VERBS:
-                parser().parse_args(arguments[:1])  # help, the version, or what is wrong with it
+                parser().parse_args(arguments[:1])  # prints help, the version or the error, and exits
             given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
             return _guarded(
                 lambda: _run(VERBS[arguments[0]], given.config, given.overrides, given.check), arguments[0] if given.check else None
@@ -193,7 +193,7 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
     with uncollected():
         from megarl.data.gym import first_items
         from megarl.http_client import elsewhere
-    # A run that goes on has as many prompts as its checkpoint says: they are counted.
+    # A run that resumes must have as many prompts as its checkpoint says, so all of them are counted.
     resumes = (config.directory / "checkpoints").is_dir()
     with first_items(sys.maxsize if resumes else LOOKED_AT) as look, elsewhere():
         work(config)
@@ -205,11 +205,11 @@ def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
 
 
 def _guarded(call: Callable[[], int], reader: str | None) -> int:
-    """The exit status of call(), or of what it raised.
+    """Return the exit status of call(), or the one for what it raises.
 
     Args:
         call: the work.
-        reader: the verb, if it does no more than read and write the files that its arguments name; None where processes run.
+        reader: the verb, if all it does is read and write the files that its arguments name; None if processes run.
     """
     from megarl.errors import ConfigError, Stopped
 
@@ -227,7 +227,7 @@ def _guarded(call: Callable[[], int], reader: str | None) -> int:
 
 
 def _refused(faults: str) -> int:
-    """Prints a line per fault. Nothing in it moves a terminal's cursor: it may name what others have made."""
+    """Print a line per fault and return the exit status. Lines are escaped, since they may quote files that others made."""
     for line in faults.splitlines():
         print(f"megarl: error: {escaped(line):.{MOST_SHOWN}}", file=sys.stderr)
     return FAULT

@@ -1,4 +1,4 @@
-"""`megarl config VERB [KEY]`: the keys of a verb's configuration, with what they take, their defaults and their meaning."""
+"""`megarl config VERB [KEY]`: the keys of a verb's configuration, with their accepted values, defaults and meaning."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Key:
     """A key of a configuration file."""
 
     name: str  # dotted
-    takes: str
-    default: str | None  # as in YAML; None where the key is required
+    takes: str  # accepted values, in words
+    default: str | None  # as in YAML; None if the key is required
     meaning: str
 
 
 def schema(root: type[RunSettings]) -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors. No key is required: a file may leave to its `base` what it does not change."""
+    """The JSON schema of a configuration file, for editors. No key is required, since a file may inherit any of them from its `base`."""
     found = _partial(root.model_json_schema(schema_generator=_WithMeanings))
     base = {"type": "string", "description": "Another file, relative to this one, that this one extends."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "properties": {"base": base, **found["properties"]}}
 
 
 class _WithMeanings(GenerateJsonSchema):
-    """Describes each key with the text below it in the source. Pydantic could, but would then read the source at every import."""
+    """Describes each key with the docstring below it in the source. Pydantic could, but would then read the source at every import."""
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         """The schema of one section."""
@@ -63,7 +63,7 @@ class _WithMeanings(GenerateJsonSchema):
 
 @cache
 def _meanings(module: str) -> dict[str, dict[str, str]]:
-    """By class and attribute: the text that stands below the attribute in the source."""
+    """The docstrings below the attributes in a module's source, by class and attribute."""
     classes = [node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)]
     return {
         one.name: {
@@ -77,7 +77,7 @@ def _meanings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _partial(part: Any) -> Any:
-    """A schema of parts of what another one describes. Without `type` a section may be one of several."""
+    """Turn a schema into one for partial files: no key is required, and without its `type`, a section may match any of several schemas."""
     if isinstance(part, list):
         return [_partial(one) for one in part]
     if not isinstance(part, dict):
@@ -88,14 +88,14 @@ def _partial(part: Any) -> Any:
 
 
 def keys(root: type[RunSettings]) -> list[tuple[Key, str]]:
-    """Every key in the order of the file, each with the types of its section that have it ("" where all do)."""
+    """Every key in the order of the file, each with the section types that have it ("" if all do)."""
     whole = schema(root)
     return list(_keys(whole, whole.get("$defs", {}), "", ()))
 
 
 def _keys(section: Schema, named: Schema, above: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
     for name, given in section["properties"].items():
-        # Twice inside each other: a source may leave out the questions of another one.
+        # A section may be nested in itself once: a source may leave out the questions of another source.
         below = [part for part in _sections(given, named) if inside.count(part["title"]) < 2]
         meaning = given.get("description") or (_first_line(below[0]) if below else _first_line(section) if name == "type" else "")
         yield Key(above + name, _takes(given, named), _default(given, bool(below)), meaning), ""
@@ -107,7 +107,7 @@ def _keys(section: Schema, named: Schema, above: str, inside: tuple[str, ...]) -
 
 
 def _of_types(parts: Mapping[str, Schema], named: Schema, place: str, inside: tuple[str, ...]) -> Iterator[tuple[Key, str]]:
-    """The keys of a section that is one of several, which its `type` chooses: the types first, then every key once."""
+    """Yield the keys of a section whose `type` selects one of several schemas: the types first, then every key once."""
     owners: dict[tuple[Key, str], list[str]] = {}
     for tag, part in parts.items():
         yield Key(f"{place}type", tag, None, _first_line(part)), ""
@@ -127,7 +127,7 @@ def _default(given: Schema, section: bool) -> str | None:
 
 
 def _sections(given: Schema, named: Schema) -> list[Schema]:
-    """The sections that a key may hold, or a list of them."""
+    """The schemas of the sections that a key may hold, directly or in a list."""
     found = _resolved(given, named)
     if "properties" in found:
         return [found]
@@ -141,13 +141,13 @@ def _resolved(given: Schema, named: Schema) -> Schema:
 
 
 def _tag(section: Schema) -> str:
-    """The value of `type` that chooses the section."""
+    """The value of `type` that selects the section."""
     kind = section["properties"]["type"]
     return str(kind["const"] if "const" in kind else "|".join(kind["enum"]))
 
 
 def _takes(given: Schema, named: Schema) -> str:
-    """What may be given, in words."""
+    """The accepted values, in words."""
     if "properties" in _resolved(given, named):
         return "section"
     if "anyOf" in given:
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _below(found: list[tuple[Key, str]], name: str | None, verb: str) -> list[tuple[Key, str]]:
-    """The key of that name and those below it; all without one. ConfigError where there is none."""
+    """Return the key `name` and those below it, or all keys if it is None. ConfigError if there is no such key."""
     if name is None:
         return found
     wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{name}.")]

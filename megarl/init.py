@@ -1,4 +1,4 @@
-"""`megarl init MODEL DATA`: a commented configuration for a model and a file of one's own, which loads and passes the checks."""
+"""`megarl init MODEL DATA`: a commented configuration for the user's own model and data file, which loads and passes the checks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megarl.plan.whole import models_of
 from megarl.stdout import say
 from megarl.text import one_line
 
-LOOKED_AT = 100  # rows, for the columns
+LOOKED_AT = 100  # rows that are read to find the columns
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "final_answer", "label", "target")
 CONVERSATIONS = ("messages", "conversation", "conversations")
-HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of this
-LARGE = 6.5e9  # parameters from which on recomputation is proposed even where activations would fit
-ROOM = 1.25  # for prompts that are longer than those that are there
-REWARD = "my_reward"  # the module of a function that the user writes
+HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of STEP
+LARGE = 6.5e9  # parameters from which on recomputation is proposed even if activations would fit
+ROOM = 1.25  # leaves room for prompts longer than those in the file
+REWARD = "my_reward"  # the module of the reward function that the user writes
 STUB = '''"""Your reward function, written by `megarl init`: replace this comparison with what a response is worth."""
 
 
@@ -50,16 +50,16 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class DataColumns:
-    """What the rows of a file are."""
+    """The columns that were found in a file, and the verb that learns from them."""
 
-    verb: str  # that learns from them
-    prompt: str = ""  # or the conversation's column
+    verb: str
+    prompt: str = ""  # the column of the prompt, or of the conversation
     answer: str = ""
-    mathematical: bool = False  # the answers are short expressions
+    mathematical: bool = False  # whether the answers are short expressions
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the configuration. Raises ConfigError where model or data cannot be used."""
+    """Write the configuration. Raises ConfigError if the model or the data cannot be used."""
     top = argparse.ArgumentParser(
         prog="megarl init",
         description="Writes a configuration for your own model and data: finds the columns, measures lengths, chooses a layout that fits.",
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(verb: str, given: argparse.Namespace) -> str:
-    """The command that checks what was written: where it can run, which is one machine or a Slurm job."""
+    """The command that checks the written configuration where it can run: on one machine, or as a Slurm job."""
     if given.cpu or given.gpus <= NODE:
         return f"megarl {verb} {given.out} --check"
     which = f" --verb {verb}" * (verb != "train")
@@ -113,7 +113,7 @@ def _check(verb: str, given: argparse.Namespace) -> str:
 
 
 def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
-    """Puts what `megarl plan` finds first into the tree. Returns what it says of it. Raises ConfigError where it finds nothing."""
+    """Put the first layout that `megarl plan` finds into the tree; return a note about it. Raises ConfigError if nothing fits."""
     models, device = models_of(config), device_of(given.gpu_gb)
     what = f"{given.gpus} GPUs of {given.gpu_gb:g} GB"
     found = search(config, models, device, given.gpu_gb, given.gpus, most=1)
@@ -128,7 +128,7 @@ def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
 
 
 def _reward_file(path: Path) -> str:
-    """Writes a reward to be rewritten where there is none yet; says what is there."""
+    """Write a reward function for the user to replace, unless the file exists; return a message about it."""
     try:
         with path.open("x") as file:
             file.write(STUB)
@@ -138,7 +138,7 @@ def _reward_file(path: Path) -> str:
 
 
 def columns_of(data: Path) -> DataColumns:
-    """Which columns hold what. ConfigError where nothing is known."""
+    """Find the columns of a data file. ConfigError if it has no known ones."""
     rows = [row for _, row in islice(read_rows(data.absolute(), "init: DATA"), LOOKED_AT)]
     if not rows:
         raise ConfigError(f"init: {data} holds no rows")
@@ -161,19 +161,19 @@ def columns_of(data: Path) -> DataColumns:
 
 
 def _mathematical(answer: str) -> bool:
-    """An expression with a number, or a worked answer that ends in one as GSM8K's or MATH's."""
+    """Whether it is an expression with a number, or a worked solution that ends in one, as in GSM8K or MATH."""
     return "####" in answer or "\\boxed" in answer or bool(EXPRESSION.fullmatch(answer) and re.search(r"\d", answer))
 
 
 def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int) -> tuple[Tree, dict[str, str]]:
-    """What is proposed for a model and a file.
+    """Propose a configuration for a model and a data file.
 
     Args:
         model: a Hugging Face directory.
         data: the file.
-        columns: what its columns hold.
-        cpu: whether there are no GPUs.
-        gpus: how many there are otherwise.
+        columns: its columns.
+        cpu: whether to run on the CPU.
+        gpus: the number of GPUs otherwise.
 
     Returns:
         The configuration as a tree, and notes by key.
@@ -266,12 +266,12 @@ def _rounded(length: int) -> int:
 
 
 def put(tree: Tree, key: str, value: str) -> None:
-    """Sets a value of a tree.
+    """Set a value in a tree.
 
     Args:
-        tree: is changed.
-        key: dotted.
-        value: as YAML.
+        tree: the configuration, changed in place.
+        key: the dotted key.
+        value: the value as YAML.
     """
     *above, last = key.split(".")
     for name in above:
@@ -280,12 +280,12 @@ def put(tree: Tree, key: str, value: str) -> None:
 
 
 def text(tree: Mapping[str, Any], notes: Mapping[str, str], verb: str, given: argparse.Namespace) -> str:
-    """The file: a section a paragraph, values as JSON, which is YAML.
+    """The text of the configuration file, section by section, with values as JSON, which is YAML.
 
     Args:
         tree: the configuration.
         notes: comments by key.
-        verb: which reads it.
+        verb: the verb that reads the file.
         given: the arguments of the command line.
     """
 

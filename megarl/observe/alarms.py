@@ -1,4 +1,4 @@
-"""Signs of a run that goes wrong, each a named warning, given once."""
+"""Signs that a run is going wrong: each is a named warning, given once."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from statistics import fmean
 from megarl.config import RoutingSettings
 from megarl.observe.dead_runs import SIGNS, STEPS, UNSCORED, learned_nothing
 
-# A collapse is a fall below this share of the first value, in reinforcement learning: supervised training lowers the entropy by design.
+# A collapse is a fall below this share of the first value. Only in reinforcement learning: supervised training lowers entropy by design.
 COLLAPSE = {
     "entropy_collapse": ("actor/entropy", 0.01),
     "length_collapse": ("response_length/mean", 0.1),
 }
 BIAS, BIASED_STEPS = 0.1, 3  # critic/position_bias above this share of the returns' variance, this many steps in a row
-WORSE, WORSE_STEPS = -0.02, 10  # the same for critic/explained_variance below this: 0 but for noise
+WORSE, WORSE_STEPS = -0.02, 10  # critic/explained_variance below this (0 up to noise), this many steps in a row
 PROFILE = "critic_by_position/"
-KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above so many times its target, this many steps in a row
+KL_EXCESS, KL_STEPS = 2.0, 3  # actor/reference_kl above this multiple of its target, this many steps in a row
 OUTSIDE, OUTSIDE_STEPS = 0.25, 3  # reward/outside/mean above this, this many steps in a row
-FALL = 3.0  # standard errors by which the held-out score lies below its best, while the reward has risen
-SMOOTHED = 3  # steps whose mean reward counts
-STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this with engines ahead, this many steps in a row
-REROUTED_STEPS = 3  # a share of experts above routing.alarm, this many steps in a row
+FALL = 3.0  # standard errors by which the held-out score is below its best while the reward has risen
+SMOOTHED = 3  # the reward is averaged over this many steps
+STARVED, STARVED_STEPS = 0.5, 10  # perf/idle_ranks or perf/idle_engines above this although engines run ahead, this many steps in a row
+REROUTED_STEPS = 3  # share of changed expert choices above routing.alarm, this many steps in a row
 
 
 class Alarms:
     """Watches the scalars of each step.
 
     Args:
-        routing: of a run that may have a mixture of experts.
-        ahead: engines and ranks work at the same time.
+        routing: the routing settings, for a run whose model may be a mixture of experts.
+        ahead: whether engines and ranks work at the same time.
     """
 
     def __init__(self, routing: RoutingSettings | None = None, *, ahead: bool = False) -> None:
         self._routing, self._ahead = routing, ahead
         self._first: dict[str, float] = {}
-        self._first_step: dict[str, float] = {}  # each metric of a step, as it was at first
-        # Steps of the policy: all, those without a gradient, those of equal rewards, those of which most responses were cut and not scored.
+        self._first_step: dict[str, float] = {}  # the first value of each metric
+        # Policy steps: all, those with zero gradient, those whose rewards are all equal, those with most responses cut off and unscored.
         self._steps = self._still = self._equal = self._unscored = 0
         self._given: set[str] = set()
-        self._lasted: dict[str, int] = {}  # for how many steps in a row
-        self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # of the last steps
-        # Of each set the best held-out score, the reward at that time, the score's standard error.
+        self._lasted: dict[str, int] = {}  # for how many steps in a row each sign has been present
+        self._rewards: deque[float] = deque(maxlen=SMOOTHED)  # mean rewards of the last steps
+        # For each set: the best held-out score, the reward at that time, and the score's standard error.
         self._best: dict[str, tuple[float, float | None, float]] = {}
 
     def check(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
-        """What is new and wrong in this step: the event's name and a message with the numbers."""
+        """Return the alarms that are new in this step: event name to a message with the numbers."""
         found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
         found |= self._collapses(values) | self._critic(values) | self._overoptimisation(values) | self._rerouted(values)
         found |= self._dead(values) | self._starved(values)
@@ -56,12 +56,12 @@ class Alarms:
         return new
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """For how many steps in a row the sign has been there."""
+        """Record whether the sign is present in this step; return for how many steps in a row it has been."""
         self._lasted[sign] = self._lasted.get(sign, 0) + 1 if there else 0
         return self._lasted[sign]
 
     def _dead(self, values: Mapping[str, float]) -> dict[str, str]:
-        """What has been wrong for several steps in a row, and what to try."""
+        """Return the signs of a dead run that have lasted for several steps in a row, with advice."""
         if "reward/mean" not in values:  # no step of reinforcement learning
             return {}
         for name, value in values.items():
@@ -79,7 +79,7 @@ class Alarms:
         return found
 
     def at_the_end(self) -> dict[str, str]:
-        """What is wrong with the run as a whole."""
+        """Return the alarms that concern the run as a whole."""
         message = learned_nothing(self._steps, self._still, self._equal, self._unscored)
         return {} if message is None else {"learned_nothing": message}
 
@@ -94,9 +94,9 @@ class Alarms:
         return found
 
     def _critic(self, values: Mapping[str, float]) -> dict[str, str]:
-        """A critic whose values depend on the position beyond what the returns do, and one that leads the policy and is worse than none.
+        """Detect a critic whose values depend on position more than the returns do, or one that guides the policy but is worse than none.
 
-        Neither speaks of a critic that is new or fits badly: a constant, however far off, has a bias and an explained variance of 0.
+        Neither fires for a critic that is merely new or fits badly: a constant, however far off, has a bias and an explained variance of 0.
         """
         found = {}
         bias, explained = values.get("critic/position_bias"), values.get("critic/explained_variance")
@@ -117,7 +117,7 @@ class Alarms:
         return found
 
     def _starved(self, values: Mapping[str, float]) -> dict[str, str]:
-        """A side that waits for the other although both may work at the same time."""
+        """Detect ranks that wait for engines, or engines for ranks, although both may work at the same time."""
         found = {}
         for side, advice in (("ranks", "give the engines more devices"), ("engines", "give the ranks more devices, or the engines fewer")):
             share = values.get(f"perf/idle_{side}")
@@ -132,7 +132,7 @@ class Alarms:
         return found
 
     def _rerouted(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Tokens that an update sends to other experts than those that gave their log-probs, where no replay keeps it from that."""
+        """Detect tokens that an update routes to other experts than those behind their log-probs, unless routing replay prevents it."""
         found = {}
         settings = self._routing
         for name, who, remedied, remedy in (
@@ -151,7 +151,7 @@ class Alarms:
         return found
 
     def _overoptimisation(self, values: Mapping[str, float]) -> dict[str, str]:
-        """The signs that the policy has found what the reward likes and nobody meant (arXiv:2210.10760)."""
+        """Detect signs that the policy exploits the reward instead of doing what was meant (arXiv:2210.10760)."""
         found = {}
         kl, target = values.get("actor/reference_kl"), values.get("actor/kl_target")
         if kl is not None and target is not None:
@@ -182,7 +182,13 @@ class Alarms:
         return found
 
     def _held_out(self, place: str, rate: float, error: float) -> dict[str, str]:
-        """A held-out score that falls while the reward rises. `place`: eval/<set>; `error`: the score's standard error."""
+        """Detect a held-out score that falls while the reward rises.
+
+        Args:
+            place: eval/<set>.
+            rate: the score.
+            error: the score's standard error.
+        """
         reward = fmean(self._rewards) if self._rewards else None
         if place not in self._best or rate > self._best[place][0]:
             self._best[place] = (rate, reward, error)
@@ -199,7 +205,7 @@ class Alarms:
 
 
 def _widest(values: Mapping[str, float]) -> str:
-    """Where value and return are furthest apart."""
+    """Describe the positions at which mean value and mean return are furthest apart."""
     places = [int(name.rpartition("_")[2]) for name in values if name.startswith(f"{PROFILE}value_from_")]
     pairs = {place: (values[f"{PROFILE}value_from_{place}"], values[f"{PROFILE}return_from_{place}"]) for place in places}
     place, (value, goal) = max(pairs.items(), key=lambda pair: abs(pair[1][0] - pair[1][1]))

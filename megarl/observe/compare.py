@@ -1,4 +1,4 @@
-"""`megarl compare RUN RUN ...`: runs beside each other, as a table and one picture."""
+"""`megarl compare RUN RUN ...`: runs side by side, as a table and one picture."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHOWN = (
     *("reward/mean", "sft/loss", "rm/accuracy", "dpo/accuracy", "actor/entropy", "response_length/mean", "actor/grad_norm"),
     *("critic/explained_variance", "training/logprob_gap_mean", *LAG_SHARES, "perf/tokens_per_second", "perf/time_per_step"),
 )
-MIDDLE = ("perf/",)  # whose median says more than the last value
-MOST_BYTES = 64 << 20  # of summary.json
-MOST_RUNS, MOST_PANELS, LONGEST = 16, 60, 60  # characters of a value of a configuration
+MIDDLE = ("perf/",)  # prefixes of metrics whose median says more than the last value
+MOST_BYTES = 64 << 20  # largest summary.json that is read
+MOST_RUNS, MOST_PANELS, LONGEST = 16, 60, 60  # LONGEST: characters shown of a configuration value or a run's path
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What summary.json says of a run that has come to its end."""
+    """The part of a finished run's summary.json that is compared."""
 
     wall_s: Mapping[str, float]  # by phase
     alarms: Mapping[str, str]
@@ -45,7 +45,7 @@ _KINDS = TypeAdapter(Ended)
 
 @dataclass(frozen=True)
 class Told:
-    """A run as its files tell it."""
+    """A run as read from its files."""
 
     name: str
     rows: list[dict[str, float]]
@@ -54,7 +54,7 @@ class Told:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table and draws the picture. Raises ConfigError where there is no run."""
+    """Print the table and draw the picture. Raises ConfigError if a directory is not a run."""
     top = argparse.ArgumentParser(
         prog="megarl compare", description="Compares runs side by side: numbers, differences in their configurations, one picture."
     )
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     runs = [read(path) for path in given.runs]
     say(*table(runs))
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a letter that no font has, and numbers that no axis can show
+        with warnings.catch_warnings(action="ignore"):  # about characters missing from the font and numbers that no axis can show
             draw(runs, given.picture)
     except (OSError, ValueError) as error:
         raise ConfigError(f"compare: --picture: cannot write {given.picture}: {error}") from None
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(path: Path) -> Told:
-    """A run from its directory. ConfigError where it is none."""
+    """Read a run from its directory. ConfigError if it is not a run, or a file of it is invalid."""
     for name in ("metrics.jsonl", "config.yaml"):
         if not (path / name).is_file():
             raise ConfigError(f"compare: {path} is not a run: it has no {name}")
@@ -102,13 +102,13 @@ def _flat(tree: Any, key: str) -> list[tuple[str, Any]]:
 
 
 def metrics(runs: Sequence[Told]) -> list[str]:
-    """What is shown of them: held-out numbers first, of what any of them has."""
+    """The names of the metrics to show, out of those that any of the runs has: held-out numbers first."""
     there = {name for run in runs for row in run.rows for name in row}
     return held_out(there, *SCORES, "accuracy", "loss") + [name for name in SHOWN if name in there]
 
 
 def table(runs: Sequence[Told]) -> list[str]:
-    """The lines: numbers by run, then the keys that differ."""
+    """The lines of the table: numbers by run, then the configuration keys that differ."""
     heads = ["", *(run.name for run in runs)]
     rows = [["steps", *(f"{max((row['step'] for row in run.rows), default=0):.0f}" for run in runs)]]
     for name in metrics(runs):
@@ -139,7 +139,7 @@ def _cell(values: Sequence[float], how: str) -> str:
 
 
 def draw(runs: Sequence[Told], picture: Path) -> None:
-    """A panel for each metric, of the first MOST_PANELS, a line for each run."""
+    """Draw a panel for each of the first MOST_PANELS metrics, with a line for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

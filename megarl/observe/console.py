@@ -38,7 +38,7 @@ SECONDS_BETWEEN_LINES = 1.0  # a log of fast steps stays readable
 
 
 class Screen(RichConsole):
-    """A run goes on where nobody reads what it prints any more (rich would end it)."""
+    """A rich console that survives a broken pipe: the run continues although nobody reads its output (rich would end it)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -46,14 +46,14 @@ class Screen(RichConsole):
 
 
 class Console:
-    """Shows step i of N, the phase that runs now, and the last step's numbers."""
+    """Shows step i of N, the current phase, and the last step's numbers."""
 
     def __init__(self, name: str, steps: int, now: Callable[[], tuple[str, float]], rich: RichConsole | None = None) -> None:
         self._name, self._steps, self._now = name, steps, now
         self._rich = rich or Screen(file=sys.stderr, highlight=False)
-        self._plain = not self._rich.is_terminal or self._rich.is_dumb_terminal  # which cannot write a line anew
+        self._plain = not self._rich.is_terminal or self._rich.is_dumb_terminal  # a dumb terminal cannot rewrite a line
         self._step = 0
-        self._doing = ""  # the last phase that was told
+        self._doing = ""  # the last phase that was announced
         self._numbers = ""
         self._rate = ""
         self._printed = -math.inf
@@ -68,7 +68,7 @@ class Console:
         self._live.stop()
 
     def phase(self, name: str) -> None:
-        """A phase begins: worth a plain line before the first step is done, when there is nothing else to see for a while."""
+        """Announce a phase. It gets a plain line only before the first step is done, when there is nothing else to see for a while."""
         self._doing = name
         if self._plain and self._step == 0:
             self._print(f"{name} ...")
@@ -88,19 +88,19 @@ class Console:
             self._print("  ".join(part for part in (f"step {step}/{self._steps}", self._numbers, f"({times})") if part))
 
     def progress(self, name: str, done: int, of: int) -> None:
-        """Some of a work without steps is done. In plain text the last line and one a second of the others is shown.
+        """Show the progress of work that has no steps. Plain text gets at most one line a second, and always the last one.
 
         Args:
-            name: of the work.
-            done: so many of its parts.
-            of: all.
+            name: name of the work.
+            done: number of parts that are done.
+            of: number of all parts.
         """
         self._numbers = f"{name} {done}/{of}"
         if self._due(anyway=done == of):
             self._print(self._numbers)
 
     def _due(self, anyway: bool) -> bool:
-        """Whether the log of plain text gets a line now: `anyway`, or because the last one is a second old."""
+        """Whether a plain-text log gets a line now: always with `anyway`, else if the last one is a second old."""
         now = time.monotonic()
         if not self._plain or not (anyway or now - self._printed >= SECONDS_BETWEEN_LINES):
             return False
@@ -108,21 +108,21 @@ class Console:
         return True
 
     def rate(self, weights: str, result: SetResult) -> None:
-        """A set's numbers of an evaluation; they stay on the screen."""
+        """Print an evaluation's numbers for one set; they stay on the screen."""
         self._rate = " ".join(f"{name} {one.value:.3f}" for name, one in result.estimates.items())
         numbers = "  ".join(f"{name} {one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in result.estimates.items())
         self._print(f"{result.kind} of {result.set}, {weights}: {numbers}")
 
     def result(self, name: str, values: Mapping[str, float]) -> None:
-        """Numbers of a measurement; they stay on the screen."""
+        """Print the numbers of a measurement; they stay on the screen."""
         self._print(f"{name}: " + "  ".join(f"{metric} {value:.4g}" for metric, value in values.items()))
 
     def note(self, message: str) -> None:
-        """Something that stays on the screen."""
+        """Print a message that stays on the screen."""
         self._print(message)
 
     def warn(self, message: str) -> None:
-        """Something that the user must see; it stays on the screen."""
+        """Print a warning that the user must see; it stays on the screen."""
         self._print(f"warning: {message}")
 
     def _print(self, message: str) -> None:
@@ -130,7 +130,7 @@ class Console:
 
     def _line(self) -> Text:
         phase, seconds = self._now()
-        shown = self._doing if self._doing.partition(":")[0] == phase else phase  # which part of the start it is
+        shown = self._doing if self._doing.partition(":")[0] == phase else phase  # "start: Ray" rather than just "start"
         done = f"{self._name}  step {self._step}/{self._steps}" if self._steps else self._name
         parts = [done, "" if phase == OTHER else f"{shown} {seconds:.1f}s", self._numbers, self._rate]
         return Text(" | ".join(part for part in parts if part), overflow="ellipsis", no_wrap=True)

@@ -1,18 +1,18 @@
-"""What the metrics of a run say over its steps: for its picture, and for those that compare runs."""
+"""The course of a run's metrics over its steps: for its picture, and for comparing runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-SCORES = ("avg@", "pass@", "greedy")  # begin the names of a set's held-out scores
+SCORES = ("avg@", "pass@", "greedy")  # how the names of a set's held-out scores begin
 
 
 def series(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric."""
+    """The steps at which a metric was reported, and its values."""
     kept = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def held_out(names: Iterable[str], *kinds: str) -> list[str]:
-    """The metrics of evaluations among these, of all sets. `kinds`: what comes after the set begins so."""
+    """The evaluation metrics among `names`, of all sets: those whose part after the set's name begins with one of `kinds`."""
     return sorted(name for name in names if name.startswith("eval/") and name.rpartition("/")[2].startswith(kinds))

@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, or runs away: what they are, and what to try."""
+"""Signs that a run learns nothing or diverges, and what to try."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 Values = Mapping[str, float]
 Seen = Callable[[Values, Values], str | None]
-"""Of a step's metrics and the first one's: what is there, with the numbers; "" where nothing is; None where it cannot be told."""
+"""Takes the metrics of a step and of the first step; returns the sign with its numbers, "" if it is absent, None if that is unknown."""
 
-STEPS = 3  # in a row, then it is not chance
-TRUNCATED = 0.99  # share of the responses that is as good as all
-UNSCORED = 0.5  # share of the responses above which most of them score 0 for being cut
-EXPLODED, NATS = 3.0, 1.0  # entropy: so many times the first, and above it by more than this
-TOKEN_KL = 0.5  # nats a token from the reference
-STEP_KL = 0.2  # nats a token from the policy before the step's updates
-ENGINE_KL = 0.1  # nats a token between engine and trainer, or between the policies of their updates
-LONGER, CUT = 2.0, 0.5  # length: so many times the first, with more than this share cut where it was less than half of that
+STEPS = 3  # a sign present for this many steps in a row is not chance
+TRUNCATED = 0.99  # share of the responses that counts as all of them
+UNSCORED = 0.5  # share of responses that are cut off and score 0 for it, above which they are the majority
+EXPLODED, NATS = 3.0, 1.0  # entropy: more than this multiple of the first value, and above it by more than this
+TOKEN_KL = 0.5  # nats per token from the reference
+STEP_KL = 0.2  # nats per token from the policy before the step's updates
+ENGINE_KL = 0.1  # nats per token between engine and trainer, whether they compute differently or the policy was updated in between
+LONGER, CUT = 2.0, 0.5  # length: above this multiple of the first; more than this share cut off, from less than half of it at first
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A sign, and what is to be done where it has lasted."""
+    """A sign, and what to do if it lasts."""
 
     seen: Seen
     advice: str
@@ -156,13 +156,13 @@ SIGNS = {
 
 
 def learned_nothing(steps: int, still: int, equal: int, unscored: int) -> str | None:
-    """What a run says at its end, of `steps` steps of the policy, where it cannot have learned; None where it can.
+    """Return the message with which a run ends if it cannot have learned anything, else None.
 
     Args:
-        steps: of the policy.
-        still: those whose gradient was 0.
-        equal: those whose responses all scored the same.
-        unscored: those of whose responses most scored 0 because they were cut.
+        steps: steps of the policy.
+        still: steps whose gradient was 0.
+        equal: steps whose responses all scored the same.
+        unscored: steps in which most responses scored 0 because they were cut off.
     """
     why = f"; in {unscored} of them most responses were cut off and scored 0 unread (reward.require_finished)" if unscored else ""
     if steps and still == steps:

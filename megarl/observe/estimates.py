@@ -1,4 +1,4 @@
-"""What an evaluation says of a set of prompts: avg@n and pass@k, each with its interval of 95 %.
+"""The estimates that an evaluation makes on a set of prompts: avg@n and pass@k, each with its 95 % interval.
 
 Axes: P prompts, n responses to each.
 """
@@ -16,7 +16,7 @@ Z = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, with the ends of its interval."""
+    """A mean over prompts, with the bounds of its interval."""
 
     value: float
     low: float
@@ -29,8 +29,8 @@ class SetResult:
 
     set: str
     prompts: int
-    rate: bool  # every score is 0 or 1: means are pass rates; else scores
-    stderr: float  # of the sampled mean, between prompts
+    rate: bool  # whether every score is 0 or 1, so that means are pass rates rather than mean scores
+    stderr: float  # standard error of the sampled mean, between prompts
     estimates: Mapping[str, Estimate]  # "avg@4", "pass@2", "pass@4", "greedy"
 
     @property
@@ -38,7 +38,7 @@ class SetResult:
         return "pass rate" if self.rate else "score"
 
     def plain(self) -> dict[str, Any]:
-        """As JSON; `SetResult.read` is it again."""
+        """Return the result as plain values for JSON; `SetResult.read` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -47,9 +47,9 @@ class SetResult:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of `k` responses is right, from `n` of which `correct` are.
+    """The unbiased estimate of the probability that at least one of `k` responses is right, from `n` responses of which `correct` are.
 
-    1 - C(n - correct, k) / C(n, k): the share of all choices of k of the n that hold a right one (arXiv:2107.03374, eq. 1).
+    1 - C(n - correct, k) / C(n, k): the share of all choices of k of the n that contain a right one (arXiv:2107.03374, eq. 1).
 
     Args:
         n: responses to a prompt.
@@ -60,28 +60,31 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def wilson(rate: float, trials: int) -> Estimate:
-    """A rate with Wilson's interval. For the mean of `trials` independent numbers between 0 and 1 it is wide enough, since none of them
-    varies more than a coin of that rate."""
+    """A rate with its Wilson interval.
+
+    It is also wide enough for the mean of `trials` independent numbers between 0 and 1, since none of them varies more than a coin of that
+    rate.
+    """
     z2 = Z * Z / trials
     centre, half = (rate + z2 / 2) / (1 + z2), Z / (1 + z2) * math.sqrt(rate * (1 - rate) / trials + z2 / 4 / trials)
     return Estimate(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
 
 
 def normal(value_P: Sequence[float]) -> Estimate:
-    """A mean with 1.96 standard errors on both sides."""
+    """A mean with an interval of 1.96 standard errors on both sides."""
     mean, half = fmean(value_P), Z * _stderr(value_P)
     return Estimate(mean, mean - half, mean + half)
 
 
 def estimated(set_: str, score_Pn: Sequence[Sequence[float]], greedy_P: Sequence[float] | None = None) -> SetResult:
-    """All numbers of a set.
+    """Compute all numbers of a set.
 
-    Intervals are those of a draw of other prompts: Wilson's where every score is 0 or 1, the normal one of the mean else.
+    Intervals account for having drawn these prompts and no others: Wilson's if every score is 0 or 1, else the normal one of the mean.
 
     Args:
-        set_: its name.
+        set_: the set's name.
         score_Pn: the scores of n sampled responses to each of P prompts.
-        greedy_P: the scores of the greedy responses, where they were asked for.
+        greedy_P: the scores of the greedy responses, if there are any.
     """
     n, mean_P = len(score_Pn[0]), [fmean(score_n) for score_n in score_Pn]
     rate = all(score in (0, 1) for score_n in [*score_Pn, greedy_P or []] for score in score_n)
@@ -96,7 +99,7 @@ def estimated(set_: str, score_Pn: Sequence[Sequence[float]], greedy_P: Sequence
 
 
 def sizes(n: int) -> list[int]:
-    """The k of pass@k: 2, 4, 8, ... and n."""
+    """The values of k in pass@k: 2, 4, 8, ... and n."""
     return sorted({*(1 << power for power in range(1, n.bit_length()) if 1 << power < n), n} - {1})
 
 

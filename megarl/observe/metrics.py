@@ -1,7 +1,7 @@
-"""Metrics that know how they combine: each declares its reduction, so that a number is the same on any layout.
+"""Metrics that declare their own reduction, so that a number is the same on any layout.
 
-A rank reports accumulators of plain floats (picklable, without torch), `merge` combines the ranks and micro-batches in any grouping, and
-`scalars` reads the result.
+A rank reports accumulators of plain floats (picklable, without torch), `merge` combines those of ranks and micro-batches in any grouping,
+and `scalars` reads the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean: `total` is the weighted sum, `weight` the sum of the weights. Without weight it has no value."""
+    """A weighted mean: `total` is the weighted sum, `weight` the sum of the weights. With weight 0 it has no value."""
 
     total: float
     weight: float
@@ -46,7 +46,7 @@ class Std:
 
 @dataclass(frozen=True)
 class SampleShare:
-    """The effective sample size of weights, as a share of their number: (sum of w)^2 / (number * sum of w^2). All 0 have none."""
+    """The effective sample size of weights, as a share of their count: (sum of w)^2 / (count * sum of w^2). No value if all are 0."""
 
     total: float
     square: float
@@ -74,7 +74,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value; one nan makes it nan, whatever the order."""
+    """The largest value; a single nan makes it nan, whatever the order."""
 
     peak: float
 
@@ -87,7 +87,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest value; one nan makes it nan, whatever the order."""
+    """The smallest value; a single nan makes it nan, whatever the order."""
 
     peak: float
 
@@ -100,7 +100,7 @@ class Min:
 
 @dataclass(frozen=True)
 class Last:
-    """The value reported last, in the order that the reports are merged in."""
+    """The value reported last, in the order in which reports are merged."""
 
     last: float
 
@@ -141,11 +141,13 @@ class Explained:
 
 @dataclass(frozen=True)
 class GroupBias:
-    """What the mean error of each group (position, say) costs a guess, beside a constant guess: (Var_g(error) - Var_g(goal)) / Var(goal).
+    """What the mean error in each group (each position, say) costs a guess, compared with a constant guess.
 
-    Var_g: the variance between the groups' means, weighted by their counts. It is the part of explained variance that lies between groups,
-    with the sign turned: 0 for any constant guess, however wrong; below 0 where the guess follows the groups' goals; above 0, without
-    bound, where it differs by group and the goals do not. `groups`: count, sum of goal, sum of error = goal - guess, of each group.
+    It is (Var_g(error) - Var_g(goal)) / Var(goal), where Var_g is the variance between the groups' means, weighted by their counts: the
+    part of explained variance that lies between groups, with the opposite sign. It is 0 for any constant guess, however wrong; below 0 if
+    the guess follows the groups' goals; above 0, without bound, if the guess differs by group and the goals do not.
+
+    `groups` holds, for each group, the count, the sum of goal and the sum of error = goal - guess.
     """
 
     groups: tuple[tuple[float, float, float], ...]
@@ -175,7 +177,7 @@ Metric = Mean | Std | SampleShare | Sum | Max | Min | Last | Explained | GroupBi
 
 
 def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """All reports as one. A name that appears with two reductions is a fault of ours (AssertionError with the name)."""
+    """Merge all reports into one. A name with two different reductions is a bug in megarl (AssertionError with the name)."""
     merged: dict[str, Metric] = {}
     for report in reports:
         for name, metric in report.items():
@@ -189,6 +191,6 @@ def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The value of every metric that has one (a mean of nothing has none)."""
+    """Return the value of every metric that has one (a mean over nothing has none)."""
     values = ((name, metric.value()) for name, metric in metrics.items())
     return {name: value for name, value in values if value is not None}

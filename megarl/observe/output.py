@@ -1,7 +1,7 @@
-"""What the processes of a run write to stdout and stderr: files in `logs/` of its directory, which stay however they end.
+"""The stdout and stderr of a run's processes: files in `logs/` of the run's directory, kept however the processes end.
 
-`rank-0.log`, `engine-1.log`, ...; the process that takes the place of another, or does its work in a run that goes on from a checkpoint,
-begins `rank-0.2.log`.
+They are named `rank-0.log`, `engine-1.log`, ...; a process that replaces another, or takes over its role in a run that resumes from a
+checkpoint, begins `rank-0.2.log`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 LOGS = "logs"
-MOST_BYTES = 16 << 20  # of a file, about: once it has more, it is moved to `<name>.old`, which is lost then
+MOST_BYTES = 16 << 20  # approximate size of a file, beyond which its content replaces that of `<name>.old`
 LOOK_S = 5.0
 
 
 def keep_output(run: Path, who: str) -> None:
-    """From now on what this process writes, and what it starts, goes into the logs of a run.
+    """Redirect the output of this process, and of those it starts from now on, to the logs of a run.
 
-    Nothing changes where there are none that can be written to: of a run on another machine's own disk, of a service without a directory.
+    Does nothing if the logs cannot be written: those of a run on another machine's own disk, or of a service without a directory.
 
     Args:
         run: the run's directory.
-        who: what the process is in the run, say "rank 0".
+        who: the role of the process in the run, say "rank 0".
     """
     try:
         path, file = _create(run / LOGS, who.replace(" ", "-"))
@@ -47,7 +47,7 @@ def keep_output(run: Path, who: str) -> None:
 
 
 def new_log(run: Path, who: str) -> Path | None:
-    """A file for what others print, in the logs of a run; None where there can be none."""
+    """Create a file in the logs of a run for the output of other processes; None if that is not possible."""
     try:
         path, file = _create(run / LOGS, who)
     except OSError:
@@ -57,7 +57,7 @@ def new_log(run: Path, who: str) -> Path | None:
 
 
 def _create(logs: Path, name: str) -> tuple[Path, int]:
-    """A file that was not there yet. With O_APPEND what is written goes to its end, wherever that is after `_bound`."""
+    """Create a new file. With O_APPEND, output goes to its end, wherever that is after `_bound` has truncated it."""
     for number in count(1):
         path = logs / (f"{name}.log" if number == 1 else f"{name}.{number}.log")
         with suppress(FileExistsError):
@@ -66,7 +66,7 @@ def _create(logs: Path, name: str) -> tuple[Path, int]:
 
 
 class _Lossy(io.FileIO):
-    """A full disk loses what is printed, and does not end whoever prints."""
+    """A file that drops what cannot be written: a full disk costs output, but does not end the process that prints."""
 
     def write(self, data: Any, /) -> int:
         with suppress(OSError):
@@ -75,13 +75,13 @@ class _Lossy(io.FileIO):
 
 
 def _stream(descriptor: int) -> io.TextIOWrapper:
-    """Unbuffered, so that nothing is lost where the process crashes."""
+    """An unbuffered stream, so that nothing is lost if the process crashes."""
     raw = _Lossy(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # as of python -u
 
 
 def _bound(path: Path) -> None:
-    """Empties the file whenever it is too long, as long as stderr is this file; what others have inherited writes on at its beginning."""
+    """Truncate the file whenever it is too long, while stderr is this file; processes that inherited it then write at its beginning."""
     with suppress(OSError):  # the disk is gone
         file = os.fstat(2).st_ino
         while (now := os.fstat(2)).st_ino == file:

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs no network and runs no script. What a model wrote is shown as text, whatever it is."""
+"""report.html: a run on one page that needs no network and runs no script. Whatever a model wrote is shown as plain text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ details { margin: .4em 0 } summary { cursor: pointer } details details { margin-
 
 
 def write(run: Path) -> None:
-    """Writes the page of a run's directory from what is there; whole or not at all."""
+    """Write the page of a run from the files in its directory; the page is complete or absent."""
     partial = run / ".report.html.partial"
     partial.write_text("\n".join(lines(run)) + "\n", encoding="utf-8")
     partial.replace(run / "report.html")
 
 
 def lines(run: Path) -> Iterator[str]:
-    """The page, piece by piece."""
+    """Yield the page piece by piece."""
     summary = json.loads((run / "summary.json").read_text())
     name = text(run.name)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>'
@@ -58,7 +58,7 @@ def lines(run: Path) -> Iterator[str]:
 
 
 def text(value: object) -> str:
-    """As the text of a page: no mark-up, no control character, nothing that turns the direction of writing."""
+    """Escape a value as text of the page: no mark-up, no control characters, nothing that changes the writing direction."""
     return escape(escaped(str(value)))
 
 

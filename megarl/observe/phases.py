@@ -1,4 +1,4 @@
-"""Where the time goes: every moment of a run belongs to exactly one phase."""
+"""Where a run's time goes: every moment belongs to exactly one phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER = "other"  # time outside every phase
 class Phases:
     """`with phases("rollout"): ...` charges the time inside to "rollout", less the time of phases nested in it.
 
-    So the phases add up to the wall time, however they nest. Used by one thread; `current` may be read from any.
+    The phases thus add up to the wall time, however they nest. For use by one thread; `current` may be called from any.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -25,7 +25,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The phase `name` for the length of the block, also where the block raises."""
+        """Enter the phase `name` for the duration of the block, even if the block raises."""
         self._charge()
         self._stack.append((name, self._since))
         try:
@@ -45,7 +45,7 @@ class Phases:
         return dict(self._total)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last `take`, phases that did not run left out."""
+        """Seconds by phase since the last `take`, without phases that did not run."""
         total = self.total()
         spent = {name: seconds - self._taken.get(name, 0.0) for name, seconds in total.items()}
         self._taken = total

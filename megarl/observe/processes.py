@@ -1,4 +1,4 @@
-"""How much memory the processes of a run took at most, by kind of process."""
+"""The peak memory of a run's processes, by kind of process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 
 RAY_DAEMONS = ("gcs_server", "raylet")
-SHARE = 0.05  # of the time at most: to find the processes, all of the machine's are looked at
-OTHER = "other"  # whatever else the driver's process may have started
+SHARE = 0.05  # largest share of the time spent on sampling, which has to look at all of the machine's processes
+OTHER = "other"  # anything else that the driver's process may have started
 
 
 class PeakMemory:
-    """The largest resident set that one process of each kind ever had, in MB (2^20 bytes).
+    """The largest resident set that any process of each kind ever had, in MB (2^20 bytes).
 
-    Covers the driver and its descendants on this machine; `sample` must be called while they live. Linux only (VmHWM).
+    Covers the driver and its descendants on this machine; `sample` must be called while they are alive. Linux only (VmHWM).
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PeakMemory:
         self._due = -math.inf
 
     def sample(self) -> None:
-        """Reads the kernel's high-water mark of every process that is there now, unless that was done a moment ago."""
+        """Read the kernel's high-water mark of every process alive now, unless that was done a moment ago."""
         begun = time.monotonic()
         if begun < self._due:
             return
@@ -55,7 +55,7 @@ def _kind(command: list[str], parent: str) -> str:
     if any(part.startswith("megarl.environments.") for part in command):  # a worker, or a run of the Python tool
         return "environment"
     if parent in ("rollout", "engine_core"):
-        return "engine_core"  # forked: it keeps its parent's title for a while
+        return "engine_core"  # not by its title: a forked process keeps its parent's for a while
     if title.startswith(("ray::ModelWorker", "ray::Learner")):
         return "model_worker"
     if title.startswith("ray::RolloutWorker"):
@@ -70,7 +70,7 @@ def _kind(command: list[str], parent: str) -> str:
 
 
 def high_water_mb(pid: int) -> float | None:
-    """VmHWM of a process in MB; None where it has ended."""
+    """VmHWM of a process in MB; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (OSError, ProcessLookupError):

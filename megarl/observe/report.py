@@ -11,12 +11,12 @@ from megarl.observe.alarms import BIAS, PROFILE
 from megarl.observe.curves import SCORES, held_out, series
 from megarl.observe.writers import read_json_lines
 
-LAG_SHARES = tuple(f"rollout/lag_share_from_{1 << octave}" for octave in range(11))  # rollout.max_lag is 1024 at most
+LAG_SHARES = tuple(f"rollout/lag_share_from_{1 << octave}" for octave in range(11))  # rollout.max_lag is at most 1024
 HELD_OUT = "held-out score"
-# One panel each: its title and the metrics that it shows.
+# One panel each: the title, and the metrics that it shows.
 PANELS: dict[str, Sequence[str]] = {
     "reward": ("reward/mean",),
-    HELD_OUT: (),  # those of the run's sets
+    HELD_OUT: (),  # depends on the run's sets
     "accuracy": ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy"),
     "margin": ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin"),
     "held-out log-prob minus the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
@@ -34,12 +34,12 @@ PANELS: dict[str, Sequence[str]] = {
 LOGARITHMIC = "log-prob gap, engine to trainer"
 
 
-# Panels by the position in the response: the title, and what is shown of the first and of the last step.
+# Panels by position in the response: the title, and the quantities that are shown for the first and the last step.
 PROFILES = (("value and return by token", ("value", "return")), ("advantage by token", ("advantage",)))
 
 
 def draw(metrics: Path, picture: Path) -> None:
-    """Draws metrics.jsonl into a PNG: a panel per group of metrics that the run has, the critic by position, the seconds by phase."""
+    """Draw metrics.jsonl as a PNG: a panel per group of metrics that the run has, the critic by position, the seconds by phase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
@@ -52,7 +52,7 @@ def draw(metrics: Path, picture: Path) -> None:
     columns, used = 3, len(panels) + len(profiles) + 1
     lines = math.ceil(used / columns)
     figure = Figure(figsize=(5 * columns, 3 * lines))
-    # Fixed margins, in inches: to find tight ones takes matplotlib as long as all the rest.
+    # Fixed margins, in inches: finding tight ones takes matplotlib as long as all the rest.
     figure.subplots_adjust(0.75 / 15, 0.3 / (3 * lines), 1 - 0.1 / 15, 1 - 0.3 / (3 * lines), wspace=0.2, hspace=0.25)
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
@@ -65,7 +65,7 @@ def draw(metrics: Path, picture: Path) -> None:
                 axis.plot(steps, values, marker="." if len(steps) < 60 else None, label=name)
         if title == LOGARITHMIC:
             axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(LogFormatter())  # to set powers as formulas takes as long as all other text
+            axis.yaxis.set_major_formatter(LogFormatter())  # typesetting powers as formulas takes as long as all other text
             axis.yaxis.set_minor_formatter(LogFormatter())
         axis.set_title(title, y=1.0)
         axis.legend(fontsize="small")
@@ -78,13 +78,13 @@ def draw(metrics: Path, picture: Path) -> None:
 
 
 def _fix(axis: Any) -> None:
-    """Labels have one place, and so have titles by `y=1.0`: to find free ones takes half the drawing."""
+    """Fix the positions of the labels, as `y=1.0` does for titles: finding free ones takes half of the drawing time."""
     axis.xaxis.set_label_coords(0.5, -0.1)
     axis.yaxis.set_label_coords(-0.1, 0.5)
 
 
 def _by_position(axis: Any, title: str, names: Sequence[str], first: dict[str, float], last: dict[str, float]) -> None:
-    """Means over tokens 1, 2-3, 4-7, ... of the responses, of the first step (dashed) and of the last."""
+    """Plot means over tokens 1, 2-3, 4-7, ... of the responses, for the first step (dashed) and the last."""
     for row, style in ((first, "--"), (last, "-")):
         for color, name in enumerate(names):
             start = f"{PROFILE}{name}_from_"
@@ -99,7 +99,7 @@ def _by_position(axis: Any, title: str, names: Sequence[str], first: dict[str, f
 
 def _phases(axis: Any, rows: Sequence[dict[str, float]]) -> None:
     names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
-    # "sync_move" is a part of "sync", already counted in it.
+    # "sync_move" is a part of "sync", and already counted in it.
     shown = sorted(name for name in names if not any(name.startswith(f"{whole}_") for whole in names))
     axis.stackplot([row["step"] for row in rows], [[row.get(f"timing_s/{name}", 0.0) for row in rows] for name in shown], labels=shown)
     axis.set_title("seconds by phase", y=1.0)

@@ -1,4 +1,4 @@
-"""One run as its loop sees it: phases, numbers, pass rates. Everything that is shown or kept of a run passes through here."""
+"""A run as its training loop sees it: phases, numbers, pass rates. Everything shown or kept of a run passes through here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megarl.rewards.score import RewardUnavailable, Score
 from megarl.text import one_line
 
 BEST = "best"  # folder of the best model so far
-# What a run writes.
+# The files and folders that a run writes.
 KEPT = (
     "config.yaml",
     "metrics.jsonl",
@@ -49,22 +49,22 @@ KEPT = (
     CHECKPOINTS,
     f"{CHECKPOINTS}-critic",
 )
-RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # of these, what a run leaves at its end
-UNFINISHED = ".*.partial-*"  # models that a run was killed over (models/hf.py)
-SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # what is pointed to at the end
-WORTH_SAVING = 50  # steps
+RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # those of KEPT that a run writes at its end
+UNFINISHED = ".*.partial-*"  # models that a killed run was still writing (models/hf.py)
+SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # listed for the user at the end
+WORTH_SAVING = 50  # steps from which on a run without checkpoints gets a notice
 METRICS = "metrics.jsonl"
-USELESS = 3  # calls of a reward function that fails on every response, and then the run ends
+USELESS = 3  # the run ends after this many calls in a row in which the reward function fails on every response
 GAPS = ("training/logprob_gap_mean", "training/logprob_gap_max")  # also reduced over the whole run
-REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # of the gaps
+REDUCTIONS: dict[str, Callable[..., Metric]] = {"Mean": Mean, "Max": Max}  # the reductions of GAPS
 
 
 class Run:
-    """`with Run(config) as run: ...` Leaves config.yaml, metrics.jsonl, tensorboard/, summary.json and report.png in the run's directory.
+    """`with Run(config) as run: ...` writes config.yaml, metrics.jsonl, tensorboard/, summary.json and report.png to the run's directory.
 
-    summary.json is written last, and only by a run that came to its end. What an earlier run of the same name left is moved to
-    earlier-<n>/; where this one goes on from its `state`, only what it left at its end. ConfigError on entry where another run is
-    using the directory, or nothing can be written there.
+    summary.json and the reports are written at the end, and only by a run that finishes. The files of an earlier run of the same name are
+    moved to earlier-<n>/; if this run resumes from that run's `state`, only those that it wrote at its end. ConfigError on entry if another
+    run is using the directory, or nothing can be written there.
     """
 
     def __init__(self, config: RunSettings, resumed: Mapping[str, Any] | None = None) -> None:
@@ -76,15 +76,15 @@ class Run:
         self.evaluations: dict[str, summary.Evaluation] = {}
         self._results: dict[str, Mapping[str, float]] = {}
         self._whole: dict[str, Metric] = {}
-        self._failed: dict[str, str] = {}  # kinds of failures of the reward function, with the first message of each
+        self._failed: dict[str, str] = {}  # by kind of failure of the reward function: the first message
         self._judged = self._useless = 0  # responses that could be scored; calls in a row that scored none
         self._warnings: dict[str, str] = {}
-        self._aside: Path | None = None  # where what was here before is now
+        self._aside: Path | None = None  # where an earlier run's files were moved
         self._restarts: list[dict[str, Any]] = []
-        self.alarm: str | None = None  # the first of this process, not of the run that it goes on with
+        self.alarm: str | None = None  # the first alarm of this process, not of the run that it resumes
         self.ended_by: str | None = None  # the alarm that ends this run
-        self._events: dict[str, float] = {}  # for the next row
-        self._step = self._learned = 0  # the last step, and how many trained a policy
+        self._events: dict[str, float] = {}  # for the next row of the metrics
+        self._step = self._learned = 0  # the last step, and the number of steps that trained a policy
         self._console = Console(config.name, total_steps(config), self._phases.current)
 
     def __enter__(self) -> Run:
@@ -102,7 +102,7 @@ class Run:
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
             os.close(self._lock)
-            if isinstance(error, OSError):  # read-only, full
+            if isinstance(error, OSError):  # the disk is read-only or full
                 raise ConfigError(f"run_dir: cannot write to {error.filename or self.directory}: {error.strerror}") from None
             raise
         self._console.__enter__()
@@ -110,7 +110,7 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        """Says what became of what was there, and what will be there."""
+        """Tell the user what happened to an earlier run's files, and whether checkpoints will be saved."""
         if self._resumed is not None:
             self._console.note(f"resuming from the checkpoint of step {self._step}")
         elif self._aside is not None:
@@ -134,7 +134,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the time of the block to the phase `name`."""
+        """Charge the time of the block to the phase `name`."""
         self._console.phase(name)
         with self._phases(name):
             try:
@@ -144,7 +144,7 @@ class Run:
 
     @contextmanager
     def starting(self, what: str) -> Iterator[None]:
-        """A part of the start: in the phase `start`, and told with its seconds when it is there."""
+        """Run one part of the start in the phase `start`, and report when it is ready, with the seconds it took."""
         begun = time.monotonic()
         self._console.phase(f"start: {what}")
         with self._phases("start"):
@@ -153,7 +153,7 @@ class Run:
         self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """The metrics of a step that is done, with the time since the last report."""
+        """Log the metrics of a finished step, with the time since the last report."""
         phases = self._phases.take()
         seconds = sum(phases.values())
         values = scalars(merge([metrics, _timing(phases), {"perf/time_per_step": Last(seconds)}]))
@@ -165,23 +165,23 @@ class Run:
         self._console.step(step, values, phases)
 
     def progress(self, name: str, done: int, of: int) -> None:
-        """Shows how far a long work without steps has come.
+        """Show the progress of long work that has no steps.
 
         Args:
-            name: of the work.
-            done: so many of its parts.
-            of: all.
+            name: name of the work.
+            done: number of parts that are done.
+            of: number of all parts.
         """
         self._console.progress(name, done, of)
 
     def note(self, message: str) -> None:
-        """Something that the user wants to know."""
+        """Show the user a message."""
         self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
-        """Shows the first message of each kind of failure of the reward function, once a run.
+        """Show the first message of each kind of failure of the reward function, once per run.
 
-        RewardUnavailable where it has failed on every response of USELESS calls in a row.
+        RewardUnavailable if it has failed on every response of USELESS calls in a row.
         """
         scores = list(scores)
         if not scores:
@@ -198,16 +198,16 @@ class Run:
                 self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
 
     def evaluated(self, when: str, results: Sequence[SetResult], metrics: Mapping[str, Metric], step: int = 0) -> dict[str, float]:
-        """What sets of prompts say of some weights; the last of a `when` counts.
+        """Record an evaluation of one set of weights; the last one of each `when` counts.
 
         Args:
-            when: base (whose metrics have a prefix of their own), start, end or eval.
-            results: of each set.
+            when: base (whose metrics have names of their own), start, end or eval.
+            results: the result of each set of prompts.
             metrics: further numbers.
-            step: of the metrics' row.
+            step: the step of the metrics' row.
 
         Returns:
-            The row's numbers, but the seconds.
+            The row's numbers, except the timings.
         """
         self.evaluations[when] = summary.Evaluation(step, results)
         of = "_base" if when == "base" else ""
@@ -219,12 +219,12 @@ class Run:
         return values
 
     def held_out(self, name: str, metrics: Mapping[str, Metric], step: int = 0) -> None:
-        """Takes the numbers of a held-out set.
+        """Record the numbers of a held-out set.
 
         Args:
-            name: in the summary ("held-out after"); the last of a name counts.
-            metrics: of the set.
-            step: after which they were taken.
+            name: their name in the summary ("held-out after"); the last ones of each name count.
+            metrics: the set's metrics.
+            step: the step after which they were measured.
         """
         values = self._results[name] = scalars(metrics)
         self._write(step, {f"eval/heldout/{metric}": value for metric, value in values.items()} | scalars(_timing(self._phases.take())))
@@ -232,16 +232,16 @@ class Run:
 
     @property
     def results(self) -> Mapping[str, Mapping[str, float]]:
-        """The numbers of held-out sets so far, by name."""
+        """The numbers of held-out sets so far, by their name in the summary."""
         return self._results
 
     def keep(self, step: int, records: Sequence[samples.SampleRecord], evaluation: str | None = None) -> None:
-        """Keeps responses to read.
+        """Keep responses for reading.
 
         Args:
-            step: that they are of.
+            step: the step that they belong to.
             records: the responses.
-            evaluation: the set whose evaluation they are of, if any: the best and the worst are shown, too.
+            evaluation: the evaluated set, if they are from an evaluation; its best and its worst response are also shown.
         """
         if not self._config.log.samples:
             return
@@ -252,20 +252,20 @@ class Run:
                 self._console.note(samples.line(record))
 
     def event(self, name: str, message: str) -> None:
-        """Something that went wrong and did not end the run: shown, in the next row of the metrics, and kept for the summary."""
+        """Record a fault that does not end the run: it is shown, added to the next row of the metrics, and kept for the summary."""
         self._events[f"events/{name}"] = 1.0
         self._warnings[name] = message
         self._console.warn(message)
 
     def restarted(self, restart: Restart) -> None:
-        """The run goes on after a failure: shown, in the next row of the metrics, and kept for the summary."""
+        """Record that the run resumes after a failure: it is shown, added to the next row of the metrics, and kept for the summary."""
         self._restarts.append({"step": self._step, **asdict(restart)})
         self._add_events(restart.metrics())
         lost = f"; {restart.lost_steps} steps are repeated" if restart.lost_steps else ""
         self._console.note(f"resumed after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
 
     def rewind(self, state: Mapping[str, Any] | None) -> int:
-        """Goes back to where `state` was taken, or to the beginning. Returns how many steps that are done are to be done again."""
+        """Go back to where `state` was taken, or to the beginning. Returns how many finished steps must be repeated."""
         before = self._step
         for result in ("model", "critic"):
             if (self.directory / result).exists():
@@ -275,7 +275,7 @@ class Run:
         self.evaluations, self._results, self._whole = {}, {}, {}
         kept = 0 if state is None else int(state["metrics_bytes"])
         for row in self._rows(kept):
-            self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of what is done again
+            self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of repeated steps
         if state is None:
             os.truncate(self.directory / METRICS, 0)
             samples.forget_after(self.directory, -1)
@@ -286,7 +286,7 @@ class Run:
         return before - self._step
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here must know, as plain values for JSON."""
+        """Return what a run that resumes from here must know, as plain values for JSON."""
         return {
             "step": self._step,
             "learned": self._learned,
@@ -300,7 +300,7 @@ class Run:
         }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Takes the metrics back to where `state` was taken. ConfigError where they are gone, or the run had ended for an alarm."""
+        """Restore `state`, and truncate the metrics to match. ConfigError if they are missing, or an alarm had ended the run."""
         alarm = state["ended_by"]
         if alarm is not None and isinstance(self._config, TrainConfig) and self._config.train.on_alarm == "stop":
             raise ConfigError(f"train.on_alarm=stop: an alarm has ended this run ({alarm}); with continue it resumes")
@@ -310,7 +310,7 @@ class Run:
                 f"save.resume: {path} does not have the {size} bytes that step {state['step']} left; restore it, or start over"
             )
         os.truncate(path, size)
-        self._restarts = self._restarts or list(state["restarts"])  # those of this process, where it has gone back itself
+        self._restarts = self._restarts or list(state["restarts"])  # this process's own are newer, if it has rewound
         samples.forget_after(self.directory, state["step"])
         for row in self._rows():
             self._alarms.check(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -320,14 +320,14 @@ class Run:
         self._whole = {name: REDUCTIONS[kind](*values) for name, (kind, *values) in state["whole"].items()}
 
     def _rows(self, skipped: int = 0) -> list[dict[str, float]]:
-        """The metrics after so many bytes. ConfigError where they are not what a run writes."""
+        """The rows of the metrics after the first `skipped` bytes. ConfigError if a run did not write them."""
         try:
             return read_json_lines(self.directory / METRICS, skipped)
         except ConfigError as error:
             raise ConfigError(f"save.resume: {error}; restore it, or start over") from None
 
     def _saved(self) -> str:
-        """What another start of the run would go on from."""
+        """Describe where another start of the run would resume."""
         latest = self.directory / CHECKPOINTS / "latest"
         there = latest.is_file()
         return f"another start resumes from {latest.read_text().strip()}" if there else "another start begins from scratch (save.every)"

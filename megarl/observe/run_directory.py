@@ -1,4 +1,4 @@
-"""The directory of a run: one run at a time writes to it, and what an earlier one left is kept."""
+"""The directory of a run: one run at a time writes to it, and the files of earlier runs are kept."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megarl.config import ConfigError
 from megarl.errors import Stopped
 
 LOCK = ".lock"
-LOCK_S, POLL_S = 180.0, 1.0  # so long a shared disk may hold the lock of a job's machine that has died
+LOCK_S, POLL_S = 180.0, 1.0  # LOCK_S: how long a shared disk may still hold the lock of a job's machine that has died
 
 
 def claim(directory: Path, *, patient: bool) -> int:
-    """Makes the directory and locks it for this process; returns the lock's descriptor.
+    """Create the directory and lock it for this process; return the lock's file descriptor.
 
-    Where the disk has no locks, nothing keeps two runs apart, which is told.
+    If the file system does not support locks, nothing keeps two runs apart; a message on stderr says so.
 
     Args:
-        directory: of the run.
-        patient: still wait for LOCK_S where another process holds it.
+        directory: the run's directory.
+        patient: whether to wait up to LOCK_S if another process holds the lock.
 
     Raises:
-        ConfigError: another process holds it, or nothing can be written there.
-        Stopped: another process still holds it.
+        ConfigError: another process holds the lock, or nothing can be written there.
+        Stopped: another process still holds the lock after LOCK_S, with `patient`.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot make {directory}: {error.strerror}") from None
     try:
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks files that are open for writing, and no directory
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS can lock only files open for writing, not directories
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write to {directory}: {error.strerror}") from None
     deadline = time.monotonic() + (LOCK_S if patient else 0.0)
@@ -53,18 +53,18 @@ def claim(directory: Path, *, patient: bool) -> int:
 
 
 def set_aside(directory: Path, names: Sequence[str], model: Path) -> Path | None:
-    """Moves what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
+    """Move what an earlier run wrote under these names to earlier-<n>/, so that runs do not mix and nothing is lost.
 
     Args:
-        directory: of the run.
-        names: inside it.
+        directory: the run's directory.
+        names: names of files and folders inside it.
         model: `model.path` of the run that begins.
 
     Returns:
-        Where it is now; None where nothing was there.
+        The directory to which they were moved; None if there was nothing to move.
 
     Raises:
-        ConfigError: the model is part of it.
+        ConfigError: the model lies in what would be moved.
     """
     left = [directory / name for name in names if (directory / name).exists()]
     for path in left:

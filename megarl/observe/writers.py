@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases where the config asks for them."""
+"""Where a run's numbers are written: always JSON lines, and TensorBoard and Weights & Biases if the configuration asks for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.strict_json import lines_of, parse_json
 
 
 class Writer(Protocol):
-    """Takes the scalars of a step, and is closed at the end."""
+    """Writes the scalars of each step, and is closed at the end."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -23,9 +23,9 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, `step` first, flushed at once. JSON has no nan: a non-finite number is the string "nan", "inf" or "-inf".
+    """Writes one JSON object per line, `step` first, flushed at once. As JSON has no nan, non-finite numbers are "nan", "inf" or "-inf".
 
-    `write` raises OSError, with the file's name, where a line does not reach the file.
+    `write` raises OSError, with the file's name, if a line does not reach the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,14 +41,15 @@ class JsonLines:
             raise OSError(error.errno, error.strerror, self._file.name) from None
 
     def close(self) -> None:
-        with suppress(OSError):  # of a line of which `write` has told
+        with suppress(OSError):  # for a line that `write` has already raised for
             self._file.close()
 
 
 def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
-    """The rows that `JsonLines` wrote after the first `skipped` bytes, non-finite numbers included. A last line cut by a crash is left out.
+    """Read the rows that `JsonLines` wrote after the first `skipped` bytes, including non-finite numbers.
 
-    Raises ConfigError, which begins with the file and the line, for a line that it has not written.
+    A last line cut off by a crash is left out. Raises ConfigError, beginning with the file and the line, for a line that `JsonLines` did
+    not write.
     """
     rows = []
     for place, line in lines_of(path, str(path), skipped):
@@ -80,7 +81,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run. Without WANDB_API_KEY (or a mode in WANDB_MODE) it is recorded offline, for `wandb sync` later; it never asks."""
+    """A W&B run. Without WANDB_API_KEY (or a mode in WANDB_MODE) it is recorded offline, for `wandb sync` later; it never prompts."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings) -> None:
         import wandb
@@ -113,7 +114,7 @@ class Writers:
 
 
 def check(settings: LogSettings) -> None:
-    """ConfigError where a writer is asked for that is not installed."""
+    """ConfigError if a writer is asked for whose package is not installed."""
     from importlib.util import find_spec
 
     if settings.wandb and find_spec("wandb") is None:
@@ -121,17 +122,17 @@ def check(settings: LogSettings) -> None:
 
 
 def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings, purge: int | None = None) -> Writers:
-    """Opens the writers that are asked for.
+    """Open the writers that `settings` asks for.
 
     Args:
-        directory: of the run, below which they write.
-        name: of the run.
-        config: which some of them keep.
-        settings: says which.
-        purge: the first step that is to be written anew, if any.
+        directory: the run's directory, below which they write.
+        name: the run's name.
+        config: the run's configuration, which some writers record.
+        settings: which writers to open.
+        purge: the first step that will be written again, if any.
 
     Raises:
-        ConfigError: a writer is not installed.
+        ConfigError: a writer's package is not installed.
     """
     check(settings)
     writers: list[Writer] = [JsonLines(directory / "metrics.jsonl")]

@@ -12,15 +12,15 @@ from typing import Any
 
 
 class Best:
-    """Which evaluation was the best so far, and its model in a folder of the run.
+    """Tracks the best evaluation so far, and keeps its model in a folder of the run.
 
     Args:
         folder: where the model is kept.
-        measure: what the evaluations measure, and on what, as plain values for JSON: numbers of two measures do not compare.
+        measure: what the evaluations measure, and on what, as plain values for JSON; numbers of different measures are not comparable.
 
     Attributes:
-        step: of that evaluation.
-        waited: how many have come since.
+        step: the step of the best evaluation.
+        waited: the number of evaluations since then.
     """
 
     def __init__(self, folder: Path, measure: Any) -> None:
@@ -30,18 +30,18 @@ class Best:
 
     @property
     def path(self) -> Path:
-        """Where the model is kept."""
+        """Where the best model is kept."""
         return self._folder / f"{self.step:06d}"
 
     @property
     def kept(self) -> bool:
-        """Whether there is one."""
+        """Whether a best model is kept."""
         return self._record is not None and self.path.is_dir()
 
     def improves(self, step: int, *score: float) -> bool:
-        """Takes an evaluation: is it better than all before? Of two with the same first number, the second decides, and so on.
+        """Record an evaluation; return whether it is better than all before. At equal first numbers the second decides, and so on.
 
-        One with a number that is none (nan) is better than none, and worse than any other.
+        An evaluation with a nan is better than no evaluation, and worse than any without.
         """
         if self._record is not None and not any(map(math.isnan, self._record)) and not score > self._record:
             self.waited += 1
@@ -50,8 +50,8 @@ class Best:
         return True
 
     def keep(self, save: Callable[[Path], None]) -> None:
-        """Saves the model in the place of the one before."""
-        if self.path.exists():  # of a process that went further before it was killed
+        """Save the model in place of the previous best."""
+        if self.path.exists():  # left by a process that got further before it was killed
             _discard(self.path)
         save(self.path)
         for other in self._folder.iterdir():
@@ -59,19 +59,19 @@ class Best:
                 _discard(other)
 
     def leave(self, model: Path) -> None:
-        """The model once more, as the one that the run leaves."""
+        """Put the best model at `model` as the run's final one."""
         partial = model.with_name(f".{model.name}.partial-best")
         shutil.copytree(self.path, partial, copy_function=_link)
         partial.rename(model)
 
     def state(self) -> list[Any]:
-        """As plain values for JSON."""
+        """Return the state as plain values for JSON."""
         return [self._measure, self._record, self.step, self.waited]
 
     def restore(self, state: list[Any]) -> None:
-        """Stands where `state` was taken; at the beginning where that was of another measure.
+        """Restore `state`; start anew if it was taken with another measure.
 
-        Where the best model is gone, a better one had come after `state` and taken its place: that one will come again.
+        If its best model is gone, a better one had replaced it after `state` was taken, and will come again.
         """
         measure, record, step, waited = state
         if measure == self._measure and record is not None and (self._folder / f"{step:06d}").is_dir():
@@ -79,12 +79,15 @@ class Best:
 
 
 def _discard(model: Path) -> None:
-    """Removes a directory; under its name it is there whole or not at all."""
+    """Remove a model directory; at its own path it is complete or absent at all times."""
     shutil.rmtree(model.rename(model.with_name(f".{secrets.token_hex(4)}")))
 
 
 def _link(source: str, target: str) -> None:
-    """Two names for one file, where the file system has that: a model may be large, and a run that is started again finds its best one."""
+    """Hard-link a file, or copy it if the file system has no links.
+
+    A model may be large, and cannot be moved instead: a restarted run must still find its best one.
+    """
     try:
         os.link(source, target)
     except OSError:

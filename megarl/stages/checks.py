@@ -48,12 +48,12 @@ from megarl.stages.data_checks import Data, check_data
 from megarl.stages.saving import check_resume
 
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
-LEAST_FILES = 1024  # every Linux has so many, unless somebody took them away
-NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # of the transports
+LEAST_FILES = 1024  # the default of every Linux, unless someone lowered it
+NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # by transport
 
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
-    """The model's config.json, once the checkpoint is whole and the layout divides it. Raises ConfigError."""
+    """Check that the checkpoint is complete and that the layout divides it; return the model's config.json. Raises ConfigError."""
     check_directory(config.run_dir, config.directory)
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
@@ -61,7 +61,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)
         if optimizer.megatron.get("optimizer_cpu_offload") and (config.model.dtype == "float32" or not config.cluster.gpus):
-            # hybrid_optimizer.py copies the float32 main weights of a bfloat16 model, and only those on GPUs.
+            # hybrid_optimizer.py copies only the float32 main weights of a bfloat16 model, and only if they are on GPUs.
             raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
     check_weights(config.model, hf, head)
     writers.check(config.log)
@@ -70,7 +70,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
 
 
 def check_directory(run_dir: Path, directory: Path) -> None:
-    """ConfigError where the run's directory, which is inside `run_dir`, could not be made, or not be written to."""
+    """ConfigError if the run's directory, which is inside `run_dir`, could not be created or written to."""
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         key = "name" if run_dir.is_dir() else "run_dir"
@@ -78,15 +78,15 @@ def check_directory(run_dir: Path, directory: Path) -> None:
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
-    """Checks `model.weights`, where it is given.
+    """Check `model.weights`, if it is given.
 
     Args:
-        settings: of the model.
+        settings: the section `model`.
         hf: config.json of `model.path`.
-        head: of the model that is trained.
+        head: the head of the model that is trained.
 
     Raises:
-        ConfigError: it is damaged, holds no such policy, or would not be what is trained.
+        ConfigError: the checkpoint is damaged or holds no policy, or its policy does not fit the model that is trained.
     """
     if settings.weights is None:
         return
@@ -106,14 +106,14 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
 
 
 def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
-    """Checks this machine.
+    """Check this machine.
 
     Args:
         settings: the section `cluster`.
-        kinds: of processes that the run starts.
+        kinds: the kinds of processes that the run starts.
 
     Raises:
-        ConfigError: it has not the files, the shared memory, the network interface or, for a session of its own, the GPUs.
+        ConfigError: the machine lacks open files, shared memory, the network interface or, for a session of its own, GPUs.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
@@ -133,15 +133,15 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
 
 
 def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
-    """Refuses a job whose nodes are not what the run needs.
+    """Check that a job's nodes are what the run needs.
 
     Args:
-        directory: of the allocation.
+        directory: the directory of the allocation.
         settings: the section `cluster`.
-        kinds: of processes that the run starts.
+        kinds: the kinds of processes that the run starts.
 
     Raises:
-        ConfigError: it has not the GPUs for them, or its nodes would not reach each other.
+        ConfigError: the allocation lacks GPUs for them, or its nodes could not reach each other.
     """
     allocation = Allocation.read(directory)
     if len(allocation.nodes) > 1 and settings.interface is None:
@@ -155,7 +155,7 @@ def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence
 
 
 def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
-    """ConfigError where a session of this machine alone has not the processes' GPUs among the `here` that there are."""
+    """ConfigError if the `here` GPUs of this machine are too few for the processes of a session on this machine alone."""
     if not here:
         raise ConfigError(
             "cluster.gpus=true: this machine has no GPU; what is to run on a cluster's is checked by "
@@ -168,16 +168,16 @@ def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
 
 
 def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
-    """Refuses routing replay and its comparison where they could not be what they are called.
+    """Check that routing replay, and the comparison of experts, could do what they are meant to.
 
     Args:
         hf: config.json of the policy.
         model: the section `model`.
         routing: the section `routing`.
-        critic: the section `critic`, where there is one.
+        critic: the section `critic`, if there is one.
 
     Raises:
-        ConfigError: a model whose experts are to be replayed has none, or routers cannot be followed.
+        ConfigError: a model whose experts are to be replayed has none, or replay or comparison has no access to the router's choices.
     """
     critic, megatron = critic if routing.critic else None, model.megatron
     sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
@@ -206,7 +206,7 @@ def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSett
 
 
 def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing: RoutingSettings) -> None:
-    """Refuses an engine that cannot report which experts of a mixture it has chosen, where it is to do that.
+    """Check that the engine can report which experts of a mixture it has chosen, if it has to.
 
     Args:
         hf: config.json of the policy.
@@ -214,7 +214,7 @@ def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing
         routing: the section `routing`.
 
     Raises:
-        ConfigError: says with which settings it need not.
+        ConfigError: it cannot; the message names the settings under which it need not.
     """
     if routing.reported and family_of(hf).fields(hf).get("num_moe_experts") and not engine_type(rollout).reports_experts:
         asks = "replay=r3" if routing.replay == "r3" else f"sample={routing.sample:g}"
@@ -223,30 +223,31 @@ def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing
 
 
 def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
-    """ConfigError where prompt and response together exceed what the model was built for."""
+    """ConfigError if prompt and response together may exceed the model's context length."""
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
     check_room(hf, prompt + response, f"rollout.max_response_tokens={response} with max_prompt_tokens={prompt}")
 
 
 def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
-    """ConfigError where a token that is to end responses is not one of the model's."""
+    """ConfigError if a token that should end responses is not in the model's vocabulary."""
     for token in rollout.stop_token_ids:
         if token >= int(hf["vocab_size"]):
             raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {hf['vocab_size']} tokens")
 
 
 def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
-    """Checks a critic or reward model against the policy. It may be of another size.
+    """Check a critic or reward model against the policy. It may be of another size.
 
     Args:
         policy: the section `model`.
-        rollout: has the lengths.
+        rollout: the section `rollout`, which has the lengths.
         path: the model's Hugging Face directory.
-        key: the setting that gave it.
-        layout: of the ranks that will hold it.
+        key: the setting that named it.
+        layout: the layout of the ranks that will hold it.
 
     Raises:
-        ConfigError: starting with `key`: it is not whole, cannot be laid out, or reads other tokens than the policy writes, or fewer.
+        ConfigError: starting with `key`: the model is incomplete, the layout does not divide it, its tokenizer differs from the policy's,
+            or its context is too short.
     """
     hf = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
     try:
@@ -258,14 +259,14 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
 
 
 def check_trained_head(path: Path, key: str) -> None:
-    """ConfigError where the directory holds a language model: a fresh head's scores say nothing."""
+    """ConfigError if the directory holds a language model: the scores of a fresh head are meaningless."""
     hf = directory.read_config(path)
     if family_of(hf).head_of(hf) != "value":
         raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, but a reward model needs a trained scalar head (`megarl rm`)")
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
-    """All checks of `megarl train`, and of another verb that does the same work; what they refuse, all at once."""
+    """Make all checks of `megarl train`, or of another verb that does the same work; raise their faults all at once."""
     hf, data = check_model(config), list[Data]()
     refuse_all(
         lambda: check_base(config, hf),
@@ -292,14 +293,14 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
 
 
 def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
-    """Checks `model.base`, from which the engines start: all but the weights, which a sync replaces, stays with them for the whole run.
+    """Check `model.base`, from which the engines start: a sync replaces its weights, but all else stays with them for the whole run.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         hf: config.json of `model.path`.
 
     Raises:
-        ConfigError: it is not whole, or not of the policy's shape; its responses would end or be read otherwise.
+        ConfigError: the model is incomplete, its shape is not the policy's, or its responses would end or be tokenised differently.
     """
     base, path = config.model.base, config.model.path
     if base is None:
@@ -313,13 +314,13 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
             raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
     check_room(its, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, f"model.base: {base}")
     check_same_tokenizer(base, "model.base", path, "model.path")
-    # Prompts are rendered by the driver; what an environment answers, where the engine is.
+    # The driver renders prompts from model.path; the engine's process renders an environment's messages from model.base.
     if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
         raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
 
 
 def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
-    """What an engine reads in a directory, by name: shapes of tensors, numbers of the model, and which tokens end a response."""
+    """What an engine reads from a directory besides weights, by name: tensor shapes, model dimensions, tokens that end a response."""
     family = family_of(hf)
     rope, fields = family.rope(hf), family.fields(hf)
     turned = {
@@ -333,7 +334,7 @@ def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
-    """Refuses a way of the weights that the hardware or the places do not have.
+    """Check that a weight transport works with the hardware and the placement.
 
     Args:
         transport: `sync.transport`.
@@ -341,7 +342,7 @@ def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
         gpus: `cluster.gpus`.
 
     Raises:
-        ConfigError: says which do.
+        ConfigError: it does not; the message names those that do.
     """
     if NEEDS_GPUS[transport] != gpus:
         fitting = ", ".join(name for name, needed in NEEDS_GPUS.items() if needed == gpus)
@@ -354,7 +355,7 @@ def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
 
 
 def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
-    """Checks critic, reference and reward model, where the run has them. `hf`: the policy's config.json."""
+    """Check the critic, the reference and the reward model, if the run has them. `hf`: the policy's config.json."""
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
@@ -371,7 +372,7 @@ def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
 
 
 def check_value(config: ValueConfig) -> Data:
-    """All checks of `megarl value`."""
+    """Make all checks of `megarl value`; return its prompts."""
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
     data = check_train(config, "value")

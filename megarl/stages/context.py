@@ -1,4 +1,4 @@
-"""What every step of an RL run works with: workers, engines, rewards, the open run."""
+"""What every step of an RL run works with: model workers, engines, rewards, the open run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.workers.model_groups import ModelGroups, start
 
 @contextmanager
 def session(config: RunSettings, run: Run) -> Iterator[None]:
-    """The Ray session of a run; reports its start."""
+    """Open the Ray session of a run, and report its start."""
     with ExitStack() as stack:
         with run.starting("Ray"):
             stack.enter_context(ray_session(config.cluster, processes(demand(config)), files(config)[0]))
@@ -43,27 +43,27 @@ class RunContext:
 
     @property
     def copies(self) -> Copies:
-        """Of the last steps."""
+        """The copies of the last steps in memory."""
         return self.models.copies
 
     @property
     def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that its ranks are on."""
+        """Ray's ids of the nodes on which the run's ranks are."""
         return self.models.machines
 
     @property
     def timeout_s(self) -> float:
-        """Of the longest wait."""
+        """The longest time to wait for the ranks."""
         return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Restarts the ranks; the models are as they were at the start, or get their weights next. Returns whether a node was lost."""
+        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next. Return whether a node was lost."""
         return self.models.restart(self.engines, beginning)
 
 
 @contextmanager
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
-    """Opens the run, and starts Ray, the scoring processes, the model workers and the engines; ends them all on exit."""
+    """Open the run, and start Ray, the scoring processes, the model workers and the engines; end them all on exit."""
     with Run(config, None if resume is None else resume.run) as run, session(config, run), ExitStack() as stack:
         import_meanwhile()
         with run.starting("scoring processes"):

@@ -1,4 +1,4 @@
-"""The prompts of a run and of its evaluations, read and checked before a process starts."""
+"""The prompts of a run and of its evaluations, read and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HeldOut:
     prompts: Sequence[Prompt]
     n: int  # sampled responses per prompt
     temperature: float  # of the sampled responses
-    greedy: bool  # also the greedy response
+    greedy: bool  # whether to also take the greedy response
     number: int = 0  # among the sets; with the run's seed it determines the random draws
 
 
@@ -59,14 +59,14 @@ class Data:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads the prompts of a run's sources, and checks them.
+    """Reads and checks the prompts of a run's sources.
 
     Args:
-        model: the Hugging Face directory whose tokenizer reads them.
-        data: says with `chat`, `template` and `system` how a prompt becomes tokens, and what becomes of those that are too long.
-        rollout: has the limit of its length.
+        model: the Hugging Face directory whose tokenizer is used.
+        data: how a prompt becomes tokens (`chat`, `template`, `system`), and what happens to prompts that are too long.
+        rollout: the section `rollout`, which limits a prompt's length.
         reward: how responses are scored.
-        environment: whose episodes the prompts start, if any.
+        environment: the environment whose episodes the prompts start, if any.
     """
 
     model: Path
@@ -77,19 +77,19 @@ class PromptReader:
 
     @classmethod
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
-        """The reader of a run."""
+        """The reader for a run's configuration."""
         environment = None if isinstance(config, PairsConfig) else config.environment
         return cls(config.model.path, config.data, config.rollout, config.reward, environment)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
-        """Every prompt of a source, tokenised; those of a large file on demand.
+        """Read every prompt of a source, tokenised; those of a large file are tokenised on demand.
 
         Args:
             source: where the prompts come from.
             key: the source's dotted key, say "data.train".
 
         Raises:
-            ConfigError: for the first that is malformed or too long, and where scoring it would run code.
+            ConfigError: a prompt is malformed or too long (the first one is named), or scoring responses to it would run them as code.
         """
         self._refuse_evaluating(source, key)
         data, most = self.data, self.rollout.max_prompt_tokens
@@ -100,7 +100,7 @@ class PromptReader:
         return prompts
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
-        """All sets to evaluate on.
+        """Read all sets to evaluate on.
 
         Args:
             held_out: `data.eval`.
@@ -125,7 +125,7 @@ class PromptReader:
 
 
 def check_data(config: TrainConfig) -> Data:
-    """The prompts to train and to evaluate on, after checking that the environment works with them."""
+    """Read the prompts to train and to evaluate on, after checking the environment."""
     check_environment(config.environment, config.data, config.reward, config.model.path)
     reader = PromptReader.of(config)
     return Data(reader.read(config.data.train, "data.train"), reader.sets(config.data.eval, config.eval))

@@ -8,5 +8,5 @@ from megarl.stages.rank_checks import check_dpo
 
 
 def dpo(config: DpoConfig) -> None:
-    """Trains on the pairs; leaves the policy in runs/<name>/model and its held-out numbers in summary.json."""
+    """Train on the pairs; the policy is written to runs/<name>/model, its held-out numbers to summary.json."""
     learn_pairs(config, config.algorithm, check_dpo(config))

@@ -17,14 +17,14 @@ from megarl.stages.data_checks import HeldOut, PromptReader
 
 @dataclass(frozen=True)
 class PairPrompts:
-    """The prompts of both files."""
+    """The prompts from which the pairs of both files are made."""
 
     train: Sequence[Prompt]
     eval: Sequence[Prompt]
 
 
 def check_eval(config: EvalConfig) -> list[HeldOut]:
-    """All checks of `megarl eval`; its prompts."""
+    """Make all checks of `megarl eval`; return its sets of prompts."""
     check_engines_alone(config, "eval")
     if (found := model_of(config.reward.source)) is not None and config.reward.eval is None:
         raise ConfigError(f"{found[0]}.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
@@ -34,7 +34,7 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
 
 
 def check_pairs(config: PairsConfig) -> PairPrompts:
-    """All checks of `megarl pairs`; the prompts of both files."""
+    """Make all checks of `megarl pairs`; return the prompts of both files."""
     check_engines_alone(config, "pairs")
     if (found := model_of(config.reward.source)) is not None:
         raise ConfigError(f"{found[0]}.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
@@ -57,7 +57,7 @@ def check_pairs(config: PairsConfig) -> PairPrompts:
 
 
 def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
-    """ConfigError where engines without ranks beside them could not run the model."""
+    """ConfigError if engines could not run the model without ranks."""
     hf = check_model(config)
     if config.model.weights is not None:
         raise ConfigError(

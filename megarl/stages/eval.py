@@ -36,21 +36,21 @@ class Judged:
 
 
 def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Reward, run: Run, seed: int, step: int = 0) -> dict[str, float]:
-    """Evaluates every set: samples what it asks for, and the greedy response if wanted.
+    """Evaluate every set: sample as many responses per prompt as it asks for, and the greedy one if wanted.
 
-    The draws depend only on `seed` and the set, not on `step`.
+    The random draws depend only on `seed` and the set, not on `step`.
 
     Args:
         when: the run's name for these weights: base, start, end, eval.
-        sets: the prompts.
-        engines: with the weights.
-        reward: of evaluations.
+        sets: the sets of prompts.
+        engines: the engines, with these weights.
+        reward: the reward for evaluations.
         run: where the numbers and the responses are reported.
-        seed: of the run.
-        step: of the metrics' row.
+        seed: the run's seed.
+        step: the step of the metrics' row.
 
     Returns:
-        The numbers by the names of their metrics, such as eval/heldout/avg@1.
+        The numbers by metric name, such as eval/heldout/avg@1.
     """
     results, metrics = list[SetResult](), list[dict[str, Metric]]()
     for one in sets:
@@ -63,7 +63,7 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
 
 
 def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[SampleRecord]]:
-    """The results of a set: the estimates, further metrics, the responses."""
+    """Evaluate one set; return its estimates, further metrics and the responses."""
     kinds = [(one.n, one.temperature)] + ([(1, 0.0)] if one.greedy else [])
     judged = []
     for n, temperature in kinds:
@@ -87,7 +87,7 @@ def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) ->
 
 
 def _beside(sampled: Judged) -> dict[str, Metric]:
-    """Lengths, and the means of the reward's parts."""
+    """Metrics besides the estimates: response lengths, and the means of the reward's parts."""
     parts = defaultdict[str, list[float]](list)
     for score in sampled.scores:
         for name, value in score.parts.items():
@@ -101,7 +101,7 @@ def _beside(sampled: Judged) -> dict[str, Metric]:
 
 
 def run_eval(config: EvalConfig) -> None:
-    """`megarl eval`: leaves the numbers of `config.model.path` in runs/<name>/eval.json."""
+    """Run `megarl eval`: write the numbers of `config.model.path` to runs/<name>/eval.json."""
     sets = check_eval(config)
     with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
         with run.starting("engines"):

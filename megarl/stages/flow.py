@@ -22,16 +22,17 @@ POLL_S = 0.005
 LOOK_S = 0.05  # how long new prompts may wait to be handed out
 STOP_S = 60.0  # longest wait for scoring in progress when a run ends
 GroupId = tuple[int, int]
-"""The name of a group: the step it was requested for, and its number within that step."""
+"""The identity of a group: the step it was requested for, and its number within that step."""
 
 
 class Schedule:
-    """Decides which groups may begin and which ones a step learns from, so that no token is more than `max_lag` updates older than the
-    weights trained on it. No group is dropped.
+    """Decides which groups may begin and which ones a step learns from.
+
+    No token is ever more than `max_lag` updates older than the weights trained on it, and no group is dropped.
 
     Args:
-        wanted: groups of a step.
-        max_lag: updates.
+        wanted: number of groups per step.
+        max_lag: largest lag in updates.
     """
 
     def __init__(self, wanted: int, max_lag: int) -> None:
@@ -45,17 +46,17 @@ class Schedule:
         return (self._lag + 1) * self._wanted - len(self._latest)
 
     def begin(self, name: GroupId, learned: int) -> None:
-        """A group begins after `learned` updates."""
+        """Record that a group begins after `learned` updates."""
         self._latest[name] = learned + self._lag
 
     def end(self, name: GroupId) -> None:
-        """A group is finished."""
+        """Record that a group is finished."""
         self._done.add(name)
 
     def take(self, learned: int) -> list[GroupId] | None:
-        """What the step after `learned` updates learns from: the oldest finished groups. None: it has to wait for older ones.
+        """Take the oldest finished groups for the step after `learned` updates; None if the step has to wait for older ones.
 
-        It waits if the following steps could not use all others in time.
+        It waits if the following steps could not use all remaining groups in time.
         """
         order = sorted(self._latest, key=lambda name: (self._latest[name], name))
         chosen = [name for name in order if name in self._done][: self._wanted]
@@ -75,8 +76,8 @@ class Flow:
     """Keeps the engines as busy as `Schedule` allows.
 
     Args:
-        ctx: of the run.
-        state: of the run; holds the groups that have begun, as a checkpoint has them: unfinished ones begin again.
+        ctx: the run's context.
+        state: the run's state, with the groups that have begun as in a checkpoint: unfinished ones begin again.
     """
 
     def __init__(self, ctx: RunContext, state: TrainState) -> None:
@@ -98,7 +99,7 @@ class Flow:
         self._start()
 
     def take(self) -> StepGroups:
-        """The next step's groups. The ranks wait, with the weights of the last sync. Raises any error of the engines or the reward."""
+        """Take the next step's groups while the ranks wait with the weights of the last sync. Raises errors of engines or reward."""
         state = self._state
         for number, (place, prompt) in enumerate(state.draw(self._schedule.room)):
             self._add(Group(place, prompt, [], [], None, (state.step + 1, number)), state.learned)
@@ -114,7 +115,10 @@ class Flow:
         return StepGroups([self._pool.pop(name) for name in sorted(chosen)], {"rollout/waiting": float(len(self._pool))})
 
     def after_update(self, *, sync_follows: bool) -> None:
-        """Call when the step has learned from its groups. Replaces lost engines; they get no requests until new weights follow."""
+        """Call when the step has learned from its groups. Replaces lost engines.
+
+        New ones get no requests before they have weights: those of the sync that follows, or without one, at once those of the last sync.
+        """
         self._gather(ranks_wait=False)
         self._state.pool = [group if group.scores else replace(group, responses=[]) for group in self._pool.values()]
         self._ctx.engines.replace(self._work, refill=not sync_follows)
@@ -122,13 +126,13 @@ class Flow:
         self._ctx.engines.busy_s, self._counted_s = self._ctx.engines.busy_s + busy_s - self._counted_s, busy_s
 
     def stop(self) -> None:
-        """Abandons everything in progress."""
+        """Abandon everything in progress."""
         self._stopped = True
         self._thread.join(STOP_S)
         self._work.cancel()
 
     def _add(self, group: Group, learned: int) -> None:
-        """Adds a group that begins, or has begun, after `learned` updates."""
+        """Add a group that begins, or has begun, after `learned` updates."""
         self._pool[group.asked] = group
         self._schedule.begin(group.asked, learned)
         if group.scores:
@@ -141,7 +145,7 @@ class Flow:
         self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts))
 
     def _gather(self, *, ranks_wait: bool) -> None:
-        """Assigns what has arrived to its groups. `ranks_wait`: the ranks are idle, so a reward model can read the responses."""
+        """Assign arrived responses to their groups. `ranks_wait`: the ranks are idle, so a reward model can read the responses."""
         while self._arrived:
             asked, responses, scores = self._arrived.popleft()
             self._keep(asked, responses, scores)
@@ -158,7 +162,7 @@ class Flow:
             self._scores += scores
 
     def _mend(self, error: BaseException) -> None:
-        """Recovers if all engines were lost; raises any other error."""
+        """Replace the engines if all were lost; raise any other error."""
         if not isinstance(error, NoEngine):
             raise error
         self._ctx.engines.replace(self._work)

@@ -1,4 +1,4 @@
-"""How far engines and trainer disagree about the same tokens, and beyond which gap they are not running the same model."""
+"""How far engines and trainer disagree about the same tokens, and the gap beyond which they are not running the same model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ GAP_LIMIT, GAP_WARNING = {"float32": 1e-4, "bfloat16": 0.5}, 5e-2  # of the mean
 
 
 def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: RolloutSettings, dtype: str) -> str | None:
-    """How far engines and trainer disagree about the log-probs of the first step's responses.
+    """Check how far engines and trainer disagree about the log-probs of the first step's responses.
 
-    In float32 the two compute the same. In bfloat16 they round differently (the trainer routes in float32, vLLM's gate in bfloat16); no GPU
-    has shown yet by how much, so without a user's limit only a gap too large for rounding ends the run. Engines that sample from a
-    truncated distribution (rollout.top_p and the like) report its log-probs: then only a user's limit applies.
+    In float32 both compute the same. In bfloat16 they round differently (the trainer routes in float32, vLLM's gate in bfloat16); by how
+    much has not yet been measured on a GPU, so without a user's limit only a gap too large for rounding ends the run. Engines that sample
+    from a truncated distribution (rollout.top_p and the like) report that distribution's log-probs: then only a user's limit applies.
 
     Args:
-        metrics: of the step.
-        sync: has the user's limit.
-        rollout: of the engines.
-        dtype: of the trainer's model.
+        metrics: the step's metrics.
+        sync: the section `sync`, with the user's limit.
+        rollout: the section `rollout`.
+        dtype: the dtype of the trainer's model.
 
     Returns:
-        A warning for the user, if there is one.
+        A warning for the user, or None.
 
     Raises:
-        RuntimeError: they do not run the same model.
+        RuntimeError: engines and trainer do not run the same model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None or (rollout.cut is not None and sync.logprob_gap is None):  # no response of the step is trained on
+    if gap is None or (rollout.cut is not None and sync.logprob_gap is None):  # gap None: no response of the step is trained on
         return None
     exact = {dtype, rollout.dtype or dtype} == {"float32"}
     expected = "float32" if exact else "bfloat16"

@@ -1,4 +1,4 @@
-"""`megarl generate MODEL`: a model's responses to a prompt, to those of a file, or in a chat, through the engine used in training."""
+"""`megarl generate MODEL`: a model's responses to one prompt, to a file of prompts, or in a chat, from the engine used in training."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOGETHER = 32  # sequences that the engine decodes at a time
-PROMPTS = 256  # asked in one call
-CACHE_MB = 4096  # of a CPU engine, unless one sequence needs more
-RESPONSE = 512  # tokens, by default and if the model has room
-OPTIONS = {  # the options' names in the checks
+PROMPTS = 256  # prompts per call of the engine
+CACHE_MB = 4096  # KV cache of a CPU engine, unless one sequence needs more
+RESPONSE = 512  # default of --max-tokens, if the model has room
+OPTIONS = {  # configuration keys in the checks' messages, and the options that they stand for
     "model.path": "MODEL",
     "rollout.max_response_tokens": "--max-tokens",
     "max_response_tokens": "--max-tokens",
@@ -62,7 +62,7 @@ class GenerateJob:
 
     model: Path
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[Prompt]  # none in a chat
+    prompts: list[Prompt]  # empty for a chat
     settings: RolloutSettings
     sampling: Sampling
     dtype: str
@@ -70,7 +70,7 @@ class GenerateJob:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
+    """Run the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
     given = parser().parse_args(list(arguments))
     try:
         job = check(given)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The verb's arguments."""
+    """The parser of the verb's arguments."""
     top = argparse.ArgumentParser(
         prog="megarl generate",
         usage="megarl generate MODEL [PROMPT | --file FILE | --chat] [options]",
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(given: argparse.Namespace) -> GenerateJob:
-    """Checks everything that can be refused before the engine starts. Raises ConfigError, in the terms of a configuration."""
+    """Check everything that can be checked before the engine starts. Raises ConfigError, in the terms of a configuration."""
     if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
     if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
@@ -139,7 +139,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
         ("--template", [given.template]),
         ("--stop", given.stop),
     ):
-        if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # what Python makes of such bytes
+        if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # stand for bytes that are not UTF-8
             raise ConfigError(f"{option}: is not UTF-8")
     gpu = gpus_here() > 0 and not given.cpu
     if given.tp > 1 and gpu and given.tp > gpus_here():
@@ -179,7 +179,7 @@ def _settings(given: argparse.Namespace, longest: int, response: int, together: 
 
 
 def _in_options(message: str) -> str:
-    """A refusal in the terms of the command line."""
+    """Rephrase an error message in the terms of the command line."""
     keys = "|".join(re.escape(key) for key in OPTIONS if "." in key)
     return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
 
@@ -196,24 +196,24 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """The rows as prompts for the model.
+    """Render and tokenise the rows as prompts for the model.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         rows: the prompts.
-        system: a message before each, in a chat.
-        template: with "{prompt}" in it; None: the model's chat template, if it has one.
-        most: tokens that a prompt may have.
+        system: a system message before each, if prompts go through the chat template.
+        template: a text with "{prompt}" in it; None: the model's chat template, if it has one.
+        most: most tokens of a prompt.
 
     Raises:
-        ConfigError: one of them is longer, or cannot be rendered; the template is unusable.
+        ConfigError: a prompt is longer or cannot be rendered, or the template is unusable.
     """
     through_chat = template is None and bool(tokenizer.chat_template)
     return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
 
 
 class Speaker:
-    """An engine of this process with the job's model; a context manager. Its stderr is shown only if it fails."""
+    """An engine in this process with the job's model, as a context manager. Its stderr is shown only if it fails."""
 
     def __init__(self, job: GenerateJob) -> None:
         self.job = job
@@ -222,8 +222,8 @@ class Speaker:
         self._responder = Responder(self._engine, job.settings.timeout_s)
 
     def __enter__(self) -> Speaker:
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # it has the cores to itself
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its process is forked, which the tokenizer would warn of
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # the engine has the cores to itself
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the engine's process is forked, which the tokenizer would warn about
         job, self._stderr = self.job, os.dup(2)
         print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
         os.dup2(self._log, 2)
@@ -246,7 +246,7 @@ class Speaker:
             os.close(self._log)
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
-        """`sampling.n` responses to each prompt: text, finish_reason and length in tokens."""
+        """Return `sampling.n` responses to each prompt, each with text, finish_reason and length in tokens."""
         job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
         said, ends = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s)), end_tokens(job.model)
@@ -264,7 +264,7 @@ class Speaker:
 
 
 def answer(speaker: Speaker, out: Path | None) -> None:
-    """Prints, or writes as JSON lines, the responses to all prompts; a file is complete or absent."""
+    """Print the responses to all prompts, or write them as JSON lines; a file is complete or absent."""
     if out is None:
         for _ in _answered(speaker, None):
             pass
@@ -280,7 +280,7 @@ def answer(speaker: Speaker, out: Path | None) -> None:
 
 
 def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
-    """The rows of all responses, written or printed."""
+    """Yield a row for each response, after writing or printing it."""
     prompts, n = speaker.job.prompts, speaker.job.sampling.n
     for first in range(0, len(prompts), PROMPTS):
         part = prompts[first : first + PROMPTS]
@@ -310,10 +310,10 @@ def _spoken(who: str, text: str) -> Iterator[str]:
 
 
 def chat(speaker: Speaker, system: str | None) -> None:
-    """Chats with the model until the input ends."""
+    """Chat with the model until the input ends."""
     job, said = speaker.job, list[Message]()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # of what is no UTF-8
+        sys.stdin.reconfigure(errors="replace")  # input that is not UTF-8
     for turn in count():
         try:
             line = input(f"{'you':>8} | ")

@@ -1,4 +1,4 @@
-"""Responses as a file of a checkpoint: those that a resumed run learns from, and could not sample again from its weights."""
+"""Responses as a file of a checkpoint: those that a resumed run learns from but could not sample again with its weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Stages = Sequence[Sequence[int]]
 
 
 def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
-    """The groups with all tokens, log-probs, weight versions and experts, as a file to write.
+    """Return the groups, with all tokens, log-probs, weight versions and experts, as a file to write.
 
-    stages: how the experts are split over the pipeline stages.
+    `stages` says how the experts are split over the pipeline stages.
     """
     groups = []
     for group in step_groups.groups:
@@ -36,12 +36,12 @@ def dump(step_groups: StepGroups, stages: Stages) -> ResponseFile:
 
 
 def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> StepGroups:
-    """Loads a file of `dump` into this session's object store, response by response.
+    """Load a file that `dump` returned into this session's object store, response by response.
 
     Args:
-        file: to read.
-        prompts: of data.train.
-        stages: over which the experts are split; they may differ from before.
+        file: the file to read.
+        prompts: the prompts of data.train.
+        stages: the pipeline stages over which to split the experts; they may differ from before.
     """
     with np.load(file, allow_pickle=False) as arrays:
         meta = json.loads(arrays[META].tobytes())

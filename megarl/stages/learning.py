@@ -1,4 +1,4 @@
-"""The loop of the supervised stages: measure, learn step by step, measure, save."""
+"""The training loop of the supervised stages: measure, learn step by step, measure, save."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, s
 
 
 class SupervisedState:
-    """Where a supervised run stands between two steps."""
+    """The state of a supervised run between two steps."""
 
     def __init__(self, sampler: Sampler, best: Best) -> None:
         self.step, self.sampler, self.best = 0, sampler, best
-        self.measured = 0  # the last step after which the held-out numbers were taken
+        self.measured = 0  # the last step after which the held-out set was measured
 
     def improves(self, accuracy: float, loss: float) -> bool:
-        """Records this step's evaluation. Returns whether it is the best so far; at the same accuracy, a lower loss is better."""
+        """Record this step's evaluation; return whether it is the best so far. At equal accuracy, a lower loss is better."""
         self.measured = self.step
         return self.best.improves(self.step, accuracy, -loss)
 
     def state(self) -> dict[str, Any]:
-        """As plain values for JSON."""
+        """Return the state as plain values for JSON."""
         return {"step": self.step, "measured": self.measured, "sampler": self.sampler.state(), "best": self.best.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`. ValueError if it was taken with other data."""
+        """Restore `state`. ValueError if it was taken with other data."""
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
         self.measured = state["measured"]
         self.best.restore(state["best"])
 
     def files(self) -> dict[str, LargeContent]:
-        """No files: items are drawn when they are needed."""
+        """Return no files: items are drawn when they are needed."""
         return {}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
@@ -72,19 +72,19 @@ def learn(
     finish: Callable[[Path, Mapping[str, float]], None] | None = None,
     shuffle: bool = True,
 ) -> None:
-    """Takes the stage's steps; leaves the model in runs/<name>/model.
+    """Take the stage's steps; the model is written to runs/<name>/model.
 
     This is the last model, or with `patience` the best. Without steps nothing is saved, since the model does not change. An interrupted run
     of this name resumes from its newest checkpoint, bit for bit.
 
     Args:
-        config: of the stage.
-        objective: its loss.
+        config: the stage's configuration.
+        objective: the stage's loss.
         items: number of training items.
         draw: makes a step's mini-batch from indices below `items`.
-        held_out: measured before, every `eval_every` steps and after; None: no measurements.
+        held_out: measured before the first step, every `eval_every` steps and after the last; None: no measurements.
         finish: called with the directory of the final model and its held-out numbers.
-        shuffle: draw the items of each epoch in random order; false: in their own order.
+        shuffle: whether to draw the items of each epoch in random order, rather than in their own order.
     """
     stage = Stage(config, objective, draw, held_out, finish)
     resume = resume_point(config, config.section, items) if config.learn.steps else None
@@ -123,31 +123,31 @@ class LearnContext:
 
     @property
     def copies(self) -> Copies:
-        """Of the last steps."""
+        """The copies of the last steps in memory."""
         return self.learners.copies
 
     @property
     def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that its ranks are on."""
+        """Ray's ids of the nodes on which the run's ranks are."""
         return self.learners.machines
 
     @property
     def timeout_s(self) -> float:
-        """Of the longest wait."""
+        """The longest time to wait for the ranks."""
         return self.learners.timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Restarts the ranks; the model is as it was at the start, or gets its weights next. Returns whether a node was lost."""
+        """Restart the ranks, with the initial model if `beginning`, else for weights to be loaded next. Returns whether a node was lost."""
         return self.learners.restart(beginning)
 
 
 def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the final model.
+    """Take all steps of a run, from the beginning or from a checkpoint, and save the final model.
 
     Args:
         stage: what is learned, and how.
-        ctx: of the run.
-        state: at the beginning of the run.
+        ctx: the run's context.
+        state: the state at the beginning of the run.
         resume: the checkpoint to load into `state`; None: start from the beginning.
     """
     config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
@@ -174,7 +174,7 @@ def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: 
                         state.best.keep(learners.save)
             checkpoints.after_step(state)
         checkpoints.finish()
-        if held_out is not None and state.measured != state.step and not state.best.kept:  # an earlier start had more steps
+        if held_out is not None and state.measured != state.step and not state.best.kept:  # resumed beyond `steps`, which was lowered
             run.held_out("held-out after", _measure(learners, held_out, run), state.step)
         if settings.patience and state.best.kept:
             run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
@@ -194,11 +194,11 @@ def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Met
 def learn_pairs(
     config: RmConfig | DpoConfig, objective: Objective, pairs: Pairs, finish: Callable[[Path, Mapping[str, float]], None] | None = None
 ) -> None:
-    """`learn` from pairs of responses.
+    """Run `learn` on pairs of responses.
 
     Args:
-        config: of the stage.
-        objective: its loss.
+        config: the stage's configuration.
+        objective: the stage's loss.
         pairs: training and held-out pairs.
         finish: see `learn`.
     """
@@ -215,6 +215,6 @@ def learn_pairs(
 
 
 def sample(said: Conversation) -> Sample:
-    """A conversation that no engine has sampled."""
+    """Make a training sample of a conversation that no engine has sampled."""
     nothing = np.zeros(len(said.tokens) - said.prompt_length, np.float32)
     return Sample(said.tokens, said.prompt_length, nothing, "stop", loss_mask=said.loss_mask)

@@ -1,4 +1,4 @@
-"""`megarl pairs`: pairs of a policy's responses to one prompt, the better one first: the preferences that `megarl rm` learns from."""
+"""`megarl pairs`: pairs of a policy's responses to the same prompt, the better one first: preferences for `megarl rm` to learn from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Said = tuple[str, float]
 
 
 def pairs(config: PairsConfig) -> None:
-    """Leaves train.jsonl and eval.jsonl in runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
+    """Write train.jsonl and eval.jsonl to runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
     with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
         with run.starting("engines"):
@@ -43,22 +43,22 @@ def pairs(config: PairsConfig) -> None:
 def write_pairs(
     config: PairsConfig, path: Path, prompts: Sequence[Prompt], engines: Engines, reward: Reward, run: Run, number: int
 ) -> dict[str, Metric]:
-    """Writes the pairs of all prompts to a file, which is complete or absent.
+    """Write the pairs of all prompts to a file, which is complete or absent.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         path: the file, whose stem names it ("train", "eval").
-        prompts: to sample from.
-        engines: with the policy.
+        prompts: the prompts to sample responses to.
+        engines: the engines, with the policy's weights.
         reward: scores the responses.
         run: shows the progress.
-        number: of the file among those of the run; with the run's seed it determines the random draws.
+        number: index of the file within the run; with the run's seed it determines the random draws.
 
     Returns:
         The number of pairs, the share of prompts with any, their mean margin, and the mean score.
 
     Raises:
-        ConfigError: there is no pair; no file is left.
+        ConfigError: there is no pair, and no file is left.
     """
     settings, rollout = config.pairs, config.rollout
     partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
@@ -91,11 +91,11 @@ def write_pairs(
 
 
 def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]) -> list[list[Said]]:
-    """The responses to each prompt: finished ones that could be scored, every text once.
+    """Group the responses by prompt: only finished ones that could be scored, and every text once.
 
     Args:
-        prompts: how many there are.
-        responses: `response.prompt` counts the prompts.
+        prompts: number of prompts.
+        responses: the responses; `response.prompt` is the index of the prompt.
         scores: one for each response.
     """
     groups: list[dict[str, float]] = [{} for _ in range(prompts)]
@@ -106,18 +106,18 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
 
 
 def answers(prompts: Sequence[Prompt]) -> list[Response]:
-    """The data's answers, as if the policy had given them."""
+    """Return the answers in the data as if they were the policy's responses."""
     return [Response(index, prompt.answer, 0, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Pairs of one prompt, drawn at random from all possible ones.
+    """Draw pairs of responses to one prompt at random from all possible ones.
 
     Args:
-        prompt: the question.
+        prompt: the prompt.
         said: the responses to it. Of texts that differ only in surrounding whitespace, the first counts.
-        count: most pairs.
-        draw: source of the random numbers.
+        count: largest number of pairs.
+        draw: the random number generator.
 
     Yields:
         Rows of a preference file: `prompt`, `chosen`, `rejected` and `margin`, which is above 0.
@@ -131,7 +131,7 @@ def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Rand
 
 
 def counted(rows: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Metric]:
-    """What one prompt gave."""
+    """The metrics of one prompt's pairs."""
     return {
         "pairs": Sum(float(len(rows))),
         "prompts_with_pairs": Mean(float(bool(rows)), 1.0),

@@ -1,6 +1,6 @@
-"""Value pretraining of VC-PPO and VAPO (arXiv:2503.01491, arXiv:2504.05118): the policy is frozen, the critic learns its returns.
+"""Value pretraining of VC-PPO and VAPO (arXiv:2503.01491, arXiv:2504.05118): the critic learns the returns of the frozen policy.
 
-Decides how long it takes, for RL runs and for `megarl value`.
+This module decides how long it lasts, for RL runs and for `megarl value`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ PATIENCE = 10  # steps
 class ValuePretraining:
     """Counts the steps in which only the critic is trained.
 
-    Ends after `pretrain_steps`, or once both have converged: the mean value loss of the last 10 steps is less than `pretrain_tolerance` (a
-    share) below that of the 10 before, and the mean explained variance is less than that (a difference) above it.
+    Pretraining ends after `pretrain_steps`, or once both loss and explained variance have converged: over the last 10 steps compared with
+    the 10 before, the mean value loss is lower by less than the fraction `pretrain_tolerance`, and the mean explained variance is higher by
+    less than `pretrain_tolerance` in absolute terms.
     """
 
     def __init__(self, settings: CriticSettings | None) -> None:
@@ -33,15 +34,15 @@ class ValuePretraining:
         return self._left > 0
 
     def state(self) -> dict[str, Any]:
-        """As plain values for JSON."""
+        """Return the state as plain values for JSON."""
         return {"left": self._left, "losses": self._losses, "explained": self._explained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
+        """Restore `state`."""
         self._left, self._losses, self._explained = state["left"], list(state["losses"]), list(state["explained"])
 
     def observe(self, metrics: Mapping[str, Metric]) -> None:
-        """Takes the metrics of a pretraining step."""
+        """Count a pretraining step, and decide from its metrics whether it was the last."""
         self._left -= 1
         values = scalars(metrics)
         self._losses.append(values["critic/vf_loss"])
@@ -53,5 +54,5 @@ class ValuePretraining:
 
 
 def _last_two(values: list[float]) -> tuple[float, float]:
-    """The means of the last PATIENCE values but PATIENCE, and of the last PATIENCE."""
+    """The mean of the second-to-last PATIENCE values, and the mean of the last PATIENCE values."""
     return sum(values[-2 * PATIENCE : -PATIENCE]) / PATIENCE, sum(values[-PATIENCE:]) / PATIENCE

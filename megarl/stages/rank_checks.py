@@ -53,7 +53,7 @@ class Pairs:
 
 
 def check_sft(config: SftConfig) -> Conversations:
-    """All checks of `megarl sft`; its conversations."""
+    """Make all checks of `megarl sft`; return its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
     drop = data.overlong == "drop"
 
@@ -80,17 +80,17 @@ def check_sft(config: SftConfig) -> Conversations:
 
 
 def check_rm(config: RmConfig) -> Pairs:
-    """All checks of `megarl rm`; its pairs."""
+    """Make all checks of `megarl rm`; return its pairs."""
     return check_preferences(config, "value")
 
 
 def check_dpo(config: DpoConfig) -> Pairs:
-    """All checks of `megarl dpo`; its pairs."""
+    """Make all checks of `megarl dpo`; return its pairs."""
     return check_preferences(config, "lm")
 
 
 def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
-    """All checks of a stage that learns from pairs; returns the pairs."""
+    """Make all checks of a stage that learns from pairs; return the pairs."""
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
@@ -105,18 +105,18 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
 
 
 def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
-    """The checks that supervised stages share.
+    """Make the checks that supervised stages share.
 
     Args:
-        config: of the stage.
-        head: of the model that is trained.
-        sides: number of responses that stay together in a micro-batch.
+        config: the stage's configuration.
+        head: the head of the model that is trained.
+        sides: number of responses that must share a micro-batch.
 
     Returns:
         The model's tokenizer.
 
     Raises:
-        ConfigError: with the dotted key.
+        ConfigError: naming the dotted key.
     """
     hf, section, learn = check_model(config, head), config.section, config.learn
     if sides * learn.max_tokens > learn.micro_batch_tokens:
@@ -141,7 +141,7 @@ def check_held_out(count: int, ranks: int) -> None:
 
 
 def check_serve(config: ServeConfig) -> Renderer:
-    """All checks of `megarl serve`; returns the renderer of the samples' prompts."""
+    """Make all checks of `megarl serve`; return the renderer of the samples' prompts."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
     token_of(config.serve.token_env, TOKEN_KEY)

@@ -1,4 +1,4 @@
-"""Recovery from failed ranks: they restart, and the run goes back to the last step that was copied or saved."""
+"""Recovery from failed ranks: they are restarted, and the run goes back to the last step that was copied or saved."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megarl.workers.copies import Copies
 
 
 def curable() -> tuple[type[Exception], ...]:
-    """Faults that restarting the ranks may cure. Any other would recur."""
+    """The errors that restarting the ranks may cure. Any other would recur."""
     from megarl.parallel.grid import FAULTS
 
     return WorkerDied, WorkerLate, StandsStill, ObjectLostError, ContentLost, *FAULTS
 
 
 class Context(Protocol):
-    """What the work of a run needs."""
+    """The parts of a run that recovery needs."""
 
     @property
     def run(self) -> Run: ...
@@ -43,14 +43,14 @@ class Context(Protocol):
 
     @property
     def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that its ranks are on."""
+        """Ray's ids of the nodes on which the run's ranks are."""
 
     @property
     def timeout_s(self) -> float:
-        """Longest time to wait."""
+        """The longest time to wait for the ranks."""
 
     def restart(self, beginning: bool, /) -> bool:
-        """Restarts the ranks. `beginning`: the models are as they were at the start; else their weights are loaded next.
+        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next.
 
         Returns whether a node was lost.
         """
@@ -60,14 +60,14 @@ Find = Callable[[Collection[Path]], ResumePoint | None]
 
 
 def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
-    """Does the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
+    """Do the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
 
-    A failure during a restart counts as another one. SIGTERM then ends the run at the next wait: there is nothing to save.
+    A failure during a restart counts as another one. During a restart, SIGTERM ends the run at the next wait: there is nothing to save.
 
     Args:
-        work: starts from a checkpoint, or from the beginning, with newly started ranks.
-        resume: where to start.
-        ctx: of the run.
+        work: does the work from a checkpoint, or from the beginning, with newly started ranks.
+        resume: where to start; None: from the beginning.
+        ctx: the run's context.
         find: returns the newest checkpoint outside the given step directories, if there is one.
     """
     fault: Exception | None = None
@@ -101,15 +101,15 @@ def _ray_is_gone(fault: Exception) -> bool:
 
 
 def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """The checkpoint, if every byte of it is intact, or the newest intact one before it; all machines read.
+    """Return the checkpoint if every byte of it is intact, else the newest intact one before it. All machines share the reading.
 
     Args:
         resume: the checkpoint; a copy in memory is not checked.
-        ctx: of the run.
+        ctx: the run's context.
         find: see `recovering`.
 
     Raises:
-        ConfigError: raised by `find`, if there is none.
+        ConfigError: none is intact (raised by `find`).
     """
     damaged = set[Path]()
     while resume.copy is None:
@@ -129,7 +129,7 @@ def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
 
 
 def _verified(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """The checkpoint from which a newly opened run resumes."""
+    """Return the intact checkpoint from which a newly opened run resumes, after rewinding the run to it."""
     with ctx.run.phase("verify"):
         found = intact(resume, ctx, find)
     if found is not resume:
@@ -154,10 +154,12 @@ def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None
 
 
 def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path]) -> ResumePoint | None:
-    """The copy in memory or the newest checkpoint, whichever has the later step: copies may have had no room for many steps.
+    """Return the copy in memory or the newest checkpoint, whichever has the later step.
+
+    The copy may be the older one, since there may have been no room for copies for many steps.
 
     Args:
-        copied: the copy's step and its record; None where there is none.
+        copied: the copy's step and its record; None if there is none.
         find: see `recovering`.
         damaged: step directories to ignore.
     """
@@ -172,11 +174,13 @@ def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path])
 
 
 def newest(config: TrainingSettings, verb: str, items: int) -> Find:
-    """Finds what the run itself has saved; earlier checkpoints that it was not to resume from have been moved away by now.
+    """Return a function that finds the newest checkpoint of this run, even if `save.resume` is off.
+
+    Earlier checkpoints that the run was not to resume from have been moved away by now.
 
     Args:
-        config: of the run.
-        verb: of the run.
+        config: the run's configuration.
+        verb: the run's verb.
         items: number of its training items.
     """
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})

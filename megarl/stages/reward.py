@@ -1,4 +1,4 @@
-"""The reward of a run: verifiers of the texts in their own processes, servers, environments, the reward model on the ranks."""
+"""The reward of a run: verifiers in processes of their own, servers, environments, the reward model on the ranks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Reward:
 
     settings: RewardSettings
     scorer: Scorer
-    judge: Judge | None = None  # what it says is a reward, or a part of it
+    judge: Judge | None = None  # the reward model, whose score is the reward or a part of it
     scale: RewardScale | None = None
 
     @property
     def on_ranks(self) -> bool:
-        """Whether the ranks have to read the responses, too."""
+        """Whether the ranks also have to read the responses."""
         return self.judge is not None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
-        """One score per response, in order; `response.prompt` is the index of the prompt."""
+        """Return one score per response, in order; `response.prompt` is the index of the prompt."""
         scores = self._raw(prompts, responses)
         return scores if self.scale is None else [self.scale(score) for score in scores]
 
     def on(self, scale: RewardScale | None) -> Reward:
-        """The same reward on this scale."""
+        """Return the same reward on this scale."""
         return replace(self, scale=scale)
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
@@ -57,7 +57,7 @@ class Judge:
     known: ScoreRange | None = None  # of its scores on the held-out pairs of its training
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
-        """What it says of each response."""
+        """Return the reward model's score of each response."""
         scores = []
         for response, value in zip(responses, self.models.rewards(responses) if responses else [], strict=True):
             constant = None if response.finished else self.source.unfinished
@@ -75,7 +75,7 @@ class Scorers:
     eval: Scorer
 
     def rewards(self, models: ModelGroups | None = None) -> tuple[Reward, Reward]:
-        """The rewards for training and for evaluations. `models`: the ranks, which hold the reward model if there is one."""
+        """Return the rewards for training and for evaluations. `models`: the ranks, which hold the reward model if there is one."""
         found = model_of(self.settings.source)
         if found is None or models is None:
             return Reward(self.settings, self.train), Reward(self.settings, self.eval)
@@ -87,7 +87,7 @@ class Scorers:
 
 @contextmanager
 def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: Path | None = None) -> Iterator[Scorers]:
-    """The processes that `reward` needs, for training and for evaluations; notes how well they are isolated.
+    """Start the processes that `reward` needs for training and for evaluations, and note how well they are isolated.
 
     Args:
         settings: the section `reward`.
@@ -105,12 +105,12 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: P
 
 
 def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: Sequence[Score] | None = None) -> list[ScoreRequest]:
-    """What a scorer needs from each response.
+    """Return what a scorer needs of each response.
 
     Args:
-        prompts: that `response.prompt` counts.
-        responses: to be scored.
-        judged: what the reward model says of each, where there is one.
+        prompts: the prompts, indexed by `response.prompt`.
+        responses: the responses to score.
+        judged: the reward model's score of each, if there is a reward model.
     """
 
     def request(prompt: Prompt, response: Response, said: Score | None) -> ScoreRequest:

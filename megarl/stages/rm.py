@@ -13,9 +13,9 @@ from megarl.stages.rank_checks import check_rm
 
 
 def rm(config: RmConfig) -> None:
-    """Trains on the pairs; leaves the reward model in runs/<name>/model and its held-out numbers in summary.json.
+    """Train on the pairs; the reward model is written to runs/<name>/model, its held-out numbers to summary.json.
 
-    Beside the model it writes the range of the held-out scores: a response that scores outside it is outside the reward model's training
+    The range of the held-out scores is written beside the model: a response that scores outside it is outside the reward model's training
     distribution.
     """
 

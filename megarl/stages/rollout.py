@@ -46,7 +46,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step learns from: its groups in the order in which they were requested, and how dynamic sampling went."""
+    """What a step learns from: its groups in the order in which they were requested, and metrics of how they were collected."""
 
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)  # metrics
@@ -57,7 +57,7 @@ class StepGroups:
         return [record(*pairs[index]) for index in spread(len(pairs), most)]
 
     def batch(self) -> RolloutBatch:
-        """The step's responses, with prompts renumbered."""
+        """Return the step's responses as a batch, with prompts renumbered."""
         metrics: dict[str, Metric] = {name: Sum(count) for name, count in self.counts.items()}
         return RolloutBatch(
             responses=[replace(response, prompt=index) for index, group in enumerate(self.groups) for response in group.responses],
@@ -71,15 +71,15 @@ class StepGroups:
 class RolloutBuffer:
     """Collects `wanted` groups of responses for a step.
 
-    rounds: with dynamic sampling (DAPO), how many times as many prompts may be requested. Groups whose rewards are all equal are then set
-    aside, and another prompt is requested at once for each. The result does not depend on which group finishes first: no more prompts are
-    requested, in order, than it takes to get `wanted` informative groups. If groups are still missing when no more may be requested, the
-    first groups that were set aside fill the gap, with advantage 0. None: every group counts.
+    With `rounds` None, every group counts. With dynamic sampling (DAPO), up to `rounds` * `wanted` prompts may be requested: groups whose
+    rewards are all equal are set aside, and another prompt is requested at once for each. The result does not depend on which group
+    finishes first: no more prompts are requested, in order, than it takes to get `wanted` informative groups. If groups are still missing
+    when no more may be requested, the first groups that were set aside fill the gap, with advantage 0.
     """
 
     wanted: int
     rounds: int | None = None
-    asked: int = 0  # prompts so far
+    asked: int = 0  # prompts requested so far
     _kept: dict[int, Group] = field(default_factory=dict)  # by number
     _aside: dict[int, Group] = field(default_factory=dict)
 
@@ -90,11 +90,11 @@ class RolloutBuffer:
 
     @property
     def full(self) -> bool:
-        """Whether all requested groups have arrived, and no more are needed, or allowed."""
+        """Whether all requested groups have arrived, and no more are needed or allowed."""
         return self.missing == 0 and len(self._kept) + len(self._aside) == self.asked
 
     def add(self, number: int, group: Group) -> None:
-        """Adds the group that was the `number`-th to be requested."""
+        """Add the group that was the `number`-th to be requested."""
         (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
 
     def result(self) -> StepGroups:
@@ -109,17 +109,17 @@ class RolloutBuffer:
 
 
 class RolloutCollector:
-    """The work of filling one step's buffer.
+    """Fills the buffer of one step: requests prompts, and scores finished responses.
 
     Args:
-        ctx: of the run.
-        draw: gives the prompts.
-        step: that they are for; with a prompt's number within it, it determines the random draws.
-        scale: of the rewards, if they have one.
-        rounds: of the buffer.
+        ctx: the run's context.
+        draw: draws the prompts.
+        step: the step that they are for; with a prompt's number within it, it determines the random draws.
+        scale: the scale of the rewards, if they are normalised.
+        rounds: `rounds` of the buffer.
 
     Attributes:
-        scores: of all responses so far, including groups that are set aside.
+        scores: the scores of all responses so far, including those of groups that were set aside.
     """
 
     def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, rounds: int | None = None) -> None:
@@ -130,14 +130,16 @@ class RolloutCollector:
         self.scores: list[Score] = []
         self._asked: dict[int, tuple[int, Prompt]] = {}  # by number
         self._greedy: dict[int, list[Response]] = {}
-        self._answers: dict[int, list[Response]] = {}  # finished, and not scored
+        self._answers: dict[int, list[Response]] = {}  # finished, but not scored yet
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
-        """Works for a second at most. Verifiers score finished responses while the engines generate others.
+        """Request missing prompts, wait up to a second for responses, and score those that can be scored.
+
+        Verifiers score finished responses while the engines generate others.
 
         Args:
             finished: waits for responses.
-            ranks: the ranks are idle, so a reward model can read the responses. It does so once all requested ones have arrived.
+            ranks: whether the ranks are idle, so that a reward model can read the responses once all requested ones have arrived.
 
         Returns:
             Whether there is more to do.
@@ -160,11 +162,11 @@ class RolloutCollector:
         return self.buffer.result()
 
     def _ask(self) -> None:
-        """Requests the missing prompts. A prompt's draws depend on the step and on its number among those requested in it."""
+        """Request the missing prompts. A prompt's random draws depend on the step and on its number among those requested in it."""
         ctx, wanted = self._ctx, self.buffer.wanted
         rollout, engines = ctx.config.rollout, ctx.engines
         if self.buffer.missing:
-            engines.take_turn()  # a reward model may just have had its turn
+            engines.take_turn()  # a reward model may just have used shared devices
         for place, prompt in self._draw(self.buffer.missing):
             number = self.buffer.asked
             seed = call_seed(ctx.config.seed, self._step, number // wanted)
@@ -190,11 +192,11 @@ class RolloutCollector:
 
 
 def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]], longest: int) -> list[list[Score]]:
-    """The rewards of responses, shaped as `reward.overlong` says.
+    """Score responses, and shape the scores as `reward.overlong` says.
 
     Args:
         reward: scores the responses.
-        prompts: of the responses.
+        prompts: the prompts.
         answers: the responses to each prompt.
         longest: most tokens of a response.
 
@@ -219,7 +221,7 @@ class InProgress(Protocol):
 
 
 def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
-    """Finishes the groups while the ranks wait, with the engines' current weights."""
+    """Finish the groups while the ranks wait, with the engines' current weights."""
     with ctx.run.phase("rollout"), ctx.engines.finishing(progress.work):
         while progress.proceed(ctx.engines.finished, ranks=True):
             pass
@@ -228,7 +230,7 @@ def finish(ctx: RunContext, progress: InProgress) -> StepGroups:
 
 
 def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale | None:
-    """The scale of `reward.normalise`, from responses of the current policy; None if rewards are not normalised."""
+    """Measure the scale of `reward.normalise` on responses of the current policy; None if rewards are not normalised."""
     config, settings = ctx.config, ctx.config.reward.normalise
     if settings is None:
         return None
@@ -243,13 +245,13 @@ def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale |
 
 
 def shaped(overlong: OverlongSettings | None, longest: int, response: Response, score_: Score) -> Score:
-    """The score with `reward.overlong` applied; the penalty is a separate part.
+    """Return the score with `reward.overlong` applied; the penalty is a separate part.
 
     Args:
-        overlong: that section.
+        overlong: the section `reward.overlong`.
         longest: `rollout.max_response_tokens`.
         response: the scored response.
-        score_: before the penalty.
+        score_: the score before the penalty.
     """
     if overlong is None:
         return score_

@@ -1,4 +1,4 @@
-"""What a step's responses say about the health of a run, under the field's usual names."""
+"""Metrics of a step's responses that show the health of a run, under the names usual in the field."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.rewards.score import Score, errors_by_kind
 
 
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
-    """Reward (and its parts), response lengths, truncation, share of prompts without a signal, failures of the reward function."""
+    """Reward and its parts, response lengths, truncation, share of prompts without a signal, failures of the reward function."""
     number = float(len(responses))
-    lengths = [float(response.loss_tokens) for response in responses]  # what the policy wrote
+    lengths = [float(response.loss_tokens) for response in responses]  # only tokens that the policy wrote
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(sum(score.value for score in scores), number),
         "reward/max": Max(max(score.value for score in scores)),
@@ -42,16 +42,16 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
 def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: int) -> dict[str, Metric]:
     """How many policy updates lie between the weights that sampled the responses and those trained on them.
 
-    rollout/lag_share_from_n is the share of tokens with a lag from n to 2n - 1, n = 1, 2, 4, 8 and so on up to `most`; the rest up to 1
-    has no lag.
+    rollout/lag_share_from_n is the share of tokens with a lag from n to 2n - 1, for n = 1, 2, 4, 8 and so on up to `most`. Tokens in none
+    of these shares have no lag.
 
     Args:
-        responses: of the step.
-        learned: updates of the policy before this step.
-        frozen: earlier steps that did not change the policy; the weights' version counts them too.
-        most: the largest lag in the run's mode.
+        responses: the step's responses.
+        learned: number of policy updates before this step.
+        frozen: number of earlier steps that did not change the policy; weight versions count them, too.
+        most: the largest lag possible in the run's mode.
     """
-    lags_N: list[list[tuple[int, int]]] = []  # of each response (tokens, lag)
+    lags_N: list[list[tuple[int, int]]] = []  # for each response: (tokens, lag) of each span
     for response in responses:
         starts = [span.start for span in response.weight_versions] + [response.length]
         lags_N.append(
@@ -75,7 +75,7 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: 
 
 
 def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
-    """How multi-turn episodes went: turns, the environment's text and reports, those that failed or hit a limit."""
+    """How multi-turn episodes went: turns, the environment's tokens, rewards and reported values, episodes that failed or hit a limit."""
     episodes = [(response, response.episode) for response in responses if response.episode is not None]
     if not episodes:
         return {}
@@ -97,10 +97,10 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
 
 
 def scale_metrics(scale: RewardScale | None) -> dict[str, Metric]:
-    """What a run's rewards are relative to."""
+    """The mean and standard deviation by which a run's rewards are normalised."""
     return {} if scale is None else {"reward/reference_mean": Last(scale.mean), "reward/reference_std": Last(scale.std)}
 
 
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:
-    """How many responses the reward function failed on, by kind of failure: events/reward/<kind>."""
+    """The number of responses on which the reward function failed, by kind of failure: events/reward/<kind>."""
     return {f"events/reward/{kind.replace(' ', '_')}": Sum(float(count)) for kind, count in errors_by_kind(scores).items()}

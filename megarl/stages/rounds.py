@@ -1,6 +1,6 @@
-"""`rollout.mode: budget`: in each round every response gets a number of tokens more; unfinished ones continue with the next weights.
+"""`rollout.mode: budget`: in each round every response gets a fixed budget of tokens; unfinished ones continue with the next weights.
 
-Nothing depends on timing: counting decides which weights sample which token, so that every run is the same.
+Nothing depends on timing: token counts decide which weights sample which token, so runs are reproducible.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ POOL = 2  # steps' worth of prompts in flight
 
 
 class Rounds:
-    """The rounds of one step: as many as it takes until the step has its groups, the oldest finished ones.
+    """The rounds of one step: as many as it takes to finish enough groups, of which the step gets the oldest.
 
-    A response of T tokens is finished after T / `rollout.budget_tokens` rounds, and each step has a round. There are never more than `POOL`
-    steps' worth of groups, and a finished group is never overtaken by a later one: it is used in the step of its last round, or in
-    the next.
+    A response of T tokens is finished after T / `rollout.budget_tokens` rounds, rounded up, and each step has at least one round. There are
+    never more than `POOL` steps' worth of groups, and a finished group is never overtaken by a later one: it is used in the step of its
+    last round, or in the next.
 
     Args:
-        ctx: of the run.
-        draw: gives the prompts.
-        step: that the rounds are for; with the number of a prompt that begins in it, it determines the random draws.
-        scale: of the rewards, if they have one.
+        ctx: the run's context.
+        draw: draws the prompts.
+        step: the step that the rounds are for; with the number of a prompt that begins in it, it determines the random draws.
+        scale: the scale of the rewards, if they are normalised.
         pool: groups of earlier rounds, in the order in which they began.
 
     Attributes:
-        work: of the engines.
-        scores: of the finished responses.
+        work: the engines' work in progress.
+        scores: the scores of the finished responses.
     """
 
     def __init__(self, ctx: RunContext, draw: Draw, step: int, scale: RewardScale | None, pool: Sequence[Group]) -> None:
@@ -51,7 +51,7 @@ class Rounds:
         self._begin()
 
     def proceed(self, finished: Callable[[Dispatcher], dict[Any, list[Response]]], *, ranks: bool) -> bool:
-        """As `RolloutCollector.proceed`."""
+        """Do the same as `RolloutCollector.proceed`."""
         if self.work.open:
             for index, responses in finished(self.work).items():
                 there = {response.index: response for response in self._pool[index].responses}
@@ -75,7 +75,7 @@ class Rounds:
         return StepGroups(groups, {"rollout/budget_rounds": float(self._rounds), "rollout/waiting": float(len(self._pool) - len(groups))})
 
     def rest(self) -> list[Group]:
-        """All other groups."""
+        """The groups that are not in `result`."""
         chosen = {id(group) for group in self.result().groups}
         return [group for group in self._pool if id(group) not in chosen]
 
@@ -106,7 +106,7 @@ class Rounds:
             self.scores += scores
 
     def _carried_on(self, before: Response, more: Response) -> Response:
-        """The response with what a round has added to it. No part of it is sent again, except that the engine reads its tokens."""
+        """Append what a round has added to a response. Earlier parts are passed by reference; only the engine reads their tokens again."""
         parts = [*before.before, before.payload] if self._open(more) else []
         experts = None if before.experts is None or more.experts is None else [*before.experts, *more.experts]
         return replace(more, before=parts, experts=experts)

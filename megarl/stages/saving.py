@@ -1,4 +1,4 @@
-"""A run that can be killed at any moment: its state, saved with its models in one step directory, and how it resumes from there."""
+"""Saving a run so that it can be killed at any moment: its state and models in one step directory, and how it resumes from there."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class _Run(BaseModel, extra="allow"):
 
 
 class _Trainer(BaseModel):
-    """TRAINER, as far as it decides whether a run may resume from it."""
+    """The parts of TRAINER that decide whether a run may resume from it."""
 
     verb: str
     progress: _Progress
     run: _Run
     where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
     config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
-    held: dict[str, str] = {}  # of what its paths lead to; older checkpoints do not say
+    held: dict[str, str] = {}  # fingerprints of what the configuration's paths lead to; older checkpoints have none
 
 
 class State(Protocol):
@@ -68,10 +68,10 @@ class State(Protocol):
     def restore(self, state: Mapping[str, Any], /) -> None: ...
 
     def files(self) -> Mapping[str, LargeContent]:
-        """Additional files of a checkpoint for this state, by name."""
+        """Return the additional files of a checkpoint for this state, by name."""
 
     def restore_files(self, files: Mapping[str, PathLike[str]], /) -> None:
-        """Restores what `files` returned; a name is missing if the checkpoint has no such file."""
+        """Restore what `files` returned; a name is missing if the checkpoint has no such file."""
 
 
 class Trained(Protocol):
@@ -79,7 +79,7 @@ class Trained(Protocol):
 
     @property
     def folders(self) -> Mapping[str, str]:
-        """The folder of the run in which each model's checkpoints are."""
+        """The folder of the run that holds each model's checkpoints."""
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content], /) -> None: ...
 
@@ -94,23 +94,23 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint whose files have their original sizes; or the copy of a step in the machines' memory."""
+    """A checkpoint whose files have their original sizes, or the copy of a step in the machines' memory."""
 
     steps: Mapping[str, SavedStep]  # which step directory holds each trained model
     progress: Mapping[str, Any]
     run: Mapping[str, Any]
-    copy: int | None = None  # the step
-    files: Mapping[str, PathLike[str]] = field(default_factory=dict)  # of `State.files`
+    copy: int | None = None  # the step of the copy in memory; None for a checkpoint
+    files: Mapping[str, PathLike[str]] = field(default_factory=dict)  # the files of `State.files`
 
 
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
-    """The newest checkpoint of the run, if `save.resume` is set. A damaged one is named and skipped.
+    """Find the newest checkpoint of the run, if `save.resume` is set. A damaged one is reported and skipped.
 
-    Checks only names and sizes against the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
+    Only names and sizes are checked against the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
 
     Args:
-        config: of the run.
-        verb: megarl's, say "train".
+        config: the run's configuration.
+        verb: the run's verb, say "train".
         items: number of items in `data.train`.
         damaged: further step directories to skip.
 
@@ -153,16 +153,16 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
 
 
 def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
-    """Refuses a run that could not resume from the newest checkpoint in its directory, of which only trainer.json is read.
+    """Check that a run could resume from the newest checkpoint in its directory, of which only trainer.json is read.
 
     Args:
-        config: of the run.
-        verb: megarl's, say "train".
+        config: the run's configuration.
+        verb: the run's verb, say "train".
         items: number of items in `data.train`.
 
     Raises:
-        ConfigError: it was saved by another verb, its configuration differs in a fixed setting, or `data.train` had a different number of
-            items.
+        ConfigError: the checkpoint was saved by another verb, its configuration differs in a fixed setting, or its `data.train` had a
+            different number of items.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -179,7 +179,7 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
 
 
 def _trainer(data: bytes, path: Path) -> _Trainer:
-    """The TRAINER of the step directory `path`. ConfigError if it is invalid."""
+    """Parse the TRAINER of the step directory `path`. ConfigError if it is invalid."""
     try:
         return _Trainer.model_validate_json(data, strict=True)
     except ValidationError as error:
@@ -200,13 +200,13 @@ def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb:
 
 
 class Checkpoints:
-    """The saves of one run.
+    """Saves one run's checkpoints and copies, and loads them.
 
     Args:
-        config: of the run.
-        verb: of the run.
+        config: the run's configuration.
+        verb: the run's verb.
         run: where saves are reported and timed.
-        models: to save and load.
+        models: the models to save and load.
     """
 
     def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
@@ -215,7 +215,7 @@ class Checkpoints:
         self._held = held_by(config.model_dump())
 
     def load(self, resume: ResumePoint, state: State) -> None:
-        """Restores models, optimizers, random states and `state` from the checkpoint."""
+        """Restore models, optimizers, random states and `state` from the checkpoint."""
         with self._run.phase("load"):
             if resume.copy is None:
                 self._models.load(resume.steps)
@@ -226,13 +226,13 @@ class Checkpoints:
         self._saved = state.step if resume.copy is None else None
 
     def after_step(self, state: State) -> None:
-        """Copies and saves the finished step, as `save` says."""
+        """Copy and save the finished step, as the section `save` says."""
         self.copy(state)
         if every(self._settings.every, state.step):
             self.save(state)
 
     def copy(self, state: State) -> None:
-        """Copies the finished step, if `save.rolling` is on; if there is no room, reports that and continues."""
+        """Copy the finished step, if `save.rolling` is on; if there is no room, report that and continue."""
         if self._settings.rolling == "off":
             return
         record = json.loads(json.dumps({"progress": state.state(), "run": self._run.state()}))
@@ -244,9 +244,10 @@ class Checkpoints:
                 self._run.event("copy_failed", f"save.rolling at step {state.step}: {error.strerror or error}")
 
     def save(self, state: State) -> None:
-        """Saves the current models, with the state of the run.
+        """Save the current models, with the state of the run.
 
-        SaveError if this save or the one before failed and `save.on_failure` is stop; otherwise reports it and continues.
+        SaveError if this save or the one before failed and `save.on_failure` is stop; otherwise a failure is reported, and the run
+        continues.
         """
         self._save(state.state(), state)
 
@@ -258,7 +259,7 @@ class Checkpoints:
         trainer = {"verb": self._verb, "progress": progress, "run": self._run.state(), "where": where, "config": config, "held": self._held}
         with self._run.phase("save"):
             with self._failures():
-                self._models.wait_for_save()  # a failure of the one before must not prevent this one
+                self._models.wait_for_save()  # a failure of the previous save must not prevent this one
             with self._failures():
                 files: dict[str, Content] = {TRAINER: json.dumps(trainer).encode(), **state.files()}
                 self._models.checkpoint(self._config.directory, step, self._settings, files)
@@ -266,9 +267,10 @@ class Checkpoints:
 
     @contextmanager
     def checkpoint_on_failure(self, state: State) -> Iterator[None]:
-        """Wraps a step or an evaluation: if rewards are unavailable, the run stops with a checkpoint from before it.
+        """Wrap a step or an evaluation: if rewards are unavailable, the run stops with a checkpoint of the state before it.
 
-        So it does on SIGTERM, SIGHUP or SIGUSR1, which abandon the work inside until it counts the step and changes the models.
+        So it does on SIGTERM, SIGHUP or SIGUSR1. These abandon the work inside, unless it has already counted the step and begun to change
+        the models.
         """
         before = state.state()
         try:
@@ -281,7 +283,7 @@ class Checkpoints:
             self._end(stop.number, before, state)
 
     def stop_where_asked(self, state: State, on_alarm: str = "continue") -> None:
-        """Saves and ends the run after SIGTERM, SIGHUP or SIGUSR1, or if `on_alarm` is stop and there was an alarm."""
+        """Save and end the run after SIGTERM, SIGHUP or SIGUSR1, or if `on_alarm` is stop and there was an alarm."""
         number = termination.asked()
         if number is not None:
             self._end(number, state.state(), state)
@@ -297,7 +299,7 @@ class Checkpoints:
         raise termination.Terminated(number, f": {saved}; started again, the run resumes") from None
 
     def _save_now(self, progress: Mapping[str, Any], state: State) -> bool:
-        """Saves, and waits until it is written. Returns whether it is: a failure may let the run continue."""
+        """Save, and wait until the checkpoint is written. Returns whether it was: a failure may only be reported (`save.on_failure`)."""
         self._save(progress, state)
         with self._failures():
             self._models.wait_for_save()
@@ -305,7 +307,7 @@ class Checkpoints:
         return False
 
     def finish(self) -> None:
-        """Waits for saves in progress."""
+        """Wait for saves in progress."""
         with self._run.phase("save"), self._failures():
             self._models.wait_for_save()
 
@@ -326,7 +328,7 @@ def every(number: int, count: int) -> bool:
 
 
 def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> SavedStep | None:
-    """The part of a checkpoint that other ranks wrote; None if it is missing or damaged, which is passed to `skip`."""
+    """Return the part of a checkpoint that other ranks wrote; None if it is missing, which is reported, or damaged: then `skip` gets it."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
         passed_over(step.path, f"{path}, which belongs to it, is missing")
@@ -338,5 +340,5 @@ def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> Save
 
 
 def passed_over(step: Path, why: str) -> None:
-    """Reports that a step directory is skipped."""
+    """Report that a step directory is skipped."""
     print(f"megarl: checkpoint {step} is skipped: {why}", flush=True)

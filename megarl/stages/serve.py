@@ -1,7 +1,7 @@
 """`megarl serve`: a reward model on Megatron ranks that scores over HTTP, for runs on other machines (`reward.source.type=http`).
 
-The protocol is that of `megarl.rewards.http`; of a sample only `prompt`, `response` and `finished` count. It is tokenised as in
-training: the prompt through the chat template (or `data.template`), the response, and the end token if it is finished.
+The protocol is that of `megarl.rewards.http`; of each sample only `prompt`, `response` and `finished` are used. Samples are tokenised as
+in training: the prompt through the chat template (or `data.template`), the response, and the end token if it is finished.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Service:
     Args:
         micro_batch_tokens: most tokens that a rank processes at once.
         renderer: tokenises the prompts.
-        ranks: with the model.
+        ranks: the ranks that hold the model.
     """
 
     def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: WorkerGroup) -> None:
         self._micro_batch_tokens, self._renderer, self._ranks = micro_batch_tokens, renderer, ranks
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
-        """One score per sample; there is at least one sample. Raises whatever the ranks raise."""
+        """Return one score per sample, for at least one sample. Raises whatever the ranks raise."""
         payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
         plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._micro_batch_tokens)
         found = self._ranks.rewards(plan)
         return [found[n] for n in range(len(read))]
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
-        """The tokens of a client's sample. ConfigError if it is malformed or too long; whatever the tokenizer raises."""
+        """Tokenise a client's samples. Raises ConfigError if one is malformed or too long, and whatever the tokenizer raises."""
         tokenizer, limit, key = self._renderer.tokenizer, self._renderer.most, self._renderer.limit_key
         rows = []
         for number, sample in enumerate(samples):
@@ -55,7 +55,7 @@ class Service:
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
             given = checked(sample.get("prompt"), place)
-            # Before the chat template, whose memory is unbounded in this thread; all of its keys, since a template may read any of them.
+            # Before the chat template, whose memory is unbounded in this thread. All keys count, since a template may read any of them.
             check_size(tokenizer, json.dumps(given, ensure_ascii=False), limit, f"{place}: the prompt, as JSON", key)
             rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}))
         prompts = self._renderer.all(iter(rows))
@@ -73,7 +73,7 @@ class Service:
 
 
 def serve(config: ServeConfig) -> None:
-    """Scores until interrupted. Raises the error of its ranks if they fail."""
+    """Serve scores until interrupted. Raises the ranks' error if they fail."""
     renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
     kinds = demand(config)

@@ -1,4 +1,4 @@
-"""`megarl sft`: supervised training on what the assistant says, on the same ranks and layouts as the RL loop."""
+"""`megarl sft`: supervised training on the assistant's messages, on the same ranks and layouts as the RL loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.workers.learner import MiniBatch, mini_batch
 
 
 def sft(config: SftConfig) -> None:
-    """Trains on the conversations; leaves the model in runs/<name>/model."""
+    """Train on the conversations; the model is written to runs/<name>/model."""
     data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
 
     def plan(chosen: Sequence[Conversation]) -> MiniBatch:

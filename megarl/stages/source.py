@@ -1,4 +1,4 @@
-"""Where a run's batches come from. `rollout.mode` says how far the engines are ahead of the ranks; only this module knows of it."""
+"""The source of a run's batches. `rollout.mode` says how far the engines run ahead of the ranks; the training loop need not know it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RolloutSource:
     response gets only a limited number of tokens (`Rounds`). `free`: the engines never wait (`Flow`).
 
     Args:
-        ctx: of the run.
-        state: of the run; holds the batch ahead, and the groups that wait for further rounds.
+        ctx: the run's context.
+        state: the run's state, with the batch ahead and the groups that wait for further rounds.
     """
 
     def __init__(self, ctx: RunContext, state: TrainState) -> None:
@@ -42,7 +42,7 @@ class RolloutSource:
         self._clock, self._busy_s, self._waited_s = time.monotonic(), ctx.engines.busy_s, 0.0
 
     def next_groups(self) -> StepGroups:
-        """The groups that the next step learns from. RewardUnavailable if they could not be scored."""
+        """Return the groups that the next step learns from. RewardUnavailable if they could not be scored."""
         begun, state = time.monotonic(), self._state
         if self._flow is not None:
             with self._ctx.run.phase("rollout"):
@@ -64,7 +64,7 @@ class RolloutSource:
     def after_update(self, *, sync_follows: bool) -> None:
         """Call when the step has learned from its batch: finishes the batch ahead, so that the engines can get new weights.
 
-        sync_follows: whether they will. If not, replaced engines need the weights of the last sync.
+        `sync_follows` says whether they will. If not, replaced engines need the weights of the last sync.
         """
         begun, background, self._background = time.monotonic(), self._background, None
         if self._flow is not None:
@@ -84,7 +84,7 @@ class RolloutSource:
         return RolloutCollector(ctx, state.draw, step, state.scale, ctx.config.train.dynamic_sampling_rounds)
 
     def _finish(self, background: _Background, sync_follows: bool) -> None:
-        """Makes the work in progress the batch ahead. If it cannot be scored, `next_groups` raises, and its prompts are drawn again."""
+        """Turn the work in progress into the batch ahead. If it cannot be scored, `next_groups` raises, and its prompts are drawn again."""
         ctx, state, progress = self._ctx, self._state, background.progress
         try:
             with ctx.engines.finishing(progress.work, refill=not sync_follows):
@@ -102,7 +102,7 @@ class RolloutSource:
             state.ahead, state.pool = progress.result(), _rest(progress)
 
     def metrics(self) -> dict[str, Metric]:
-        """Since the last call: the share of the time that the ranks waited for a batch, and that an engine was idle."""
+        """Return the share of time since the last call in which the ranks waited for a batch, and in which an engine was idle."""
         now, busy_s, engines = time.monotonic(), self._ctx.engines.busy_s, self._ctx.config.rollout.replicas
         seconds = now - self._clock
         metrics: dict[str, Metric] = {
@@ -122,12 +122,12 @@ class RolloutSource:
 
 
 def _rest(progress: InProgress) -> list[Group]:
-    """The groups that wait for further rounds, or a further step."""
+    """The groups that wait for further rounds or a later step."""
     return progress.rest() if isinstance(progress, Rounds) else []
 
 
 class _Background:
-    """Works in the background, in a thread."""
+    """Runs the work in progress in a background thread."""
 
     def __init__(self, progress: InProgress) -> None:
         self.progress = progress
@@ -137,14 +137,14 @@ class _Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when it can do no more without the ranks. Raises its error if it failed."""
+        """Return when the thread can do no more without the ranks. Raises its error if it failed."""
         while self._thread.is_alive():
             self._thread.join(1.0)
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Stops it at once."""
+        """Stop the thread, and cancel the work."""
         self._stopped = True
         self._thread.join(STOP_S)
         self.progress.work.cancel()

@@ -27,7 +27,7 @@ BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
 
 
 def measure(config: TrainConfig) -> list[Any]:
-    """What `train.best` compares: the metric, the set that it is of and the reward that scores it, as plain values for JSON."""
+    """What `train.best` compares: the metric, its evaluation set, and the reward that scores it, as plain values for JSON."""
     best = config.train.best
     sets = {"heldout": config.data.eval, **{one.name: one for one in config.eval}}
     asked = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
@@ -38,18 +38,18 @@ class TrainState:
     """Counters, sampler, KL coefficient, reward scale and value pretraining of a run.
 
     Args:
-        config: of the run.
-        prompts: of data.train.
-        stages: over which experts are split (`ExpertsWanted.stages`).
+        config: the run's configuration.
+        prompts: the prompts of data.train.
+        stages: the pipeline stages over which experts are split (`ExpertsWanted.stages`).
 
     Attributes:
-        step: steps so far, of the policy or of the critic alone.
-        learned: steps in which the policy learned.
+        step: number of steps so far, whether they trained the policy or only the critic.
+        learned: number of steps in which the policy learned.
         evaluated: the step after which the policy was last evaluated.
         kl_coef: weight of the KL to the reference, adapted by `algorithm.kl_target`.
-        scale: of the rewards, with `reward.normalise`.
+        scale: the scale of the rewards, with `reward.normalise`.
         ahead: the batch of the next step, if it exists already.
-        pool: further groups that have begun, and wait.
+        pool: further groups that have begun and wait for a later step.
         best: the best evaluation, with `train.best`.
     """
 
@@ -65,13 +65,13 @@ class TrainState:
         self._algorithm, self._prompts, self._stages = config.algorithm, prompts, stages
 
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
-        """The next `count` prompts, each with its index among all."""
+        """Draw the next `count` prompts, each with its index among all."""
         return [(place, self._prompts[place]) for place in self.sampler.take(count)]
 
     def policy_learned(self, plan: StepPlan, kl_N: np.ndarray) -> dict[str, Metric]:
-        """Counts a step of the policy and adapts the KL coefficient; returns the metrics of both.
+        """Count a step of the policy and adapt the KL coefficient; return the KL and the coefficient as metrics.
 
-        kl_N: each response's KL to the reference in nats.
+        `kl_N` is each response's KL to the reference in nats.
         """
         self.learned += 1
         if not self._algorithm.needs_reference:
@@ -84,7 +84,7 @@ class TrainState:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """As plain values for JSON."""
+        """Return the state as plain values for JSON."""
         plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
         scale = None if self.scale is None else self.scale.plain()
         return {
@@ -96,7 +96,7 @@ class TrainState:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`. ValueError if the prompts are different."""
+        """Restore `state`. ValueError if the prompts are different."""
         self.step, self.learned = state["step"], state["learned"]
         self.evaluated, self.kl_coef = state["evaluated"], state["kl_coef"]
         self.scale = None if state["scale"] is None else RewardScale(*state["scale"])
@@ -105,12 +105,12 @@ class TrainState:
         self.pretraining.restore(state["pretraining"])
 
     def files(self) -> dict[str, ResponseFile]:
-        """The batch ahead, and the groups that have begun besides it."""
+        """Return files of the batch ahead, and of the other groups that have begun."""
         there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
         return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
-        """Restores them."""
+        """Restore the batch and the groups from `files`."""
         there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
         self.ahead = there.get(BATCH)
         self.pool = there[REST].groups if REST in there else []
