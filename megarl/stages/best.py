@@ -43,7 +43,7 @@ class Best:
 
         An evaluation with a nan is better than no evaluation, and worse than any without.
         """
-        if self._record is not None and not any(map(math.isnan, self._record)) and not score > self._record:
+        if self._record is not None and not _broken(self._record) and (_broken(score) or not score > self._record):
             self.waited += 1
             return False
         self._record, self.step, self.waited = score, step, 0
@@ -76,6 +76,10 @@ class Best:
         measure, record, step, waited = state
         if measure == self._measure and record is not None and (self._folder / f"{step:06d}").is_dir():
             self._record, self.step, self.waited = tuple(record), step, waited
+
+
+def _broken(score: tuple[float, ...]) -> bool:
+    return any(map(math.isnan, score))
 
 
 def _discard(model: Path) -> None:
