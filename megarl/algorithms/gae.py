@@ -57,7 +57,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
             reward, value, out = reward_T[part], value_T[part], advantage_T[part]
             h, loss = work.begin(mask_T[part])
             torch.lerp(reward, value, _at(mix_N, seq_T[part], loss), out=h)
-            if gamma != 1 or not lam_N.ndim:  # otherwise the loss is 1 - lam, which `lerp` has left in the buffer
+            if gamma != 1 or not lam_N.ndim:  # otherwise the loss is 1 - lam, which `_at` has just left in the buffer
                 loss.copy_(_at(loss_N, seq_T[part], loss))
             work.solve(last_N)
             h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry

@@ -61,7 +61,7 @@ class ActorCritic(Clipped):
 
 
 class Ppo(ActorCritic):
-    """GAE(gamma 1, lambda 0.95) for advantages and targets, the former whitened; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
+    """GAE(gamma 1, lambda 0.95) for advantages (whitened) and targets; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
 
     type: Literal["ppo"] = "ppo"
     aggregation: Aggregation = "seq-mean-token-mean"
