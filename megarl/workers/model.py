@@ -179,7 +179,7 @@ class Model:
         self._backend.synchronize()
 
     def stream(self, dtype: str | None) -> Any:
-        """Stream the weights as (Hugging Face name, tensor) on rank 0; every rank must iterate to the end. `dtype` None: the model's own."""
+        """Stream the weights as (Hugging Face name, tensor) on rank 0; every rank must iterate to the end. `dtype` None: the model's."""
         self._wait_for_weights()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
