@@ -109,7 +109,7 @@ class KlToReference(Settings):
         Args:
             lp_T: float [T], log-probs under the policy, detached.
             d_T: float [T], lp - old; read only if the term is importance weighted.
-            bound: the bound on `d_T` (`ops.bounded_ratio`); likewise.
+            bound: the bound on `d_T` in that case (`ops.bounded_ratio`).
             batch: the entries; `extra_T` has "ref_logp".
         """
         term = estimate(log_ratio(lp_T, batch.extra_T["ref_logp"], batch), self.kl_kind, self.kl_clamp, self.kl_straight_through)

@@ -24,7 +24,7 @@ from megarl.workers.plan import Split, StepPlan, loss_weights
 from megarl.workers.plan import members as chosen_in
 
 Columns = list[tuple[list[int], Any]]
-"""What one group of ranks computed for another: per micro-batch its responses, and a reference to a list of a dict of columns for each."""
+"""What one group of ranks computed for another: per micro-batch its responses, and a reference to a list of column dicts, one for each."""
 
 
 def fetch(payload_N: Sequence[Any], members: Sequence[int]) -> list[Sample]:
@@ -149,7 +149,7 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
 def corrections(
     algorithm: PolicyAlgorithm, correction: Correction, whole: Batch, members: Sequence[int], split: Split, sum_over: SumOver
 ) -> dict[str, Tensor]:
-    """Compute the columns that the correction adds to the responses of a data-parallel rank. Collective, except for simple corrections.
+    """Compute the columns that the correction adds on a data-parallel rank. Collective with `normalise` or `denominator: kept`.
 
     Args:
         algorithm: the run's algorithm.

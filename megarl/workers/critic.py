@@ -35,7 +35,7 @@ class Critic:
         self._model, self._grid, self._together, self._replay = model, grid, together, replay and model.topk > 0
 
     def forward_tokens(self, mini_batches: Sequence[Sequence[Batch]]) -> list[Batch]:
-        """Add `extra_T["value"]` to all batches, NaN at entries that other ranks compute, and with `replay` `["critic_experts"]`.
+        """Add `extra_T["value"]` to all batches, NaN at entries that other ranks compute; with `replay`, also `extra_T["critic_experts"]`.
 
         Batches are joined within their mini-batch, as in the steps, so that the same rank routes a token both times.
         """

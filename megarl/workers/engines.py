@@ -176,7 +176,7 @@ class Engines:
 
     @contextmanager
     def finishing(self, work: Dispatcher, *, refill: bool = True) -> Iterator[None]:
-        """Replace the engines that were lost in the work at the end of the block; cancel the work if the block fails.
+        """At the end of the block, replace the engines that were lost in the work; if the block fails, cancel the work.
 
         refill: whether replacements get the weights of the last sync.
         """

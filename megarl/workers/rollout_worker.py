@@ -216,7 +216,7 @@ class RolloutWorker:
 
         Returns:
             The same as `respond`, except that an unfinished response has no text, and its payload is only the part that this call added.
-            In any case, the experts are those of the tokens that this call added, and of the token before them.
+            Even for a finished response, the experts are only those of the tokens that this call added, and of the token before them.
         """
         given, longest = iter(begun), len(start.tokens) + sampling.max_tokens
         parts = {index: list(islice(given, count)) for index, count in counts.items()}
@@ -297,7 +297,8 @@ class RolloutWorker:
         found = sample.routed_experts
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
-        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)  # a part's begin one token earlier
+        # The experts of an `added` part, which has no prompt, begin with those of the token before it.
+        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [found[:, list(stage)] for stage in wanted.stages]

@@ -1,4 +1,4 @@
-"""Turns on the devices that engines and ranks share: while one side works, the other has vacated them."""
+"""Turn-taking of engines and ranks that share devices: while one side works, the other has vacated them."""
 
 from __future__ import annotations
 
