@@ -20,22 +20,22 @@ __all__ = ["load_config", "train"]
 
 
 def load_config(path: str | os.PathLike[str], *overrides: str) -> TrainConfig:
-    """The validated configuration of `megarl train`.
+    """Return the validated configuration of `megarl train`.
 
     Args:
         path: a YAML file.
-        overrides: values laid over it, such as "train.steps=5".
+        overrides: settings that replace those of the file, such as "train.steps=5".
 
     Raises:
-        ConfigError: what is wrong with it, a line per fault.
+        ConfigError: the configuration is invalid; the message has one line per fault.
     """
-    from megarl.config import TrainConfig, load  # here: importing megarl itself costs nothing
+    from megarl.config import TrainConfig, load  # imported here so that importing megarl itself costs nothing
 
     return load(Path(path), list(overrides), TrainConfig)
 
 
 def train(config: TrainConfig) -> None:
-    """`megarl train`: takes the steps and leaves the trained model, metrics and summary in `config.directory`."""
+    """Run `megarl train`: train the model and write it, the metrics and the summary to `config.directory`."""
     from megarl.trainer import train
 
     train(config)

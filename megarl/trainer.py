@@ -23,10 +23,10 @@ from megarl.stages.train_state import TrainState
 
 
 def train(config: TrainConfig) -> None:
-    """Trains the policy of `config.model.path`; leaves runs/<name>/{model, metrics.jsonl, summary.json, ...}.
+    """Train a policy that starts from `config.model.path`; write runs/<name>/{model, metrics.jsonl, summary.json, ...}.
 
-    An interrupted run of this name resumes from its newest checkpoint, and so does this one if its ranks fail; on the same layout the
-    result is bit-identical, except with rollout.mode=free.
+    An interrupted run of this name resumes from its newest checkpoint, and so does this run if its ranks fail. With the same layout the
+    result is bit-identical to that of an uninterrupted run, except with rollout.mode=free.
     """
     begun = time.monotonic()
     data = check_train(config)
@@ -38,12 +38,12 @@ def train(config: TrainConfig) -> None:
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the final models.
+    """Run all steps, from the beginning or from a checkpoint, and save the final models.
 
     Args:
-        ctx: of the run.
+        ctx: the run's context.
         data: the checked data.
-        resume: the checkpoint; None: start from the beginning.
+        resume: the checkpoint to resume from; None: start from the beginning.
     """
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
@@ -86,12 +86,12 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
 
 
 def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) -> None:
-    """Keeps the policy if this evaluation is the best so far in `train.best`.
+    """Keep a copy of the policy if this evaluation is the best so far by the metric `train.best`.
 
     Args:
-        ctx: of the run.
-        state: of the run.
-        numbers: of the evaluation, by name.
+        ctx: the run's context.
+        state: the run's state.
+        numbers: the evaluation's results, by metric name.
     """
     metric = ctx.config.train.best
     if metric is not None and state.best.improves(state.step, numbers[metric]):
@@ -100,18 +100,18 @@ def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) 
 
 
 def evaluation_due(train: StepSettings, state: TrainState) -> bool:
-    """Whether the current policy is due for an evaluation and has not had it."""
+    """Whether an evaluation of the current policy is due and has not been done yet."""
     last, regular = state.learned >= train.steps, every(train.eval_every, state.learned)
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
 
 def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dict[str, Metric]:
-    """One step of critic and policy, or of the critic alone during value pretraining.
+    """Take one step of critic and policy, or of the critic alone during value pretraining.
 
     Args:
-        ctx: of the run.
-        state: of the run; advances by one step.
-        source: of the responses.
+        ctx: the run's context.
+        state: the run's state; advances by one step.
+        source: provides the responses.
 
     Returns:
         The step's metrics.

@@ -1,4 +1,4 @@
-"""`megarl value`: value pretraining as a stage of its own; its critic starts runs to come (`critic.path`)."""
+"""`megarl value`: value pretraining as a separate stage, whose critic later runs can start from (`critic.path`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CRITIC = "critic/"
 
 
 def pretrain_value(config: ValueConfig) -> None:
-    """Trains the critic of an RL configuration on rollouts of its policy, which is frozen; leaves it in runs/<name>/critic.
+    """Train the critic of an RL configuration on rollouts of its frozen policy; save it to runs/<name>/critic.
 
-    Beside the metrics of each step's own rollouts, which the critic has not seen when they are taken, `heldout/...` are those of one set of
-    rollouts for prompts of `data.eval`, before, every `train.eval_every` steps and after.
+    Each step reports metrics on its own rollouts, computed before the critic learns from them. The `heldout/...` metrics are computed on
+    one fixed set of rollouts for prompts of `data.eval`: before training, every `train.eval_every` steps, and after training.
     """
     data = check_value(config)
     resume = resume_point(config, "value", len(data.train))
@@ -35,12 +35,12 @@ def pretrain_value(config: ValueConfig) -> None:
 
 
 def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
-    """All steps of a run, from the beginning or from a checkpoint; saves the critic.
+    """Run all steps, from the beginning or from a checkpoint, and save the critic.
 
     Args:
-        ctx: of the run.
-        data: that passed the checks.
-        resume: the checkpoint; None: the run begins.
+        ctx: the run's context.
+        data: the checked data.
+        resume: the checkpoint to resume from; None: start from the beginning.
     """
     config, run = ctx.config, ctx.run
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "value", run, ctx.models)
@@ -54,7 +54,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
     held_out = finish(ctx, RolloutCollector(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
     if resume is None:
         run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
-    with termination.deferred(), RolloutSource(ctx, state) as source:  # until the run can be saved
+    with termination.deferred(), RolloutSource(ctx, state) as source:  # signals wait until the run can be saved
         while state.pretraining.active:
             checkpoints.stop_where_asked(state, config.train.on_alarm)
             with checkpoints.checkpoint_on_failure(state):
@@ -69,12 +69,12 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
 
 
 def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:
-    """What the critic explains of rollouts that it is not trained on.
+    """Measure how well the critic explains rollouts that it is not trained on.
 
     Args:
-        ctx: of the run.
-        held_out: those rollouts.
-        kl_coef: the KL's coefficient in this step.
+        ctx: the run's context.
+        held_out: the rollouts.
+        kl_coef: the KL coefficient in this step.
 
     Returns:
         Metrics named heldout/...

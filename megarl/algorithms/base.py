@@ -1,7 +1,7 @@
-"""What an algorithm is: its settings, and the mathematics as methods on them.
+"""The base class of the RL algorithms: their settings, with the mathematics as methods on them.
 
-Who calls what. The driver: `advantages`, `keep`, `weights`, `positive_weights`, `next_kl_coef`. A rank, once a step on whole sequences:
-`token_advantages` (and `returns` of those with a critic). A rank, on each share of a micro-batch: `loss`.
+The driver calls `advantages`, `keep`, `weights`, `positive_weights` and `next_kl_coef`. Each rank calls `token_advantages` once a step, on
+whole sequences (with a critic, `returns` and `outcomes` too), and `loss` on its share of each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss before aggregation, and what to report of it.
+    """A loss before aggregation, with the metrics to report.
 
-    The batch's loss is sum_T weight * loss + weighted. Both are 0 with zero gradient at masked entries. `mean` is averaged over
-    the global batch, `peak` (0-dim) maximised; a share without tokens has no peak.
+    The batch's loss is sum_T weight * loss + weighted. Masked entries contribute 0, with zero gradient, to both terms. `mean` is averaged
+    over the global batch; of `peak` (0-dim) the maximum is taken, and a share without tokens has none.
     """
 
     loss_T: Tensor
@@ -45,9 +45,9 @@ class PolicyAlgorithm(KlToReference):
 
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None
-    """Only for seq-mean-token-sum-norm, and required there: the constant that divides a response's loss, the maximum response length."""
+    """The constant that a response's loss is divided by: the maximum response length. Required by seq-mean-token-sum-norm, else unused."""
     ratio_bound: Annotated[float, Field(gt=0, le=40)] = 20.0
-    """Log ratios to the old policy are clamped to +- this, with no gradient beyond: exp(20) is 5e8."""
+    """Log ratios to the old policy are clamped to +- this value, with no gradient beyond it; exp(20) is 5e8."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     correction: Correction | None = None
@@ -62,12 +62,12 @@ class PolicyAlgorithm(KlToReference):
         return self
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """One number per response, on the driver.
+        """Compute one number per response, on the driver.
 
         Args:
-            reward_N: float64 [N], the rewards of all responses of the step, less the KL where `kl_per_sequence`.
+            reward_N: float64 [N], the rewards of all responses of the step, less the KL if `kl_per_sequence`.
             group_N: int64 [N], the prompt that each response answers.
-            greedy_N: float64 [N], where `needs_greedy`: the reward of the greedy response to the same prompt.
+            greedy_N: float64 [N], the reward of the greedy response to the same prompt; given only if `needs_greedy`.
 
         Returns:
             float32 [N].
@@ -79,13 +79,13 @@ class PolicyAlgorithm(KlToReference):
         return torch.ones_like(group_N, dtype=torch.bool)
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
-        """The advantage of each token, on the whole sequences of one data-parallel rank.
+        """Compute the advantage of each token, on the whole sequences of one data-parallel rank.
 
         Args:
-            batch: `extra_T` has "advantage" and "reward" (the driver's numbers and the rewards, spread), "old_logp"; "ref_logp" and "value"
-                where there is a reference or a critic.
-            sum_over: joins ALL data-parallel ranks.
-            kl_coef: the KL's coefficient in this step.
+            batch: `extra_T` has "advantage" and "reward" (the driver's numbers and the rewards, spread over the tokens) and "old_logp";
+                with a reference "ref_logp", with a critic "value".
+            sum_over: sums over ALL data-parallel ranks.
+            kl_coef: the KL coefficient in this step.
 
         Returns:
             float [T]; masked entries are not read.
@@ -93,22 +93,22 @@ class PolicyAlgorithm(KlToReference):
         return batch.extra_T["advantage"]
 
     def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor | None:
-        """A number for each token, 0 where d = 0, whose mean over the whole sequence `policy_term` needs; None: not needed."""
+        """Compute the number per token [T] whose mean over the whole sequence `policy_term` needs, 0 where d = 0; None: not needed."""
         return None
 
     def policy_loss(self, block: Block) -> Tensor:
-        """The policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
+        """Compute the policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
 
-        This is all an algorithm needs here; one that implements `policy_term` with its own slope does not need it. Gradients flow through
-        `lp_T`, `d_T` and `mean_T`; the latter two are clamped to +-`ratio_bound`, without gradient beyond. Where `mean_T` is used,
-        d loss / d mean must be the same for all tokens of a sequence, and a sum `mean_T * count_T` that is exponentiated needs a clamp too.
+        An algorithm needs only this, or else a `policy_term` of its own that also returns the slope. Gradients flow through `lp_T`, `d_T`
+        and `mean_T`; the latter two are clamped to +-`ratio_bound`, without gradient beyond. If `mean_T` is used, d loss / d mean must be
+        the same for all tokens of a sequence, and a sum `mean_T * count_T` that is exponentiated needs a clamp too.
         """
         raise NotImplementedError
 
     def policy_term(self, block: Block) -> Term:
-        """The policy's loss: value and slope d loss / d lp per token, in new tensors; each token by itself.
+        """Compute the policy's loss per token, its value and slope d loss / d lp, in new tensors; no token depends on another.
 
-        By default `policy_loss`, differentiated. A slope derived by hand saves the graph and its temporaries.
+        By default, autograd differentiates `policy_loss`. A slope derived by hand saves the graph and its temporaries.
         """
         with torch.enable_grad():
             lp_T = block.lp_T.detach().requires_grad_()
@@ -124,26 +124,26 @@ class PolicyAlgorithm(KlToReference):
         return Term(value_T.detach().clone(), slope_T.clone())  # the caller may change them in place
 
     def weights(self, count_N: Tensor) -> Tensor:
-        """The weight of a loss token in each sequence of the global mini-batch, float64 [N], from their numbers of loss tokens."""
+        """The weight of each loss token of a sequence, float64 [N], from the loss-token counts of the global mini-batch's sequences."""
         return token_weights(count_N, self.aggregation, self.horizon)
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
-        """The weight of a loss token in each sequence in a second, imitation term, float64 [N]; None: there is no such term."""
+        """The weight of each loss token of a sequence in a second, imitation term, float64 [N]; None: there is no such term."""
         return None
 
     def loss(self, logp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float) -> Loss:
-        """correction weight * policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token.
+        """Compute correction weight * policy term + kl_coef * KL(pi || ref) - entropy_coef * entropy, per token.
 
         Args:
-            logp_T: float [T], log-probs of the targets under the current weights, at the temperature that was sampled at.
+            logp_T: float [T], log-probs of the targets under the current weights, at the sampling temperature.
             entropy_T: float [T], the entropies of the same distributions.
-            batch: the entries, any share of a micro-batch's. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
+            batch: the entries, any share of a micro-batch. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
                 "correction" (`Correction.weights`) with a correction.
-            sum_over: joins the context-parallel ranks that share the sequences.
-            kl_coef: the KL's coefficient in this step; used only with `kl_in` loss.
+            sum_over: sums over the context-parallel ranks that share the sequences.
+            kl_coef: the KL coefficient in this step; used only with `kl_in` loss.
 
         Returns:
-            The loss before `weights`, [T], and what to report of it.
+            The loss [T], before `weights` are applied, with the metrics to report.
         """
         with torch.no_grad():
             value_T, slope_T, shown = self._detached(logp_T.detach(), entropy_T.detach(), batch, sum_over, kl_coef)
@@ -157,7 +157,7 @@ class PolicyAlgorithm(KlToReference):
     def _detached(
         self, lp_T: Tensor, entropy_T: Tensor, batch: Batch, sum_over: SumOver, kl_coef: float
     ) -> tuple[Tensor, Tensor, LossStats]:
-        """Value and slope of the whole loss except the entropy, 0 at masked entries."""
+        """Compute value and slope of the whole loss except the entropy, 0 at masked entries, with the metrics."""
         value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), LossStats()
         mean_N = self._sequence_means(lp_T, batch, sum_over)
         for here, part in blocks(batch):
@@ -174,7 +174,7 @@ class PolicyAlgorithm(KlToReference):
         return value_T, slope_T, shown
 
     def _corrected(self, lp_T: Tensor, d_T: Tensor, mean_N: Tensor | None, part: Batch, shown: LossStats) -> Term:
-        """The policy's term times the correction's weights."""
+        """Compute the policy's term times the correction's weights."""
         mean_T = None if mean_N is None else part.spread(mean_N).masked_fill_(~part.mask_T, 0.0)
         count_T = part.spread(part.count_N.clamp(min=1).to(lp_T.dtype))
         term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T))
@@ -188,7 +188,7 @@ class PolicyAlgorithm(KlToReference):
         return term
 
     def _sequence_means(self, lp_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor | None:
-        """The mean of `sequence_term` over whole sequences [N], in one collective; without such a term None, and no collective."""
+        """Compute the mean of `sequence_term` over whole sequences [N], in one collective; without such a term None, and no collective."""
         total_N = torch.zeros(len(batch.length_N), dtype=lp_T.dtype, device=lp_T.device)
         for here, part in blocks(batch):
             own_T = self.sequence_term(log_ratio(lp_T[here], part.extra_T["old_logp"], part), part.extra_T["advantage"])

@@ -1,8 +1,8 @@
-"""Corrects the gap between the rollout engine's probabilities and the trainer's, with a detached weight on each token's policy loss.
+"""Corrections of the gap between the rollout engine's and the trainer's probabilities: a detached weight on each token's policy loss.
 
-g_t = old_t - roll_t is the log of the trainer's probability of a token over the engine's when it sampled it (extra_T["old_logp"],
-["rollout_logp"]). Both are known before the first update of a step, so the weights are computed once, on whole sequences, for all its
-mini-batches and epochs. Three parts, in this order, each optional:
+g_t = old_t - roll_t is the log ratio of the trainer's probability of a token to the engine's when it sampled the token
+(extra_T["old_logp"], ["rollout_logp"]). Both are known before the first update of a step, so the weights are computed once, on whole
+sequences, for all mini-batches and epochs of the step. A correction has three parts, in this order, each optional:
 
 1. a ratio, exp of g at one of three levels, truncated (`Tis`) or masked (`Mis`, `IcePop`) at its bounds;
 2. `normalise`: the ratio is divided by its mean;
@@ -23,27 +23,27 @@ from megarl.algorithms.settings import Settings
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
-BOUND = 20.0  # of a log ratio: exp(20) = 5e8
+BOUND = 20.0  # on a log ratio, up or down: exp(20) = 5e8
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 
 
 class Rejection(Settings):
-    """Drops tokens, or sequences, whose divergence is out of bounds (verl's `rollout_rs`, slime's `rs`).
+    """A rule that drops tokens, or sequences, whose divergence is out of bounds (verl's `rollout_rs`, slime's `rs`).
 
-    k1: the ratio exp(g) leaves [lo, hi]; k2: g^2 / 2 > hi; k3: exp(g) - 1 - g > hi. `over`: token drops only that token;
-    the sum or the mean over a sequence's loss tokens (k1: the ratio exp(sum g), or its geometric mean); max: any one token. The last three
-    drop the sequence.
+    Out of bounds means, for k1, that the ratio exp(g) is outside [lo, hi]; for k2, g^2 / 2 > hi; for k3, exp(g) - 1 - g > hi.
+    `over: token` tests each token and drops only that token. The others drop the whole sequence: `sum` and `mean` test the sum or the mean
+    over its loss tokens (k1: the ratio exp(sum g), or its geometric mean), `max` tests its worst token.
     """
 
     by: Literal["k1", "k2", "k3"] = "k1"
     """The divergence: k1 (the ratio itself), k2 or k3."""
     over: Literal["token", "sum", "mean", "max"] = "token"
-    """Measured on a token, or on a sequence: its sum, its mean, or its worst token."""
+    """What is tested: each token, or each sequence by its sum, its mean or its worst token."""
     lo: NonNegativeFloat | None = None
-    """Only k1: smallest ratio to keep; null: none is too small."""
+    """Smallest ratio to keep (k1 only); null: no lower limit."""
     hi: PositiveFloat | None = None
-    """Largest ratio (k1) or divergence (k2, k3) to keep; null: none is too large."""
+    """Largest ratio (k1) or divergence (k2, k3) to keep; null: no upper limit."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Rejection:
@@ -56,7 +56,7 @@ class Rejection(Settings):
         return self
 
     def keeps(self, gap_T: Tensor, batch: Batch) -> Tensor:
-        """Which loss tokens stay, bool [T], from g on whole sequences (0 at masked entries)."""
+        """Which loss tokens to keep, bool [T], given g on whole sequences (0 at masked entries)."""
         low, high = -math.inf, math.inf if self.hi is None else self.hi
         if self.by == "k1":
             value_T = gap_T
@@ -80,18 +80,19 @@ class _Correction(Settings):
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Drop a sequence if any token's ratio is below this floor."""
     denominator: Literal["all", "kept"] = "all"
-    """What the loss is averaged over: all loss tokens, or those with a weight above 0 (`kept`).
+    """What the loss is averaged over: all loss tokens, or only those with a weight above 0 (`kept`).
 
-    all, as in TRL and IcePop: a dropped token is a sample of weight 0, its KL and entropy terms stay, no other token's weight depends on
-    it, and the fewer tokens are left, the smaller the step. kept, as in verl and slime: it leaves the batch, with all of its terms.
+    all, as in TRL and IcePop: a dropped token counts as a sample of weight 0; its KL and entropy terms stay, no other token's weight
+    depends on it, and the fewer tokens are left, the smaller the step. kept, as in verl and slime: a dropped token leaves the batch, with
+    all of its terms.
     """
 
     def weights(self, batch: Batch, sum_over: SumOver) -> Tensor:
-        """The weight of each token, in the dtype of the log-probs: >= 0, and 0 exactly where it is dropped or masked [T].
+        """The weight of each token [T], in the dtype of the log-probs: >= 0, and 0 exactly where the token is dropped or masked.
 
         Args:
             batch: whole sequences; `extra_T` has "old_logp" and "rollout_logp".
-            sum_over: joins ALL data-parallel ranks; called only with `normalise`.
+            sum_over: sums over ALL data-parallel ranks; called only with `normalise`.
         """
         gap_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["rollout_logp"], batch)
         weight_T = torch.where(batch.mask_T, self.of_gap(gap_T, batch, sum_over), 0.0)
@@ -105,8 +106,8 @@ class _Correction(Settings):
 
         Args:
             gap_T: g, 0 at masked entries.
-            batch: of the tokens.
-            sum_over: sums over all ranks and micro-batches of the step.
+            batch: the tokens, in whole sequences.
+            sum_over: sums over ALL data-parallel ranks.
         """
         raise NotImplementedError
 
@@ -128,7 +129,7 @@ class RejectionAlone(_Correction):
 
 class _Weighted(_Correction):
     level: RatioLevel = "token"
-    """The ratio of a token, exp(g); of its sequence, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
+    """Which ratio to use: the token's, exp(g); its sequence's, exp(sum g); or the sequence's geometric mean, exp(mean g)."""
     normalise: bool = False
     """Divide the weights by their mean over the step: at token level over its loss tokens, otherwise over its sequences."""
 
@@ -138,7 +139,7 @@ class _Weighted(_Correction):
         return weight_T / self._mean(weight_T, batch, sum_over) if self.normalise else weight_T
 
     def bounded(self, level_T: Tensor) -> Tensor:
-        """The ratio within its bounds, from its log, in a new tensor."""
+        """The ratio within its bounds, computed from its log, in a new tensor."""
         raise NotImplementedError
 
     def _mean(self, weight_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
@@ -216,7 +217,7 @@ class IcePop(_Masked):
     hi: PositiveFloat = 5.0
     """Largest ratio that keeps its weight."""
     level: Literal["token"] = "token"
-    """The ratio of a token, exp(g)."""
+    """Which ratio to use: the token's, exp(g)."""
 
 
 Correction = Annotated[Tis | Mis | IcePop | RejectionAlone, Field(discriminator="type")]

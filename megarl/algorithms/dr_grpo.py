@@ -12,7 +12,7 @@ from megarl.algorithms.ops import Aggregation
 class DrGrpo(Clipped, GroupRelative):
     """A_i = R_i - mean_group; loss = (1 / (B L)) sum_i sum_t max(-r A, -clip(r, 1-low, 1+high) A) with the constant L = `horizon`.
 
-    B counts all responses of the mini-batch, also those that an overlong filter leaves without a loss token: the paper's is a constant.
+    B counts all responses of the mini-batch, even those that an overlong filter leaves without a loss token: the paper's B is a constant.
     """
 
     type: Literal["dr_grpo"] = "dr_grpo"

@@ -3,11 +3,11 @@
 Axes: T entries, N sequences. Every recursion here runs backwards over the loss tokens of a sequence; other tokens (prompt, tool output,
 padding) are skipped: the next state of a loss token is the next loss token.
 
-All are one linear recurrence, H_t = x_t + a_t H_{t+1}, with a_t = 1 at masked tokens and 0 at the last entry of a sequence, and are solved
-by odd-even reduction: neighbours are merged in pairs, the half-length recurrence is solved, the odd entries follow. That is O(T) work in
-log2(T) vectorised steps, whatever the lengths and masks (nothing is padded or gathered), and without dividing by powers of coefficients,
-so nothing overflows or underflows. The coefficients are stored as their loss 1 - a: in float32, (1 - 1e-5)^30000 is off by 1e-3 with a
-rounded factor, by 1e-6 with a rounded loss.
+All of them are the same linear recurrence, H_t = x_t + a_t H_{t+1}, with a_t = 1 at masked tokens and 0 at the last entry of a sequence.
+It is solved by odd-even reduction: neighbours are merged in pairs, the half-length recurrence is solved, and the odd entries follow from
+it. That is O(T) work in log2(T) vectorised steps, whatever the lengths and masks (nothing is padded or gathered), and without dividing by
+powers of coefficients, so nothing overflows or underflows. The coefficients are stored as their loss 1 - a: in float32, (1 - 1e-5)^30000
+is off by 1e-3 with a rounded factor, but only by 1e-6 with a rounded loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
-PART = 1 << 19  # entries solved at a time (whole sequences), in buffers that the allocator keeps, not fresh pages for each operation
+PART = 1 << 19  # entries (of whole sequences) solved at a time, in buffers that are reused: no fresh pages for each operation
 
 
 def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
         value_T: float [T], the critic's value of each entry; masked entries are ignored.
         batch: whole sequences, their entries in any order.
         gamma: discount, in [0, 1].
-        lam: in [0, 1], one for all sequences or float [N], one for each (`length_adaptive_lambda`).
+        lam: in [0, 1]: a number for all sequences, or float [N], one for each (`length_adaptive_lambda`).
 
     Returns:
         [T], 0 at masked entries, detached, float32 (float64 for float64 values). A + V is the lambda-return.
@@ -41,7 +41,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
         ValueError: gamma or lam is out of range, or a sequence is not whole.
     """
     with torch.no_grad():
-        # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), what a state is worth to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
+        # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), the worth of a state to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
         _check_unit("gamma", gamma)
         _check_unit("lam", lam)
         lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
@@ -57,7 +57,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
             reward, value, out = reward_T[part], value_T[part], advantage_T[part]
             h, loss = work.begin(mask_T[part])
             torch.lerp(reward, value, _at(mix_N, seq_T[part], loss), out=h)
-            if gamma != 1 or not lam_N.ndim:  # or else the loss is what was mixed by
+            if gamma != 1 or not lam_N.ndim:  # otherwise the loss is 1 - lam, which `_at` has just left in the buffer
                 loss.copy_(_at(loss_N, seq_T[part], loss))
             work.solve(last_N)
             h[last_N[:-1] + 1] = 0.0  # nothing follows a sequence's last entry
@@ -68,7 +68,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
 
 
 def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
-    """G_t = sum over loss tokens k >= t of the sequence of gamma^(k - t) r_k, k and t counting loss tokens.
+    """G_t = sum over the sequence's loss tokens k >= t of gamma^(k - t) r_k, where k and t count loss tokens.
 
     Args:
         reward_T: float [T], the reward of each entry of `batch`; masked entries are ignored.
@@ -97,10 +97,10 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
 
 
 def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
-    """VAPO's lam = 1 - 1 / (alpha l), l loss tokens (arXiv:2504.05118, sec. 4.2), floored at 0 for l < 1 / alpha.
+    """VAPO's lam = 1 - 1 / (alpha l) for l loss tokens (arXiv:2504.05118, sec. 4.2), floored at 0 for l < 1 / alpha.
 
     Args:
-        count_N: int [N], l of each sequence; no loss tokens give 0.
+        count_N: int [N], l of each sequence; lam is 0 without loss tokens.
         alpha: above 0.
 
     Returns:
@@ -117,10 +117,10 @@ def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
 def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var with n - 1 (0 for a single token).
 
-    The sums are float64 and about the mean, so any split of the tokens gives the same result.
+    The sums are in float64 and about the mean, so any split of the tokens over ranks gives the same result.
 
     Args:
-        value_T: float [T], x; garbage allowed where mask_T is false.
+        value_T: float [T], x; may hold garbage where mask_T is false.
         mask_T: bool [T], true at loss tokens.
         sum_over: sums a float64 tensor over the ranks that hold the batch.
 
@@ -141,13 +141,13 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
 class _Chain:
     """The entries of whole sequences, one sequence after another, each in order of position. Here N counts the non-empty ones."""
 
-    order_T: Tensor | None  # the batch's entries in that order; None where they already are
+    order_T: Tensor | None  # the batch's entries in that order; None: they already are in it
     first_N: Tensor  # int64, first entry of each sequence in that order
     last_N: Tensor
 
     @staticmethod
     def of(batch: Batch) -> _Chain:
-        """Finds the order, guaranteed by `pack` or checked here. ValueError if a sequence is not whole."""
+        """Find the order, which is guaranteed by `pack` or checked here. Raise ValueError if a sequence is not whole."""
         if batch.in_order:
             return _Chain._over(batch.length_N[batch.length_N > 0])
         held_N = torch.bincount(batch.seq_T, minlength=len(batch.length_N))
@@ -184,8 +184,10 @@ class _Chain:
         return bool(rises.logical_and_(seq_T[1:] >= seq_T[:-1]).all())
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of whole sequences of at most `PART` entries together (or one longer one): their entries, and the last one of each
-        sequence counted from there."""
+        """Yield runs of whole sequences with at most `PART` entries in total, or of one longer sequence.
+
+        Each is the slice of its entries, and the index of every sequence's last entry within the slice.
+        """
         done = 0  # sequences
         while done < len(self.last_N):
             start = int(self.first_N[done])
@@ -205,21 +207,21 @@ class _Chain:
 
 
 class _Work:
-    """Buffers for solving one part after another: fresh pages for every operation would cost more than the arithmetic."""
+    """Buffers for solving one part after another; fresh pages for every operation would cost more than the arithmetic."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         self._buffers = like.new_empty(2, size)
-        self._scratch = like.new_empty(4 * size + 256)  # of all levels: 1 + 1/2 + 1/4 ... of two entries each, and the odd ones
+        self._scratch = like.new_empty(4 * size + 256)  # of all levels: twice their sizes 1 + 1/2 + 1/4 ..., and the odd entries
         self._bits = torch.empty(size, dtype=_integer(like.dtype), device=like.device)
 
     def begin(self, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The next part: x of its recurrence and its coefficients' losses, to be filled in."""
+        """Begin the next part; return the buffers of its recurrence's x and of its coefficients' losses, to be filled in."""
         self._mask_T = _bits(mask_T, self._buffers.dtype, self._bits[: len(mask_T)])
         self._x_T, self._loss_T = self._buffers[:, : len(mask_T)]
         return self._x_T, self._loss_T
 
     def solve(self, last_N: Tensor) -> None:
-        """H in place of x. Nothing is lost at masked tokens, everything at the end of a sequence."""
+        """Replace x by H. The loss is set to 0 at masked tokens and to 1 at the end of each sequence."""
         self.only(self._x_T)
         self.only(self._loss_T)[last_N] = 1.0
         _recur(self._loss_T, self._x_T, self._scratch)
@@ -229,7 +231,7 @@ class _Work:
 
 
 def _recur(loss_T: Tensor, x_T: Tensor, scratch: Tensor) -> None:
-    """Solves H_t = x_t + (1 - loss_t) H_{t+1}, H after the end = 0, in place of x."""
+    """Solve H_t = x_t + (1 - loss_t) H_{t+1}, with H = 0 after the end, in place of x."""
     entries, pairs = len(x_T), len(x_T) // 2
     if entries == 1:
         return
@@ -237,7 +239,7 @@ def _recur(loss_T: Tensor, x_T: Tensor, scratch: Tensor) -> None:
     keep_T, x_P, loss_P, rest = scratch.tensor_split([entries, entries + half, entries + 2 * half])
     torch.sub(torch.ones_like(loss_T[0]), loss_T, out=keep_T)
     left = slice(0, 2 * pairs, 2)
-    # A pair as one step: x + a x', and the loss 1 - a a' = loss + a loss'.
+    # A pair is one step of x + a x' with the loss 1 - a a' = loss + a loss'.
     torch.addcmul(x_T[left], keep_T[left], x_T[1::2], out=x_P[:pairs])
     torch.addcmul(loss_T[left], keep_T[left], loss_T[1::2], out=loss_P[:pairs])
     if half > pairs:
@@ -248,19 +250,19 @@ def _recur(loss_T: Tensor, x_T: Tensor, scratch: Tensor) -> None:
 
 
 def _bits(mask_T: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """A mask for the bits of numbers: as exact as masked_fill_, whatever is masked, and five times as fast on CPU."""
+    """A mask for the bits of floats: as exact as masked_fill_, whatever is masked, and five times as fast on CPU."""
     out = torch.empty(len(mask_T), dtype=_integer(dtype), device=mask_T.device) if out is None else out
     return out.copy_(mask_T).neg_()
 
 
 def _only(bits_T: Tensor, value_T: Tensor) -> Tensor:
-    """`value_T` itself, its masked entries set to 0."""
+    """Set the masked entries of `value_T` to 0 and return it."""
     value_T.view(bits_T.dtype).bitwise_and_(bits_T)
     return value_T
 
 
 def _at(value_N: Tensor, seq_T: Tensor, out: Tensor) -> Tensor:
-    """Spreads a number per sequence over its entries, in `out`; a single number for all is returned as is."""
+    """Spread a number per sequence over its entries, in `out`; a single number for all is returned as is."""
     return torch.index_select(value_N, 0, seq_T, out=out) if value_N.ndim else value_N
 
 

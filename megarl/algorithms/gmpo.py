@@ -14,8 +14,8 @@ from megarl.lazy_torch import Tensor
 class Gmpo(GroupRelative):
     """ratio_i = exp(mean_t clip(d_t)), d_t at most +high where A > 0 and at least -low where A < 0; loss = (1/B) sum_i -A_i ratio_i.
 
-    Written per token: every token carries its sequence's loss; the slope is the loss itself where the token's d is not clipped (the
-    mean's 1/|o_i| is the token's weight), else 0.
+    Written per token: every token carries its sequence's loss; its slope is the loss itself if the token's d is not clipped (the 1/|o_i|
+    of the mean is the token's weight), else 0.
     """
 
     type: Literal["gmpo"] = "gmpo"

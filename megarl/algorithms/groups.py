@@ -1,6 +1,6 @@
 """Advantages relative to the other responses to a prompt: subtract a baseline, divide by a scale.
 
-Axes: N sequences. Everything is float64 inside; a NaN reward makes its whole group NaN.
+Axes: N sequences. All arithmetic is in float64; a NaN reward makes its whole group NaN.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def batch_std(value_N: Tensor) -> Tensor:
-    """The standard deviation (n - 1) of all values, float64, 0-dim; 0 of a single one."""
+    """The standard deviation (n - 1) of all values, float64, 0-dim; 0 for a single value."""
     return value_N.double().std() if len(value_N) > 1 else torch.zeros((), dtype=torch.float64)

@@ -15,11 +15,11 @@ from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
 KlKind = Literal["k1", "k2", "k3"]
-SLOWEST = 0.1  # least factor of the adaptive coefficient per step: 1 - 0.2 responses / horizon is 0 from 5 horizons on, and 0 stays 0
+SLOWEST = 0.1  # least factor on the adaptive coefficient per step: 1 - 0.2 responses / horizon is <= 0 from 5 horizons on; 0 would stay 0
 
 
 class KlToReference(Settings):
-    """The settings of an algorithm's KL to the reference, and what follows from them."""
+    """The settings of an algorithm's KL to the reference, and the terms computed from them."""
 
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference; above 0, a frozen reference is kept."""
@@ -30,22 +30,22 @@ class KlToReference(Settings):
     kl_straight_through: bool = False
     """Use the estimator's value with the gradient of k2, which is the KL's own on-policy gradient."""
     kl_importance_weighted: bool = False
-    """Multiply the estimator by lp's ratio to the old log-prob, with the gradient through both: the KL's own gradient, even off-policy."""
+    """Multiply the estimator by the ratio to the old policy, with the gradient through both: the KL's own gradient, even off-policy."""
     kl_clamp: PositiveFloat = 10.0
-    """Limit on a token's estimate, with no gradient beyond (k1 in the reward is never clamped).
+    """Limit on a token's estimate, with no gradient beyond it (k1 in the reward is never clamped).
 
-    k3 and its slope grow as exp(ref - lp): without a limit one token 20 nats below the reference has a slope of 5e8, and the clipped
-    gradient of the whole step is that token. At 10, as in verl and slime, the slope stays below 13.
+    k3 and its slope grow as exp(ref - lp): without a limit, one token 20 nats below the reference has a slope of 5e8, and after gradient
+    clipping the whole step's gradient is that token's. At 10, as in verl and slime, the slope stays below 13.
     """
     kl_target: PositiveFloat | None = None
-    """Nats per response: adapt kl_coef towards this KL (arXiv:1909.08593, section 2.2); null: kl_coef is fixed."""
+    """Adapt kl_coef towards this KL, in nats per response (arXiv:1909.08593, section 2.2); null: kl_coef is fixed."""
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Number of responses over which kl_coef may grow or shrink by about a fifth."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind_in_reward(cls, data: Any) -> Any:
-        """In the reward the default estimator is k1."""
+        """Make k1 the default estimator if the KL is in the reward."""
         if isinstance(data, dict) and data.get("kl_in", cls.model_fields["kl_in"].default) == "reward":
             return {"kl_kind": "k1", **data}
         return data
@@ -80,7 +80,7 @@ class KlToReference(Settings):
     def old_kl(self, batch: Batch) -> Tensor:
         """The estimate of KL(old || ref) at each loss token [T], 0 elsewhere: subtracted from the reward, reported, used to adapt kl_coef.
 
-        By `kl_kind` if the KL is in the reward, else by k1. Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
+        The estimator is `kl_kind` if the KL is in the reward, else k1. Reads `batch.extra_T["old_logp"]` and `["ref_logp"]`.
         """
         d_T = log_ratio(batch.extra_T["old_logp"], batch.extra_T["ref_logp"], batch)
         if self.kl_in == "loss" or self.kl_kind == "k1":
@@ -90,9 +90,9 @@ class KlToReference(Settings):
     def token_rewards(self, batch: Batch, kl_coef: float) -> Tensor:
         """r_t = R at the last loss token of the response and, with the KL in the reward, -kl_coef `old_kl`_t at every loss token [T].
 
-        In an episode with turn rewards, each is at the last token of its turn, and the rest of R is at the end.
+        In an episode with turn rewards, each of them is at the last token of its turn, and the rest of R is at the end.
 
-        On whole sequences; 0 at masked entries. Reads `batch.extra_T["reward"]` (R, spread), and "turn_reward" where there is one.
+        Needs whole sequences; 0 at masked entries. Reads `batch.extra_T["reward"]` (R, spread over the tokens), and "turn_reward" if given.
         """
         kept_T = batch.mask_T.nonzero().squeeze(1)
         last_N = torch.full_like(batch.length_N, -1).scatter_reduce(0, batch.seq_T[kept_T], batch.position_T[kept_T], "amax")
@@ -104,13 +104,13 @@ class KlToReference(Settings):
         return reward_T - kl_coef * self.old_kl(batch) if kl_coef > 0 and self.kl_in == "reward" else reward_T
 
     def kl_term(self, lp_T: Tensor, d_T: Tensor, bound: float, batch: Batch) -> Term:
-        """The KL's term of the loss, before `kl_coef`: value and slope [T], undefined at masked entries.
+        """The KL term of the loss, before `kl_coef` is applied: value and slope [T], undefined at masked entries.
 
         Args:
             lp_T: float [T], log-probs under the policy, detached.
-            d_T: float [T], lp - old; where the term is importance weighted,
-            bound: and what it is bounded by (`ops.bounded_ratio`).
-            batch: has "ref_logp".
+            d_T: float [T], lp - old; read only if the term is importance weighted.
+            bound: the bound on `d_T` in that case (`ops.bounded_ratio`).
+            batch: the entries; `extra_T` has "ref_logp".
         """
         term = estimate(log_ratio(lp_T, batch.extra_T["ref_logp"], batch), self.kl_kind, self.kl_clamp, self.kl_straight_through)
         if not self.kl_importance_weighted:
@@ -127,7 +127,7 @@ class KlToReference(Settings):
             responses: number of kept responses.
 
         Returns:
-            A number > 0, at least a tenth of beta: 0 would stay 0 forever. Without a target `current`.
+            A number > 0, at least a tenth of beta, since 0 would stay 0 forever. Without a target, `current`.
         """
         if self.kl_target is None:
             return current
@@ -136,7 +136,7 @@ class KlToReference(Settings):
 
 
 def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = False) -> Term:
-    """Per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref.
+    """The per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref.
 
     | kind | value           | slope      |
     | k1   | d               | 1          |
@@ -144,13 +144,13 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
     | k3   | exp(-d) - 1 + d | 1 - exp(-d) |
 
     On-policy, E[d grad lp] is the gradient of the KL: k2's slope is right, k1's has expectation 0 and k3's is right to first order.
-    Weighted with r = pi / old, E_old[d(r k) / d lp grad lp] is right for k1 (slope r (d + 1)) and k3 (slope r d), on policy or off.
+    Weighted with r = pi / old, E_old[d(r k) / d lp grad lp] is right for k1 (slope r (d + 1)) and k3 (slope r d), on-policy or off-policy.
 
     Args:
         d_T: float [T], 0 at masked entries, detached.
         kind: a row of the table.
-        clamp: a value beyond +-clamp counts as that, with slope 0.
-        straight_through: keeps the value of the kind and takes k2's slope.
+        clamp: values are clamped to +-clamp, with slope 0 beyond.
+        straight_through: keep the kind's value but use k2's slope.
 
     Returns:
         Value and slope [T], in new tensors; 0 where d is 0, except the slope of k1, which is 1.

@@ -23,20 +23,20 @@ class Objective(Protocol):
     """Whether `batch.extra_T["ref_logp"]` is read: the log-probs under the frozen model that the stage starts from."""
 
     def weights(self, count_N: Tensor) -> Tensor:
-        """The weight of a loss token.
+        """The weight of each loss token of a sequence.
 
         Args:
-            count_N: loss tokens of each sequence of the global mini-batch, int64.
+            count_N: int64 [N], the loss tokens of each sequence of the global mini-batch.
 
         Returns:
             float64 [N].
         """
 
     def loss(self, output_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """The loss of each token, 0 at masked entries, and what to report.
+        """The loss of each token, 0 at masked entries, with the metrics to report.
 
         Args:
             output_T: log-probs of the targets (head "lm", with `batch.extra_T["entropy"]`), or the head's numbers (head "value").
             batch: whole items.
-            sum_over: the sum over the context-parallel ranks that share the sequences.
+            sum_over: sums over the context-parallel ranks that share the sequences.
         """

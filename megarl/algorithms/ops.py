@@ -1,7 +1,7 @@
 """Mathematics shared by the algorithms: pure functions of tensors, each with its equation.
 
-Axes: T predicted tokens, N sequences. Token tensors share one floating dtype, also used for results. Masked entries may hold any
-garbage (including NaN): every function says what it does with them.
+Axes: T predicted tokens, N sequences. All token tensors, including the results, have one floating dtype. Masked entries may hold any
+garbage (including NaN); every function says how it treats them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Some entries of a batch as a policy term sees them: float [T], detached. Masked entries are undefined; d_T and mean_T are 0 there."""
+    """Some entries of a batch, as a policy term sees them: float [T], detached. Masked entries are undefined, but 0 in d_T and mean_T."""
 
     lp_T: Tensor  # log-prob under the policy being trained
     d_T: Tensor  # lp - old
@@ -53,9 +53,9 @@ class Block:
 class Term:
     """One term of a loss, per token and detached: its value and its slope d value / d lp. Masked entries are undefined.
 
-    In none of these losses does a gradient cross tokens: what couples the tokens of a sequence is a constant for the gradient.
+    No gradient crosses tokens in any of these losses: the gradient treats whatever couples the tokens of a sequence as a constant.
     So value and slope suffice, without a graph or saved temporaries. `counts` are 0-dim sums over this rank's loss tokens, reported
-    as means. `clips_T`, if there is one: bool [T], the clipped tokens.
+    as means. `clips_T`, if given, marks the clipped tokens: bool [T].
     """
 
     value_T: Tensor
@@ -73,9 +73,9 @@ def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
         slope_T: float [T], detached.
 
     Returns:
-        Of the shape of `value_T`.
+        A tensor of the shape of `value_T`.
     """
-    from megarl.algorithms.attached import Attached  # here: its class needs torch, and configurations are read without
+    from megarl.algorithms.attached import Attached  # imported here: the class needs torch, and configurations are read without it
 
     return Attached.apply(logp_T, value_T, slope_T)
 
@@ -126,8 +126,8 @@ def log_ratio(logp_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
 
     Args:
         logp_T: float [T], log-probs under the current weights.
-        old_T: float [T], under the weights that sampled, or that the step started from; not read at masked entries.
-        batch: the entries; its mask says which are loss tokens.
+        old_T: float [T], log-probs under the weights that sampled, or that the step started from; not read at masked entries.
+        batch: the entries; its mask marks the loss tokens.
     """
     return torch.where(batch.mask_T, logp_T - old_T, 0.0)
 
@@ -138,7 +138,7 @@ def bounded_exp(d_T: Tensor, bound: float) -> Tensor:
 
 
 def bounded_ratio(d_T: Tensor, bound: float) -> Term:
-    """`bounded_exp` and its slope: r again, 0 beyond the bound. In new tensors."""
+    """`bounded_exp` with its slope, which is r again and 0 beyond the bound; in new tensors."""
     ratio_T = bounded_exp(d_T, bound)
     return Term(ratio_T, ratio_T.masked_fill(d_T.abs() > bound, 0.0))
 
@@ -147,15 +147,15 @@ def clipped_surrogate(ratio: Term, advantage_T: Tensor, low: float, high: float,
     """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
     Args:
-        ratio: r, a token's ratio or its sequence's, and its slope; 1 at masked entries. Overwritten.
+        ratio: r, the token's or its sequence's ratio, with its slope; 1 at masked entries. Overwritten.
         advantage_T: float [T], A.
-        low: the ratio is clipped at 1 - low,
-        high: and at 1 + high.
-        dual: c > 1: the loss of a token with A < 0 is at most -c A (arXiv:1912.09729, eq. 4); None: no such limit.
+        low: the ratio is clipped below at 1 - low.
+        high: the ratio is clipped above at 1 + high.
+        dual: c > 1, which limits the loss of a token with A < 0 to at most -c A (arXiv:1912.09729, eq. 4); None: no such limit.
 
     Returns:
-        Value and slope [T]: -A times the ratio's, 0 where a clip applies. The counts are of clipped tokens: all, those with A > 0
-        (high), the others (low), and with `dual` those at its limit (lower).
+        Value and slope [T]; the slope is -A times the ratio's, and 0 where a clip applies. The counts are numbers of clipped tokens: all,
+        those with A > 0 (high), the others (low), and with `dual` those at its limit (lower).
     """
     gain_T = -advantage_T
     plain_T = ratio.value_T * gain_T

@@ -1,8 +1,8 @@
 """What the losses on pairs of responses share.
 
-Sequences 2k and 2k + 1 of a batch are the chosen and the rejected response to one prompt: a micro-batch holds whole pairs in this order.
-The loss of a pair depends on both through a few numbers each, summed over the ranks that share them; each token then carries its part of
-the value and its slope, so that no gradient crosses ranks. Axes: T entries, N sequences, P pairs.
+Sequences 2k and 2k + 1 of a batch are the chosen and the rejected response to one prompt; a micro-batch holds whole pairs in this order.
+The loss of a pair depends on each side through a few numbers, which are summed over the ranks that share the sequence; each token then
+carries its part of the value and its slope, so that no gradient crosses ranks. Axes: T entries, N sequences, P pairs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Side:
     """The chosen, or the rejected, responses of the pairs."""
 
     logp_P: Tensor  # log-prob of the whole response
-    shift_P: Tensor  # the same minus the reference's; without a reference, the same
-    count_P: Tensor  # its number of loss tokens, in the dtype of the others
+    shift_P: Tensor  # logp_P minus the reference's; without a reference, logp_P
+    count_P: Tensor  # the response's number of loss tokens, in the dtype of the others
 
 
 class PairLoss(Settings):
     """A preference loss: its settings, and a formula of both sides of the pairs that autograd differentiates."""
 
-    name: ClassVar[str] = "dpo"  # of the stage: used to compare, plot and promise its metrics
+    name: ClassVar[str] = "dpo"  # the stage's name, not the loss's: metrics are compared, plotted and announced under it
     head: ClassVar[Literal["lm", "value"]] = "lm"
     responses: ClassVar[int] = 2
     needs_reference: ClassVar[bool] = True
 
     def reward(self, side: Side) -> Tensor:
-        """The reward that the loss implies for each response [P]; accuracy and margin are based on it."""
+        """The reward that the loss implies for each response [P]; accuracy and margin are computed from it."""
         raise NotImplementedError
 
     def pair_loss(self, chosen: Side, rejected: Side) -> Tensor:
@@ -47,15 +47,15 @@ class PairLoss(Settings):
         return pair_weights(count_N)
 
     def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
-        """Half of the pair's loss on each side, evenly over its tokens.
+        """The pair's loss, half of it on each side, spread evenly over the side's tokens.
 
         Args:
             logp_T: float [T], log-probs of the targets.
-            batch: both sides of each pair; `extra_T` has "ref_logp" where there is a reference.
-            sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
+            batch: both sides of each pair; with a reference, `extra_T` has "ref_logp".
+            sum_over: sums over the context-parallel ranks (one collective of N or 2 N numbers).
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to report of it.
+            The loss of each token, 0 at masked entries, with the metrics to report.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(logp_T.detach())]
@@ -73,7 +73,7 @@ class PairLoss(Settings):
             margin_P = rewards[0] - rewards[1]
             shown = {"loss": loss_P, "accuracy": (margin_P > 0).to(margin_P.dtype), "margin": margin_P}
             shown |= {"chosen_reward": rewards[0], "rejected_reward": rewards[1]}
-            if self.needs_reference:  # of the response's log-prob from the reference's
+            if self.needs_reference:  # the response's log-prob minus the reference's
                 shown |= {"chosen_shift": chosen.shift_P, "rejected_shift": rejected.shift_P}
             mean = {f"{self.name}/{key}": pair_mean(value_P.detach().repeat_interleave(2), batch) for key, value_P in shown.items()}
             loss_T = torch.where(batch.mask_T, batch.spread(loss_P.detach().repeat_interleave(2) / (2 * count_N)), 0.0)
@@ -82,7 +82,7 @@ class PairLoss(Settings):
 
 
 def pair_weights(count_N: Tensor) -> Tensor:
-    """1 / (pairs of the global mini-batch) for every token of its sequences, float64 [N]. ValueError without whole pairs."""
+    """1 / (pairs of the global mini-batch) for every token of its sequences, float64 [N]. ValueError if these are not whole pairs."""
     if len(count_N) == 0 or len(count_N) % 2 or bool((count_N == 0).any()):
         raise ValueError(f"{len(count_N)} sequences, {int((count_N == 0).sum())} of them without loss tokens, are no whole pairs")
     return torch.full((len(count_N),), 2.0 / len(count_N), dtype=torch.float64)
@@ -99,6 +99,6 @@ def difference(score_N: Tensor) -> Tensor:
 
 
 def pair_mean(value_N: Tensor, batch: Batch) -> Average:
-    """The mean of a number per pair [N] over all pairs, however they are split over ranks: every loss token counts for its share."""
+    """The mean over all pairs of a number per pair [N], however they are split over ranks: each loss token counts for its share."""
     share_T = torch.where(batch.mask_T, batch.spread(0.5 / batch.count_N.clamp(min=1).to(value_N.dtype)), 0.0)
     return Average((share_T * batch.spread(value_N)).sum(), share_T.sum())

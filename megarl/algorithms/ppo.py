@@ -15,7 +15,7 @@ from megarl.lazy_torch import Tensor
 
 
 class ActorCritic(Clipped):
-    """Advantages and critic targets by GAE from the critic's values, `batch.extra_T["value"]`; the KL in the reward at every token."""
+    """Advantages and critic targets by GAE from the critic's values, `batch.extra_T["value"]`; a KL in the reward is at every token."""
 
     needs_critic: ClassVar[bool] = True
 
@@ -37,11 +37,11 @@ class ActorCritic(Clipped):
         raise NotImplementedError
 
     def critic_lambda(self, batch: Batch) -> float | Tensor:
-        """GAE's lambda for the critic's targets, likewise; 1 makes them Monte Carlo returns."""
+        """GAE's lambda for the critic's targets: one number, or one per sequence [N]; 1 makes them Monte Carlo returns."""
         raise NotImplementedError
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """The rewards themselves: the tokens' advantages are computed from the values, on the ranks."""
+        """The rewards themselves: the ranks compute the tokens' advantages from the values."""
         return reward_N.float()
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
@@ -49,7 +49,7 @@ class ActorCritic(Clipped):
         return whiten(advantage_T, batch.mask_T, sum_over) if self.whiten else advantage_T
 
     def returns(self, batch: Batch, kl_coef: float) -> Tensor:
-        """The critic's targets, A^critic_lambda + V at each loss token [T], on whole sequences of one rank."""
+        """The critic's targets, A^critic_lambda + V at each loss token [T], on the whole sequences of one rank."""
         return self._gae(batch, kl_coef, self.critic_lambda(batch)) + batch.extra_T["value"]
 
     def outcomes(self, batch: Batch, kl_coef: float) -> Tensor:
@@ -61,7 +61,7 @@ class ActorCritic(Clipped):
 
 
 class Ppo(ActorCritic):
-    """GAE(gamma 1, lambda 0.95) for both, advantages whitened; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
+    """GAE(gamma 1, lambda 0.95) for advantages (whitened) and targets; loss = (1/B) sum_i (1/|o_i|) sum_t max(-r A, -clip(r) A)."""
 
     type: Literal["ppo"] = "ppo"
     aggregation: Aggregation = "seq-mean-token-mean"

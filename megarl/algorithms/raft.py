@@ -21,12 +21,12 @@ class Raft(PolicyAlgorithm):
     aggregation: Aggregation = "token-mean"
 
     best: PositiveInt | None = None
-    """Most responses to keep per prompt; null: 1, or with a threshold all above it."""
+    """Largest number of responses to keep per prompt; null: 1, or, with a threshold, all above it."""
     threshold: float | None = None
     """Keep only responses with a reward above this; null: no threshold."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """1: all kept responses count equally."""
+        """All ones: every kept response counts equally."""
         return torch.ones(len(reward_N))
 
     def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from megarl.lazy_torch import Tensor
 
 
 class PolicyGradient(PolicyAlgorithm):
-    """loss_t = -sg(r_t) A_t lp_t: on-policy, r = 1; the importance weight keeps the gradient right in later mini-batches of a step."""
+    """loss_t = -sg(r_t) A_t lp_t: r = 1 on-policy; the importance weight keeps the gradient right in later mini-batches of a step."""
 
     aggregation: Aggregation = "seq-mean-token-sum"
 
@@ -25,9 +25,9 @@ class PolicyGradient(PolicyAlgorithm):
 
 
 class Reinforce(PolicyGradient):
-    """A_t = sum_{k >= t} gamma^(k-t) r_k - b; r_k the token rewards (with a KL in the reward at every token).
+    """A_t = sum_{k >= t} gamma^(k-t) r_k - b, with r_k the token rewards (a KL in the reward is at every token).
 
-    b: the mean reward of the step's responses, or 0.
+    b is the mean reward of the step's responses, or 0.
     """
 
     type: Literal["reinforce"] = "reinforce"

@@ -15,7 +15,7 @@ from megarl.lazy_torch import Tensor
 
 
 class _Whitened(Clipped):
-    """The driver's number is added at the last token and propagated back to the first along with the tokens' KL; then whitened."""
+    """Adds the driver's number at the last token, propagates it back to the first with the tokens' KL, and whitens the result."""
 
     aggregation: Aggregation = "token-mean"
 

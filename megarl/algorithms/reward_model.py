@@ -37,11 +37,11 @@ class BradleyTerry:
 
         Args:
             score_T: float [T], the scalar head's output.
-            batch: both sides of each pair; `extra_T` may have "margin" (>= 0; of the chosen sequence's loss token).
-            sum_over: joins the context-parallel ranks (one collective of N or 2 N numbers).
+            batch: both sides of each pair; `extra_T` may have "margin" (>= 0, read at the chosen sequence's loss token).
+            sum_over: sums over the context-parallel ranks (one collective of N or 2 N numbers).
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to report of it.
+            The loss of each token, 0 at masked entries, with the metrics to report.
         """
         with torch.no_grad():
             held_N = [batch.sequence_sum(score_T.detach())]

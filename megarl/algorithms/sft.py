@@ -23,7 +23,7 @@ class Sft:
     aggregation: Averaging = "token-mean"
 
     def weights(self, count_N: Tensor) -> Tensor:
-        """The weight of a loss token, float64 [N]."""
+        """The weight of each loss token of a sequence, float64 [N]."""
         return token_weights(count_N, self.aggregation)
 
     def loss(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Loss:
@@ -35,7 +35,7 @@ class Sft:
             sum_over: unused: nothing is summed over ranks.
 
         Returns:
-            The loss of each token, 0 at masked entries, and what to report of it.
+            The loss of each token, 0 at masked entries, with the metrics to report.
         """
         loss_T = torch.where(batch.mask_T, -logp_T, 0.0)
         tokens = batch.mask_T.count_nonzero()

@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""The critic's loss, and how much of the returns the critic explains."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megarl.lazy_torch import Tensor, torch
 
 
 def value_weights(count_N: Tensor, aggregation: Averaging = "token-mean") -> Tensor:
-    """The weight of a loss token of the global mini-batch in the critic's loss, float64 [N]; PPO's and VAPO's is the mean over tokens."""
+    """The weight of each loss token of a sequence in the critic's loss, float64 [N]; PPO and VAPO take the mean over tokens."""
     return token_weights(count_N, aggregation)
 
 
 def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
-    """0.5 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second where `clip` (c) is None.
+    """0.5 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second term if `clip` (c) is None.
 
-    PPO2 of OpenAI baselines; arXiv:2005.12729, section 3.
+    As in PPO2 of OpenAI baselines; see arXiv:2005.12729, section 3.
 
     Args:
         value_T: float [T], v, the critic's values, in the graph.
@@ -24,7 +24,7 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
         clip: c, how far a value may move from its value before the step.
 
     Returns:
-        The loss before `value_weights`, [T], 0 with zero gradient at masked entries, and what to report of it.
+        The loss [T], before `value_weights` are applied, 0 with zero gradient at masked entries, with the metrics to report.
     """
     with torch.no_grad():
         v_T, return_T, masked_T = value_T.detach(), batch.extra_T["return"], ~batch.mask_T
@@ -48,7 +48,7 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
 
 
 def explained_variance_sums(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The parts of the explained variance, over this rank's loss tokens.
+    """The sums that make up the explained variance, over this rank's loss tokens.
 
     The sums add up over ranks and batches; `observe.metrics.Explained` computes the explained variance 1 - Var(R - v) / Var(R) from them.
 

@@ -18,13 +18,13 @@ from megarl.lazy_torch import Tensor, torch
 class Vapo(ActorCritic):
     """VC-PPO with lambda_policy = 1 - 1 / (alpha l) by response length l, Clip-Higher, token mean, and mu * NLL of correct responses.
 
-    Each part can be turned off (the paper's ablations): `alpha: null` uses one `lambda_policy` for all lengths, `lambda_critic: null` the
-    policy's lambda for the critic too, `clip_high: 0.2` clips equally on both sides, `aggregation: seq-mean-token-mean` weights responses
-    instead of tokens, `mu: 0` imitates nothing. Value pretraining and the group size are `critic.pretrain_steps` and
+    Each part can be turned off (the paper's ablations): `alpha: null` uses one `lambda_policy` for all lengths, `lambda_critic: null` uses
+    the policy's lambda for the critic too, `clip_high: 0.2` clips equally on both sides, `aggregation: seq-mean-token-mean` weights
+    responses equally instead of tokens, and `mu: 0` drops the NLL. Value pretraining and the group size are `critic.pretrain_steps` and
     `rollout.samples_per_prompt`.
 
-    The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch: those weights come
-    from the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; it is omitted if no response of the step is correct.
+    The NLL is divided by the tokens of correct responses (reward above `positive_above`) in the GLOBAL mini-batch. Its weights come from
+    the driver (`positive_weights`), as `batch.extra_T["positive_weight"]`; they are 0 if no response of the mini-batch is correct.
     """
 
     type: Literal["vapo"] = "vapo"
@@ -35,13 +35,13 @@ class Vapo(ActorCritic):
     alpha: PositiveFloat | None = 0.05
     """Length-adaptive GAE: lambda_policy = 1 - 1 / (alpha l) for a response of l tokens; null: the same lambda_policy for all."""
     lambda_policy: Fraction = 0.95
-    """Lambda of the policy's advantages where `alpha` is null."""
+    """Lambda of the policy's advantages; used only if `alpha` is null."""
     lambda_critic: Fraction | None = 1.0
-    """Lambda of the critic's targets; null: the policy's."""
+    """Lambda of the critic's targets; null: the policy's lambda."""
     mu: NonNegativeFloat = 0.1
     """Weight of the NLL of correct responses."""
     positive_above: float = 0.0
-    """A response with a reward above this is correct."""
+    """Responses with a reward above this count as correct."""
 
     def policy_lambda(self, batch: Batch) -> float | Tensor:
         return self.lambda_policy if self.alpha is None else length_adaptive_lambda(batch.count_N, self.alpha)
@@ -50,7 +50,7 @@ class Vapo(ActorCritic):
         return self.policy_lambda(batch) if self.lambda_critic is None else self.lambda_critic
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
-        """mu / (loss tokens of all correct responses) for correct ones, else 0; None if mu is 0."""
+        """mu / (loss tokens of all correct responses) for correct responses, else 0; None if mu is 0."""
         if self.mu == 0:
             return None
         positive_N = (reward_N > self.positive_above) & (count_N > 0)
@@ -63,6 +63,6 @@ class Vapo(ActorCritic):
         weight_T = batch.extra_T["positive_weight"]
         nll = torch.where(weight_T > 0, logp_T.detach(), 0.0).sum().neg()
         mean = {**loss.mean, "actor/positive_nll": Average(nll, (weight_T > 0).count_nonzero())}
-        # Its value is one number and its slope is the weights themselves: no other tensor of the tokens is kept.
+        # The term's value is one number and its slope is the weights themselves, so that no other per-token tensor is kept.
         weighted_lp = torch.where(batch.mask_T, logp_T.detach(), 0.0).mul_(weight_T).sum()
         return replace(loss, weighted=-attach(logp_T, weighted_lp, weight_T), mean=mean)

@@ -1,4 +1,4 @@
-"""From a step's plan to the batches of one rank, and what they say about the engine's log-probs.
+"""Assembly of one rank's batches from a step's plan, and metrics that compare the engine's log-probs with the trainer's.
 
 Axes: T predicted tokens, N responses of the step.
 """
@@ -24,25 +24,25 @@ from megarl.workers.plan import Split, StepPlan, loss_weights
 from megarl.workers.plan import members as chosen_in
 
 Columns = list[tuple[list[int], Any]]
-"""What one group of ranks computed for another: for each micro-batch its responses, and a reference to a dictionary of columns for each."""
+"""What one group of ranks computed for another: per micro-batch its responses, and a reference to a list of column dicts, one for each."""
 
 
 def fetch(payload_N: Sequence[Any], members: Sequence[int]) -> list[Sample]:
-    """The samples of some of the responses, indices into the N axis, in that order."""
+    """Fetch the samples of the responses `members` (indices into the N axis), in that order."""
     return ray.get([payload_N[n] for n in members])
 
 
 def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, layers: Sequence[int]) -> Tensor | None:
-    """The experts that the engine chose for the tokens of some responses. Only what holds `layers` is fetched.
+    """Fetch the experts that the engine chose for the tokens of some responses, for only the stages that hold `layers`.
 
     Args:
-        plan: of the step.
+        plan: the step's plan.
         members: the responses, as indices into the N axis.
-        length_N: int64, the entries of each.
-        layers: of the model, those that are wanted.
+        length_N: int64, the number of entries of each.
+        layers: the model's layers for which to fetch them.
 
     Returns:
-        int16 [T, L, K], L as `layers`, -1 at the entries of responses of which the engine did not report any; None where it did of none.
+        int16 [T, L, K], L in the order of `layers`, -1 at entries for which the engine reported none; None if it reported none at all.
     """
     ends = length_N.cumsum(0).tolist()
     reported = [(end, parts) for end, parts in zip(ends, (plan.experts_N[n] for n in members), strict=True) if parts is not None]
@@ -64,12 +64,12 @@ def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, lay
 
 
 def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ()) -> Batch:
-    """The given responses of the plan as one batch with their rewards and weights; those that are not kept have no loss token.
+    """Pack some responses of the plan into one batch, with their rewards and weights; those that are not kept have no loss token.
 
     Args:
-        plan: of the step.
+        plan: the step's plan.
         members: the responses, as indices into the N axis.
-        layers: those of whose routers `extra_T["routed_experts"]` is to say what the engine chose, as far as it is known.
+        layers: the layers for which `extra_T["routed_experts"]` holds the experts that the engine chose, as far as they are known.
     """
     samples = fetch(plan.payload_N, members)
     batch = pack(samples)
@@ -88,7 +88,7 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor:
-    """What each turn of an episode has earned, at the entry that is scored on its last token; float32 [T], 0 elsewhere."""
+    """The reward of each turn of an episode, at the entry that is scored on the turn's last token; float32 [T], 0 elsewhere."""
     found = [np.zeros(len(sample.tokens) - 1, np.float32) for sample in samples]
     for sample, reward_T in zip(samples, found, strict=True):
         for end, reward in sample.turn_rewards:
@@ -97,23 +97,23 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor:
 
 
 def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:
-    """The batch with the plan's values of responses at every entry of theirs.
+    """Add per-response values to the batch, each at every entry of its response.
 
     Args:
-        batch: of one micro-batch.
+        batch: one micro-batch.
         members: its responses, as indices into the N axis.
-        **values_N: by the name that the column gets.
+        **values_N: the values of all responses of the step, by the column's name.
     """
     return batch.with_extra(**{name: batch.spread(torch.tensor(value[list(members)])) for name, value in values_N.items()})
 
 
 def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: Sequence[str]) -> Columns:
-    """Puts columns of whole micro-batches, response by response, into the object store.
+    """Put columns of whole micro-batches, split by response, into the object store.
 
     Args:
-        batches: with every entry of their responses, in order, on the CPU.
+        batches: the micro-batches with every entry of their responses, in order, on the CPU.
         members: the responses of each batch, as indices into the N axis.
-        names: of the columns in `extra_T`.
+        names: the columns' names in `extra_T`.
     """
     stored: Columns = []
     for chosen, batch in zip(members, batches, strict=True):
@@ -124,13 +124,13 @@ def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: S
 
 
 def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], given: Columns, names: Sequence[str]) -> list[Batch]:
-    """Adds the columns of another group, which has split the same responses in its own way. Fetches what holds one of these.
+    """Add the columns of another group, which has split the same responses differently. Fetches only the micro-batches it needs.
 
     Args:
-        batches: with every entry of their responses, in order.
+        batches: the micro-batches with every entry of their responses, in order.
         members: the responses of each batch, as indices into the N axis.
         given: what the other group's `columns` returned.
-        names: of the columns that are taken over.
+        names: the names of the columns to add.
 
     Returns:
         The batches with `extra_T[name]` [T] for each name.
@@ -149,18 +149,18 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
 def corrections(
     algorithm: PolicyAlgorithm, correction: Correction, whole: Batch, members: Sequence[int], split: Split, sum_over: SumOver
 ) -> dict[str, Tensor]:
-    """What the correction adds to the responses of a data-parallel rank. Collective, but for the simplest ones.
+    """Compute the columns that the correction adds on a data-parallel rank. Collective with `normalise` or `denominator: kept`.
 
     Args:
-        algorithm: of the run.
-        correction: its own.
+        algorithm: the run's algorithm.
+        correction: the algorithm's correction.
         whole: the responses, with every entry.
-        members: the same, as indices into the N axis.
-        split: of the step.
-        sum_over: joins all data-parallel ranks.
+        members: the same responses, as indices into the N axis.
+        split: the step's split.
+        sum_over: sums over all data-parallel ranks.
 
     Returns:
-        "correction" [T], and where it drops tokens from the denominators also "weight" [T], the loss weights of those that stay.
+        "correction" [T], and, if dropped tokens leave the denominators, "weight" [T], the loss weights of the tokens that remain.
     """
     correction_T = correction.weights(whole, sum_over)
     if correction.denominator == "all":
@@ -172,15 +172,15 @@ def corrections(
 
 
 def known(batch: Batch) -> Batch:
-    """The batch with the loss tokens alone whose log-probs this rank computed."""
+    """Restrict the batch's loss tokens to those whose log-probs this rank computed."""
     return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
 
 
 def mismatch(batch: Batch) -> dict[str, Metric]:
-    """How far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
+    """Metrics of how far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
 
-    rollout_corr: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with |d| > ln 2,
-    chi2 the mean of exp(2 d) - 1 (d no further from 0 than a correction takes it).
+    rollout_corr/...: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with
+    |d| > ln 2, chi2 the mean of exp(2 d) - 1 (with d clamped as in a correction).
     """
     here_T = known(batch).mask_T
     old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
@@ -207,14 +207,14 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
 
 
 def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict[str, Metric]:
-    """The same for whole responses: how surprised trainer and engine are by what the engine sampled.
+    """Metrics of the same gap for whole responses: the trainer's and the engine's perplexity of what the engine sampled.
 
-    ppl of either: mean over responses of exp(-mean_t lp); log_ppl_diff: mean of mean_t(rollout - old), log_ppl_abs_diff of its absolute
-    value; ppl_ratio: mean of exp(mean_t(rollout - old)), the trainer's perplexity over the engine's.
+    ppl of either: mean over responses of exp(-mean_t lp); log_ppl_diff: mean of mean_t(rollout - old); log_ppl_abs_diff: mean of its
+    absolute value; ppl_ratio: mean of exp(mean_t(rollout - old)), the trainer's perplexity over the engine's.
 
     Args:
-        batch: with "old_logp" at every entry.
-        sum_over: joins the ranks that share the sequences; None: they are whole.
+        batch: the responses; has "old_logp" at every entry.
+        sum_over: sums over the ranks that share the sequences; None: the sequences are whole.
     """
     here_N = batch.count_N > 0
     if not here_N.any():
@@ -237,9 +237,9 @@ def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict
 
 
 def weight_metrics(weight_T: Tensor, batch: Batch) -> dict[str, Metric]:
-    """The correction's weights at the loss tokens: mean, largest, share of those that are 0, and what share of the tokens they are worth.
+    """Metrics of the correction's weights at the loss tokens: mean, maximum, share of zeros, and effective sample size.
 
-    weight_ess is the effective sample size (sum w)^2 / sum w^2 over the number of tokens (Kish): 1 where all weights are alike.
+    weight_ess is the effective sample size (sum w)^2 / sum w^2 over the number of tokens (Kish): 1 if all weights are equal.
     """
     weight = weight_T[batch.mask_T].double()
     if not len(weight):

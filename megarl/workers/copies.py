@@ -1,4 +1,4 @@
-"""Copies of the last steps in the memory of the machines, which outlive the ranks that made them (`save.rolling`)."""
+"""Copies of the last steps in the machines' memory, which outlive the ranks that made them (`save.rolling`)."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megarl.cluster.on_node import on
 from megarl.shared_memory import SharedMemory
 from megarl.text import one_line
 
-PIECE = 16 << 20  # bytes that travel between machines at a time
-KEPT = 2  # steps
-ANSWER_S = 10.0  # longest wait for a machine to say what it has
-LONGEST = 200  # characters of what a copy failed with
+PIECE = 16 << 20  # bytes sent between machines at a time
+KEPT = 2  # steps kept per rank
+ANSWER_S = 10.0  # longest wait for a machine to list its copies
+LONGEST = 200  # largest number of characters of a failed copy's error
 
 Owner = tuple[str, int]
-"""A rank: its group, its number."""
+"""A rank: the name of its group, and its number."""
 
 
 class CopyStore:
-    """Holds the copies of the ranks on its machine, as an actor there."""
+    """An actor on each machine that holds the copies of the ranks there."""
 
     def __init__(self) -> None:
         self._held: dict[Owner, dict[int, tuple[int, int]]] = {}  # the descriptor and the size of each step's memory
 
     def keep(self, owner: Owner, step: int, path: str, size: int) -> None:
-        """Takes a complete copy. The one before it stays; older ones are let go of, and later ones, from before the run went back.
+        """Take over a complete copy. Keep the one before it; release older ones, and later ones from before the run went back.
 
         Args:
-            owner: whose part it is.
-            step: of which it is.
-            path: where processes of this machine open it.
-            size: in bytes.
+            owner: the rank whose part it is.
+            step: the step that was copied.
+            path: the path at which processes of this machine can open it.
+            size: the size in bytes.
         """
         steps = self._held.setdefault(owner, {})
         self._drop(steps, [other for other in steps if other >= step])
@@ -46,37 +46,37 @@ class CopyStore:
         self._drop(steps, sorted(steps)[:-KEPT])
 
     def forget(self, owner: Owner, but: int) -> None:
-        """Lets go of an owner's copies but that of one step: the others are about to be written over."""
+        """Release an owner's copies except that of the step `but`: the others are about to be overwritten."""
         steps = self._held.get(owner, {})
         self._drop(steps, [step for step in steps if step != but])
 
     def steps(self) -> dict[Owner, list[int]]:
-        """Of which steps there are copies."""
+        """The steps of which there are copies, by owner."""
         return {owner: sorted(steps) for owner, steps in self._held.items()}
 
     def place(self, owner: Owner, step: int) -> tuple[str, int]:
-        """Where processes of this machine open a copy, and its size."""
+        """The path at which processes of this machine can open a copy, and its size."""
         descriptor, size = self._held[owner][step]
         return f"/proc/{os.getpid()}/fd/{descriptor}", size
 
     def piece(self, owner: Owner, step: int, begin: int) -> bytes:
-        """Some bytes of a copy.
+        """Read `PIECE` bytes of a copy, or the bytes that are left.
 
         Args:
-            owner: whose part it is.
-            step: of which it is.
-            begin: the first byte; `PIECE` follow, or what is left.
+            owner: the rank whose part it is.
+            step: the step that was copied.
+            begin: the offset of the first byte.
         """
         descriptor, size = self._held[owner][step]
         return os.pread(descriptor, min(PIECE, size - begin), begin)
 
     async def fetch(self, source: Any, owner: Owner, step: int) -> None:
-        """Takes over a copy from another machine, which may be taking one over from here.
+        """Fetch a copy from another machine, which may be fetching one from here at the same time.
 
         Args:
-            source: that machine's store.
-            owner: whose part it is.
-            step: of which it is.
+            source: the other machine's store.
+            owner: the rank whose part it is.
+            step: the step that was copied.
 
         Raises:
             OSError: there is no room.
@@ -84,7 +84,7 @@ class CopyStore:
         _, size = await source.place.remote(owner, step)
         memory = SharedMemory(size, "save.rolling")
         try:
-            await asyncio.to_thread(memory.reserve, size)  # seconds, in which others ask what is there
+            await asyncio.to_thread(memory.reserve, size)  # takes seconds, in which others' calls must be answered
             for begin in range(0, size, PIECE):
                 piece = await source.piece.remote(owner, step, begin)
                 memory.memory[begin : begin + len(piece)] = piece
@@ -99,32 +99,32 @@ class CopyStore:
 
 
 class Copies:
-    """The driver's view of all copies, and what it must know itself of each step.
+    """The driver's handle to all copies, with its own record of each step.
 
     Args:
-        peers: every copy is also held on another machine.
+        peers: whether every copy is also held on another machine.
     """
 
     def __init__(self, peers: bool) -> None:
         self._peers = peers
         self._stores: dict[str, Any] = {}  # by node
         self._records: dict[int, Any] = {}  # by step
-        self._owners: list[Owner] = []  # all ranks of which there must be a copy
-        self._travelling: list[Any] = []  # of the last step, to the next machine
+        self._owners: list[Owner] = []  # all ranks that must have a copy
+        self._travelling: list[Any] = []  # calls that send the last step's copies to the next machine
 
     def save(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float, record: Any) -> None:
-        """Copies a step of all groups.
+        """Copy a step of all groups.
 
         Args:
-            step: its number.
-            groups: of the ranks that train, by name.
-            timeout_s: of each group.
-            record: what `newest` gives back with the step.
+            step: the step's number.
+            groups: the groups of ranks that train, by name.
+            timeout_s: time limit for each group.
+            record: the driver's record, which `newest` returns with the step.
 
         Raises:
-            OSError: there is no room for the step, the copies before stay; or the copy of the step before has not reached the next machine;
-                this step's is complete then.
-            Exception: what a rank raises.
+            OSError: there is no room for the step, and the earlier copies stay; or the previous step's copy has not reached the next
+                machine, in which case this step's copy is complete.
+            Exception: whatever a rank raises.
         """
         lost, self._travelling = _failed(self._travelling, timeout_s), []
         last = max(self._records, default=-1)
@@ -140,7 +140,7 @@ class Copies:
             raise OSError(f"step {last} is not on the next machine: {lost}")
 
     def newest(self) -> tuple[int, Any] | None:
-        """The newest step of which a copy of every rank is there, and its record."""
+        """The newest step of which every rank's copy exists, and its record; None if there is none."""
         if not self._records:
             return None
         held: dict[Owner, set[int]] = {}
@@ -152,15 +152,15 @@ class Copies:
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
     def load(self, step: int, groups: Mapping[str, ActorGroup], timeout_s: float) -> None:
-        """Gives every rank its part of a step; to another machine than before it travels first.
+        """Restore every rank from its copy of a step, which is first fetched if the rank is on another machine now.
 
         Args:
-            step: its number.
-            groups: of the ranks that train, by name.
-            timeout_s: of each group.
+            step: the step's number.
+            groups: the groups of ranks that train, by name.
+            timeout_s: time limit for each group.
 
         Raises:
-            WorkerDied: a part is lost.
+            WorkerDied: a rank's copy is lost.
         """
         held = self._held()
         for name, group in groups.items():
@@ -185,7 +185,7 @@ class Copies:
         return self._stores[node]
 
     def _mirror(self, name: str, step: int, nodes: Sequence[str]) -> list[Any]:
-        """Copies go to the next machine, behind the run's back."""
+        """Start sending the copies to the next machine, in the background; return the calls."""
         others = sorted(self._stores)
         if not self._peers or len(others) < 2:
             return []
@@ -193,7 +193,7 @@ class Copies:
         return [after[node].fetch.remote(self._stores[node], (name, rank), step) for rank, node in enumerate(nodes)]
 
     def _held(self) -> dict[str, dict[Owner, list[int]]]:
-        """What each store has, by node. Those that do not answer, and those of lost nodes, are forgotten."""
+        """The copies that each store holds, by node. Forget stores that do not answer, and those of lost nodes."""
         there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         self._stores = {node: store for node, store in self._stores.items() if node in there}
         asked = {node: store.steps.remote() for node, store in self._stores.items()}
@@ -207,7 +207,7 @@ class Copies:
 
 
 def _failed(calls: Sequence[Any], timeout_s: float) -> str | None:
-    """Waits for calls that nobody has waited for. What the first that failed says, or is late with; None where all are done."""
+    """Wait for background calls. Return the error of the first that failed or was late; None if all are done."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
         try:

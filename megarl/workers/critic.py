@@ -1,4 +1,4 @@
-"""The critic on one rank: values of what the policy did, and steps towards its returns.
+"""The critic on one rank: values of the policy's tokens, and optimizer steps towards their returns.
 
 Axes: T predicted tokens, R rows of local values.
 """
@@ -25,19 +25,19 @@ class Critic:
     """A value model: V of the state before each token.
 
     Args:
-        model: with a scalar head.
-        grid: this rank's.
-        together: how many micro-batches it takes as one.
-        replay: steps send the tokens to the experts that gave their values.
+        model: a model with a scalar head.
+        grid: this rank's grid.
+        together: the number of micro-batches to join into one.
+        replay: in optimizer steps, route each token to the experts that computed its value.
     """
 
     def __init__(self, model: Model, grid: Grid, together: int, *, replay: bool) -> None:
         self._model, self._grid, self._together, self._replay = model, grid, together, replay and model.topk > 0
 
     def forward_tokens(self, mini_batches: Sequence[Sequence[Batch]]) -> list[Batch]:
-        """All batches with `extra_T["value"]` at the entries that this rank computes, NaN elsewhere; `["critic_experts"]` for `replay`.
+        """Add `extra_T["value"]` to all batches, NaN at entries that other ranks compute; with `replay`, also `extra_T["critic_experts"]`.
 
-        They are joined within their mini-batch, as the steps join them: of a token, the same rank sees the routers both times.
+        Batches are joined within their mini-batch, as in the steps, so that the same rank routes a token both times.
         """
         batches = [batch for mini_batch in mini_batches for batch in mini_batch]
         joined, lengths = [one for mini_batch in mini_batches for one in self._joined(mini_batch)], [len(batch) for batch in batches]
@@ -49,15 +49,15 @@ class Critic:
         return [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
-        """One optimizer step on the value loss. Collective.
+        """Take one optimizer step on the value loss. Collective.
 
         Args:
             batches: this data-parallel rank's part of a mini-batch. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`.
             clip: as in `value_loss`.
-            report: whether this rank speaks for its tokens.
+            report: whether this rank reports the metrics of its tokens.
 
         Returns:
-            The loss's metrics where `report`, and those of the optimizer on rank 0.
+            The loss's metrics if `report`, and those of the optimizer on rank 0.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are then as before.
@@ -84,14 +84,14 @@ class Critic:
 
 
 def critic_metrics(batch: Batch) -> dict[str, Metric]:
-    """How well the values explain the returns of the step, over the loss tokens that this rank computed, as a whole and by position.
+    """Metrics of how well the values explain the step's returns, over the loss tokens that this rank computed, in total and by position.
 
     critic/explained_variance is 1 - Var(R - v) / Var(R), also over the early, middle and late third of each response.
     critic_by_position/{value,return,advantage}_from_p are means over the p-th to the (2p - 1)-th token of the responses, p = 1, 2, 4, 8...
-    The return at a position is what came of it, `extra_T["outcome"]`, whatever lambda the critic learns from: targets of a small lambda
-    follow its own values, with their bias. Positions count from the response's start, not as shares of its length, which the critic cannot
-    know before the end: so a critic without bias has E[value] = E[return] at each of them. critic/position_bias says how far it is from
-    that (`observe.metrics.GroupBias`).
+    The return at a position is the Monte Carlo return, `extra_T["outcome"]`, whatever lambda the critic learns from: targets with a small
+    lambda follow the critic's own values, with their bias. Positions count from the response's start, not as shares of its length, which
+    the critic cannot know before the end; so an unbiased critic has E[value] = E[return] at each of them. critic/position_bias says how far
+    the critic is from that (`observe.metrics.GroupBias`).
     """
     here_T = batch.mask_T & ~batch.extra_T["value"].isnan()
     value_T, return_T = batch.extra_T["value"], batch.extra_T["return"]
@@ -106,7 +106,7 @@ def critic_metrics(batch: Batch) -> dict[str, Metric]:
 
 
 def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantage_T: Tensor) -> dict[str, Metric]:
-    """The means over the p-th to the (2p - 1)-th token, and the bias of the value between them. position_T: int64 from 1."""
+    """The means over the p-th to the (2p - 1)-th token, and the value's bias across these ranges. position_T: int64, from 1."""
     octave_T = torch.bucketize(position_T, 2 ** torch.arange(62), right=True) - 1
 
     def sums(value_T: Tensor) -> list[float]:
@@ -122,18 +122,18 @@ def _by_position(position_T: Tensor, value_T: Tensor, return_T: Tensor, advantag
 
 
 def loss_metrics(loss: Loss) -> dict[str, Metric]:
-    """The means and peaks that a loss of one micro-batch shows on this rank."""
+    """The means and peaks of one micro-batch's loss on this rank, as metrics."""
     means: dict[str, Metric] = {key: Mean(float(mean.total), float(mean.weight)) for key, mean in loss.mean.items()}
     return {**means, **{key: Max(float(peak)) for key, peak in loss.peak.items()}}
 
 
 def values(value_R1: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-    """What a value model says at the entries, in the form of `model.Read`.
+    """Read a value model's output at the entries; a `model.OutputReader`.
 
     Args:
         value_R1: the output [R, 1].
         row_T: int64 [T], the entries' rows.
-        batch: the entries; not read.
+        batch: the entries; unused.
 
     Returns:
         float32 [T].

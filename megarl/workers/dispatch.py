@@ -1,4 +1,4 @@
-"""Hands prompts to the engines, each to the one that has least to do, and takes the responses as they are finished."""
+"""Dispatch of prompts to the engines, each to the least loaded one, and collection of the responses as they finish."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, answered, ask, ask_more
 
-ENGINE_FAULTS = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine, which another would not have
-AHEAD = 2  # how many times as many responses as it can work on an engine is given at once, so that it never runs out of work
+ENGINE_FAULTS = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine that another would not have
+AHEAD = 2  # an engine is given this many times the responses that it can work on at once, so that it never runs out of work
 DOING = "generate"
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some tokens more, and no whole responses."""
+    """A request for a limited number of further tokens instead of whole responses."""
 
-    tokens: int  # of each response, at most
-    open: Mapping[int, Sequence[Any]]  # of each response that is not done the parts that there are, by its index
+    tokens: int  # largest number of further tokens per response
+    open: Mapping[int, Sequence[Any]]  # the parts so far of each unfinished response, by its index
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The responses to one prompt: one engine gives all of them."""
+    """A request for the responses to one prompt, all of which come from one engine."""
 
     key: Hashable
     start: Start
@@ -47,11 +47,11 @@ class Wanted:
 
     @property
     def responses(self) -> int:
-        """How many."""
+        """The number of responses requested."""
         return self.sampling.n if self.segment is None else len(self.segment.open)
 
     def ask(self, engine: Any, playing: Playing | None) -> list[Any]:
-        """Starts the call; returns at once, with references to all that it returns."""
+        """Start the call on `engine`; return at once, with a reference to each of its return values."""
         if self.segment is None:
             return ask(engine, [self.start], self.sampling, self.experts, playing)
         return ask_more(engine, self.start, self.sampling, self.experts, self.segment.tokens, self.segment.open)
@@ -61,7 +61,7 @@ class Wanted:
 class _EngineCall:
     wanted: Wanted
     engine: int
-    actor: Any  # that the engine was
+    actor: Any  # the engine's actor when it was called
     references: list[Any]
     deadline: float
 
@@ -71,18 +71,19 @@ class NoEngine(Exception):
 
 
 class Dispatcher:
-    """The prompts of one piece of work. What an engine that is lost had to do, the others do.
+    """Dispatches the prompts of one piece of work. The other engines take over the work of an engine that is lost.
 
-    `ask`, `finished` and the replacement of engines may run in three threads; each of them in one alone.
+    `ask`, `finished` and the replacement of engines may run in three different threads, but each of them in only one.
 
     Args:
         group: the engines' actors.
-        settings: of the engines.
-        playing: how responses become episodes, if they do.
-        starting: engines that are not asked: they have not started, or have not the weights of the others. Whoever starts them changes it.
+        settings: the engines' settings.
+        playing: how responses become episodes; None: they do not.
+        starting: engines that get no work, because they have not started yet or lack the weights of the others. The code that starts them
+            updates it.
 
     Attributes:
-        busy_s: seconds in which engines had something to do, added up.
+        busy_s: seconds in which an engine had work, summed over the engines.
     """
 
     def __init__(
@@ -90,30 +91,30 @@ class Dispatcher:
     ) -> None:
         self._group, self._settings, self._playing, self._starting = group, settings, playing, starting
         episodes = None if playing is None else playing.environment.max_concurrent
-        self._together = min(settings.max_num_seqs, episodes or settings.max_num_seqs)  # responses that an engine works on at a time
+        self._together = min(settings.max_num_seqs, episodes or settings.max_num_seqs)  # responses that an engine can work on at once
         self._queue: deque[Wanted] = deque()
-        self._calls: dict[Any, _EngineCall] = {}  # by the reference that is ready when the responses are
-        self._lost: dict[int, tuple[Any, Exception]] = {}  # engines with the actors that they were
+        self._calls: dict[Any, _EngineCall] = {}  # by the reference that becomes ready with the responses
+        self._lost: dict[int, tuple[Any, Exception]] = {}  # by engine: its actor when it was lost, and the fault
         self.busy_s, self._since = 0.0, time.monotonic()
 
     def ask(self, wanted: Wanted) -> None:
-        """Queues a prompt behind those that wait."""
+        """Append a prompt to the queue."""
         self._queue.append(wanted)
 
     @property
     def lost(self) -> dict[int, Exception]:
-        """The engines that are, and how; one that is replaced is so no longer."""
+        """The engines that are lost and not yet replaced, each with its fault."""
         return {engine: fault for engine, (actor, fault) in self._lost.copy().items() if actor is self._group.actors[engine]}
 
     @property
     def open(self) -> int:
-        """How many prompts are not finished."""
+        """The number of unfinished prompts."""
         return len(self._queue) + len(self._calls)
 
     def finished(self, longest_s: float = LOOK_S) -> dict[Any, list[Response]]:
-        """The responses to prompts that are finished; waits for the first, but no longer than `longest_s`.
+        """Return the responses to the prompts that have finished, by key; wait for the first one, but no longer than `longest_s`.
 
-        Raises an engine's error where any other engine would fail in the same way. NoEngine where none is left.
+        Raises an engine's error if any other engine would fail in the same way, and NoEngine if no engine is left.
         """
         self._hand_out()
         self._charge()
@@ -147,7 +148,7 @@ class Dispatcher:
         return found
 
     def cancel(self) -> None:
-        """Nothing of it is wanted any more."""
+        """Cancel all unfinished work."""
         self._queue.clear()
         cancel(self._calls)
         self._calls.clear()
@@ -172,7 +173,7 @@ class Dispatcher:
             )
 
     def _lose(self, engine: int, actor: Any, fault: Exception) -> None:
-        """The unfinished calls of this actor wait again. Raises a fault that another engine would not do without."""
+        """Record an engine as lost and requeue its actor's unfinished calls. Raise a fault that another engine would also have."""
         if not isinstance(fault, ENGINE_FAULTS):
             raise fault
         if engine not in self.lost:

@@ -1,4 +1,4 @@
-"""The rollout engines of a run, as the driver sees them."""
+"""The driver's handle to the rollout engines of a run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import must_move, reserve_workers
 
-PING_S = 60.0  # longest time in which an engine that has nothing to do says that it is there
+PING_S = 60.0  # longest time in which an idle engine must answer a ping
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class EngineStarter:
-    """Starts engines of a run.
+    """Starts the engines of a run.
 
     Args:
-        config: of the run; says whether GPUs are used, and whether ranks use the same.
-        settings: of the engines.
-        places: a scheduling strategy for each engine, of `reserve_workers`.
-        model: a Hugging Face directory; its weights are read where no sync comes before the first request.
-        devices: the GPUs of the ranks that they share them with, `rollout.tp` for each engine; none: Ray has given them their own.
+        config: the run's configuration; says whether GPUs are used, and whether they are shared with ranks.
+        settings: the engines' settings.
+        places: a scheduling strategy for each engine, from `reserve_workers`.
+        model: a Hugging Face directory; its weights are read unless a sync comes before the first request.
+        devices: the GPUs of the ranks that share them with the engines, `rollout.tp` for each engine; empty: Ray gives engines their own.
     """
 
     config: RunSettings
@@ -50,28 +50,28 @@ class EngineStarter:
 
     @property
     def shared(self) -> bool:
-        """Whether they take turns with ranks."""
+        """Whether the engines share devices with ranks and take turns with them."""
         return isinstance(self.config, TrainConfig) and self.config.placement.engines == "shared"
 
     @property
     def blank(self) -> bool:
-        """Whether a sync brings their weights before the first request: `model.base` is evaluated before that."""
+        """Whether a sync brings the weights before the first request; not so with `model.base`, which is evaluated before the sync."""
         return isinstance(self.config, TrainConfig) and self.config.model.base is None
 
     def create(self, index: int) -> Any:
-        """The process of an engine; `open` starts the engine in it."""
+        """Start the process of an engine; `open` starts the engine in it."""
         gpus = self.settings.tp if self.config.cluster.gpus else 0
-        as_guest = self.shared and self.config.cluster.gpus  # in the place of a rank
+        as_guest = self.shared and self.config.cluster.gpus  # in a place that is reserved for a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
         if gpus:
             environment = {"VLLM_BATCH_INVARIANT": "1"} if self.config.cluster.deterministic else {}
         else:
-            environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else vLLM warns of the memory's node at every start
+            environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
         actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
         return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment, self.config.directory)
 
     def open(self, index: int, actor: Any) -> Any:
-        """Starts the engine itself; returns at once, with what to wait for."""
+        """Start the engine itself; return at once, with the reference to wait for."""
         config, tp = self.config, self.settings.tp
         report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
         dtype = self.settings.dtype or config.model.dtype
@@ -80,15 +80,15 @@ class EngineStarter:
 
 
 class Engines:
-    """The rollout engines. One that dies, is stopped or late is replaced, where there is a `starter`, and nothing else is lost.
+    """The rollout engines. With a `starter`, one that dies, is stopped or answers too late is replaced, and nothing else is lost.
 
     Args:
-        group: their actors.
-        settings: of the engines.
-        turns: where they share devices with the policy's ranks.
-        starter: starts others in their places.
-        restarts: says how often.
-        playing: how responses become episodes; None: each prompt has one response.
+        group: the engines' actors.
+        settings: the engines' settings.
+        turns: whose turn it is, if the engines share devices with the policy's ranks.
+        starter: starts replacements.
+        restarts: limits how often engines are replaced.
+        playing: how responses become episodes; None: they do not, and each response is a single turn.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Engines:
     ) -> None:
         self.playing = playing
         self.group, self.settings, self.turns, self.starter, self._restarts = group, settings, turns, starter, restarts
-        self.starting: set[int] = set()  # those that take the place of lost ones, until they have the weights of the others
-        self.busy_s = 0.0  # seconds in which engines had prompts to respond to, added up
-        self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all of them
+        self.starting: set[int] = set()  # replacements that do not have the weights of the others yet
+        self.busy_s = 0.0  # seconds in which an engine had prompts to respond to, summed over the engines
+        self.refill: Callable[[], object] = lambda: None  # brings the weights of the last sync into all engines
         if turns is not None:
             turns.guard = self.keeping
         if starter is not None and restarts is not None:
@@ -112,24 +112,24 @@ class Engines:
 
     @classmethod
     def create(cls, starter: EngineStarter, restarts: Restarts | None = None) -> Engines:
-        """Starts the processes; `open` starts the engines in them."""
+        """Start the processes; `open` starts the engines in them."""
         group = ActorGroup("engine", [starter.create(index) for index in range(len(starter.places))])
         turns = Turns(group, starter.config.cluster.phase_timeout_s) if starter.shared else None
         return cls(group, starter.settings, turns, starter, restarts, playing(starter.config))
 
     @property
     def places(self) -> Sequence[Any]:
-        """Where they are."""
+        """The scheduling strategy of each engine."""
         assert self.starter is not None
         return self.starter.places
 
     def open(self) -> list[Any]:
-        """Starts every engine; returns at once, with what to wait for."""
+        """Start every engine; return at once, with the references to wait for."""
         assert self.starter is not None
         return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 
     def note_sandbox(self, note: Callable[[str], object]) -> None:
-        """Notes how far the environment's processes are shut in where the engines are. ConfigError where that is less than is asked for."""
+        """Note how the environment's processes are sandboxed on the engines' machines. ConfigError if that is less than was asked for."""
         if self.playing is not None:
             said = self.group.call("guarantee", self.playing.environment, timeout_s=PING_S)
             for guarantee in dict.fromkeys(said):
@@ -137,12 +137,12 @@ class Engines:
                     note(f"the environment runs in a sandbox: {guarantee}")
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
-        """The responses to every prompt, in the order of the prompts.
+        """Generate the responses to every prompt, in the order of the prompts.
 
         Args:
-            prompts: with their tokens.
-            sampling: how many responses to each, and how they are drawn.
-            experts: which experts are kept with them; None: none.
+            prompts: the prompts, with their tokens.
+            sampling: how many responses to generate per prompt, and how they are sampled.
+            experts: which responses' routed experts to keep; None: none.
         """
         self.take_turn()
         work, answers = self.work(), dict[Any, list[Response]]()
@@ -154,31 +154,31 @@ class Engines:
         return [response for number in range(len(prompts)) for response in answers[number]]
 
     def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: ExpertsWanted | None = None) -> Wanted:
-        """What a dispatcher is asked for.
+        """Make a request to a dispatcher for the responses to one prompt.
 
         Args:
-            key: of its answer.
-            prompt: that is responded to.
-            number: with `sampling.seed` it decides the random draws; of the responses it is `prompt`.
-            sampling: of the responses; which tokens may be drawn and what ends a response, the settings say.
-            experts: that are wanted.
+            key: the dispatcher's answer comes under this key.
+            prompt: the prompt to respond to.
+            number: the prompt's number; with `sampling.seed` it determines the random draws, and the responses have it as `prompt`.
+            sampling: how to sample; the engines' settings say which tokens may be drawn and what ends a response.
+            experts: which responses' routed experts to keep; None: none.
         """
         return Wanted(key, Start(number, prompt.tokens, prompt.seed, prompt.task), sampling.within(self.settings), experts)
 
     def work(self) -> Dispatcher:
-        """Takes prompts for the engines. It is their turn then (`take_turn`)."""
+        """Return a dispatcher that takes prompts for the engines. It must be the engines' turn (`take_turn`)."""
         return Dispatcher(self.group, self.settings, self.playing, self.starting)
 
     def take_turn(self) -> None:
-        """Before prompts are asked for: the ranks leave the devices, where they are shared."""
+        """If devices are shared, make the ranks leave them. Call it before asking for responses."""
         if self.turns is not None:
             self.turns.to_engines()
 
     @contextmanager
     def finishing(self, work: Dispatcher, *, refill: bool = True) -> Iterator[None]:
-        """At the end of the block engines that were lost in the work are replaced; what it fails with, ends the work.
+        """At the end of the block, replace the engines that were lost in the work; if the block fails, cancel the work.
 
-        refill: they need the weights of the last sync.
+        refill: whether replacements get the weights of the last sync.
         """
         try:
             yield
@@ -190,7 +190,7 @@ class Engines:
             self.busy_s += work.busy_s
 
     def finished(self, work: Dispatcher) -> dict[Any, list[Response]]:
-        """`Dispatcher.finished`; where no engine is left, they are replaced. The ranks must have the weights of the last sync."""
+        """Call `Dispatcher.finished`; if no engine is left, replace them all. The ranks must have the weights of the last sync."""
         try:
             return work.finished()
         except NoEngine:
@@ -198,7 +198,7 @@ class Engines:
             return {}
 
     def replace(self, work: Dispatcher, *, refill: bool = True) -> None:
-        """Replaces the engines that were lost in the work; `refill`: with the weights of the last sync."""
+        """Replace the engines that were lost in the work; with `refill`, the replacements get the weights of the last sync."""
         faults = work.lost
         if not faults:
             return
@@ -208,12 +208,12 @@ class Engines:
         self.take_turn()
 
     def keeping(self, doing: str, work: Callable[[], Result], *, refill: bool = True) -> Result:
-        """`work` on idle engines; where one of them turns out to be lost, the work is done again with another one in its place.
+        """Do `work` on idle engines; if an engine turns out to be lost, replace it and do the work again.
 
         Args:
-            doing: names the work in an error.
-            work: may be done twice.
-            refill: the new engine needs the weights of the last sync first.
+            doing: names the work in errors.
+            work: the work, which may be repeated.
+            refill: whether a replacement needs the weights of the last sync first.
         """
         while True:
             try:
@@ -223,7 +223,7 @@ class Engines:
                     raise
 
     def start_again(self, places: Sequence[Any]) -> dict[int, Any]:
-        """Starts all of them anew at other places; returns at once, with what `ready` waits for."""
+        """End all engines and start them again at other places; return at once, with what `ready` waits for."""
         assert self.starter is not None
         end(self.group.actors)
         self.starter.places = places
@@ -233,9 +233,9 @@ class Engines:
         return dict(enumerate(self.open()))
 
     def start_lost(self) -> dict[int, Any]:
-        """Starts others in the places of those that do not answer; returns at once, with what `ready` waits for. The weights come next.
+        """Replace the engines that do not answer; return at once, with what `ready` waits for. They get their weights next.
 
-        What else has failed is being started again meanwhile: they are a part of that restart, and are not counted.
+        It is called while something else that failed is restarted: these replacements belong to that restart and are not counted.
         """
         opening = dict[int, Any]()
 
@@ -249,7 +249,7 @@ class Engines:
         return opening
 
     def ready(self, opening: Mapping[int, Any]) -> None:
-        """Waits until engines have started. `opening`: what `open` has returned for each, by its number."""
+        """Wait until engines have started. `opening` is what `open` returned for each, by the engine's number."""
 
         def failed(_: int, fault: Exception) -> None:
             raise fault
@@ -258,7 +258,7 @@ class Engines:
         self.group.wait_each(opening, "start", self.starter.config.cluster.start_timeout_s, failed)
 
     def _replaced_any(self, doing: str, refill: bool) -> bool:
-        """Replaces the engines that do not answer, if there are any."""
+        """Replace the engines that do not answer; return whether there were any."""
         if self.starter is None:
             return False
         found = list[int]()
@@ -274,9 +274,9 @@ class Engines:
 
     @contextmanager
     def _replacements(self, refill: bool = True) -> Iterator[Callable[[int, Exception], None]]:
-        """Yields what is told of each engine that fails: it starts another one in the place of a lost one, and raises any other fault.
+        """Yield a function to call with each failed engine: it starts a replacement if the engine is lost, and raises any other fault.
 
-        When it is left all of them are ready. Those that are lost inside it are one restart.
+        When the block ends, all replacements are ready. All engines lost within one block count as one restart.
         """
         opening = dict[int, Any]()
         with ExitStack() as recovery:
@@ -308,10 +308,10 @@ class Engines:
                 self.starting.clear()
 
     def _start_another(self, index: int) -> Any:
-        """Ends an engine and starts another one in its place, which is opening."""
+        """End an engine and start another in its place; return the reference to wait for until it is open."""
         assert self.starter is not None
         end([self.group.actors[index]])
-        self.starting.add(index)  # first: a dispatcher may be at work in another thread
+        self.starting.add(index)  # before its actor changes: a dispatcher may be at work in another thread
         self.group.actors[index] = self.starter.create(index)
         if self.turns is not None:
             self.turns.make_room()
@@ -319,7 +319,7 @@ class Engines:
 
 
 def playing(config: RunSettings) -> Playing | None:
-    """How responses become episodes; None where they do not."""
+    """How responses become episodes in this run; None if they do not."""
     if not isinstance(config, EvalConfig | TrainConfig) or config.environment is None:
         return None
     rollout, environment = config.rollout, config.environment
@@ -328,7 +328,7 @@ def playing(config: RunSettings) -> Playing | None:
 
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Restarts | None = None) -> Engines:
-    """Engines alone, ready."""
+    """Start engines without ranks; return when they are ready."""
     [places] = reserve_workers(config, [engine_kind(config.rollout, config.cluster.gpus)])
     engines = Engines.create(EngineStarter(config, config.rollout, places, config.model.path), restarts)
     engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
@@ -336,11 +336,11 @@ def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Rest
 
 
 def call_seed(run_seed: int, step: int, part: int = 0) -> int:
-    """The seed of the draws for some prompts, which depends on nothing else.
+    """The seed of the random draws for some prompts; it depends on these arguments only.
 
     Args:
         run_seed: the configuration's `seed`.
-        step: that the responses are for; 0 for evaluations, and for `megarl pairs` which of its files.
-        part: of the step: the round of dynamic sampling, the set of an evaluation, the call for a file of `megarl pairs`.
+        step: the step that the responses are for; 0 for evaluations; for `megarl pairs` the number of the file.
+        part: the part of the step: the round of dynamic sampling, the set of an evaluation, or the call for a file of `megarl pairs`.
     """
     return (run_seed * 1_000_000 + step) * 1_000 + part

@@ -1,4 +1,4 @@
-"""The ranks of the supervised stages: one trained model, the reference of a preference loss, steps on mini-batches, held-out numbers.
+"""The ranks of the supervised stages: one trained model, a preference loss's reference, optimizer steps, and held-out measurements.
 
 Axes: T predicted tokens, R rows of local logits or values, N sequences.
 """
@@ -34,12 +34,12 @@ from megarl.workers.worker_group import must_move, reserve_workers, start_ranks
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
 
-MODEL = "model"  # in a checkpoint
+MODEL = "model"  # the model's name in a checkpoint
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What the ranks learn, and how."""
+    """What the ranks optimise, and how."""
 
     objective: Objective
     optimizer: OptimizerSettings
@@ -48,7 +48,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The sequences of one optimizer step, or of a measurement, and how they are split. Pairs: chosen, rejected, chosen, ..."""
+    """The sequences of one optimizer step or of one measurement, and their split. Pairs are in the order chosen, rejected, chosen, ..."""
 
     samples: Sequence[Sample]
     split: Sequence[Sequence[Sequence[int]]]  # [data-parallel rank][micro-batch] -> sequences, as indices into the N axis
@@ -61,17 +61,17 @@ class MiniBatch:
 
 
 def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
-    """Samples over ranks and micro-batches, balanced by tokens; pairs stay together.
+    """Split samples over ranks and micro-batches, balanced by tokens; pairs stay together.
 
     Args:
-        objective: says whether samples are pairs, how much of them is fed, and what each token weighs.
-        samples: of one mini-batch, at least one item for each rank; of a pair the chosen response first.
+        objective: says whether samples are pairs, how many of their tokens are fed, and the weight of each loss token.
+        samples: the samples of one mini-batch, at least one item for each rank; in a pair the chosen response comes first.
         margin_N: for each sample, by how much the chosen response of its pair should be better.
-        dp: data-parallel ranks.
-        capacity: most tokens of a micro-batch.
+        dp: the number of data-parallel ranks.
+        capacity: the largest number of tokens in a micro-batch.
 
     Raises:
-        ValueError: a sequence (a pair) does not fit, there are fewer than ranks, or there is no loss token (of a pair: on one side).
+        ValueError: a sequence or pair does not fit, there are fewer of them than ranks, or there is no loss token (in a pair: on one side).
     """
     unit = objective.responses
     fed = [len(sample.tokens) - (objective.head == "lm") for sample in samples]  # a last token has no next one to predict
@@ -86,13 +86,13 @@ def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequen
 
 
 class Learner(MegatronWorker):
-    """One rank of the model that is trained: a language model (role "actor"), or a reward model (role "rm").
+    """One rank of the trained model: a language model (role "actor"), or a reward model (role "rm").
 
     Args:
-        rank: in its group.
-        config: of the run.
-        layout: of the group.
-        spec: what is optimised, and how.
+        rank: its rank in the group.
+        config: the run's configuration.
+        layout: the group's parallel layout.
+        spec: what to optimise, and how.
     """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: TrainSpec) -> None:
@@ -101,13 +101,13 @@ class Learner(MegatronWorker):
         self._role = "rm" if spec.objective.head == "value" else "actor"
 
     def build_models(self) -> None:
-        """The trained model, and the frozen reference where the loss asks for one."""
+        """Build the trained model, and the frozen reference if the loss needs one."""
         path, spec = self._config.model.path, self._spec
         self._trained = self._model(path, spec.objective.head, spec.optimizer if spec.updates else None, spec.updates)
         self._reference = self._model(path) if spec.objective.needs_reference else None
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
-        """One optimizer step; returns the metrics of the tokens that this rank alone reports, and of the step."""
+        """Take one optimizer step; return the metrics of the tokens that only this rank reports, and of the step."""
         batches = self._batches(plan)
         results, info = self._trained.step(batches, self._loss_fn)
         metrics = merge(results) if self._reports else {}
@@ -117,9 +117,9 @@ class Learner(MegatronWorker):
         return metrics
 
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
-        """The loss's numbers on sequences that are not learned from.
+        """Compute the loss's metrics on sequences without training on them.
 
-        Demonstrations: and how often the likeliest token is the right one. Reward models: and the highest and the lowest score.
+        For demonstrations, also how often the likeliest token is the right one; for reward models, also the highest and lowest score.
         """
         from megarl.parallel import schedule
 
@@ -127,15 +127,15 @@ class Learner(MegatronWorker):
         return merge(results) if self._reports else {}
 
     def trained(self) -> dict[str, ModelState]:
-        """The one model that learns."""
+        """The one trained model."""
         return {MODEL: self._trained.saved()}
 
     def save(self, directory: Path) -> None:
-        """Writes the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
+        """Write the model as a Hugging Face directory; a reward model in the sequence-classification layout."""
         self._trained.save(directory)
 
     def _batches(self, plan: MiniBatch) -> list[Batch]:
-        """This data-parallel rank's micro-batches, with the reference's log-probs where the loss needs them."""
+        """Assemble this data-parallel rank's micro-batches, with the reference's log-probs if the loss needs them."""
         batches = [self._assemble(plan, list(members)) for members in plan.split[self._grid.dp_rank]]
         if self._reference is None:
             return batches
@@ -184,7 +184,7 @@ class Learner(MegatronWorker):
 
 @dataclass
 class Learners:
-    """The ranks, together one model."""
+    """The driver's handle to the ranks, which together hold one model."""
 
     config: RunSettings
     spec: TrainSpec
@@ -196,18 +196,18 @@ class Learners:
 
     @property
     def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that its ranks are on."""
+        """Ray's ids of the nodes that the ranks run on."""
         return nodes_of(self.places)
 
     @property
     def timeout_s(self) -> float:
-        """Longest time of a call."""
+        """Time limit of a call."""
         return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
-        """Ends all ranks and starts them again. Whether a node was gone, and they are on others.
+        """End all ranks and start them again. Return whether a node was gone, so that they are on others now.
 
-        beginning: the model is as it was at the start; else `load` or `restore` comes next.
+        beginning: the model begins again as at the start of the run; if false, `load` or `restore` comes next.
         """
         end(self.group.actors)
         moved = must_move(self.config, self.places)
@@ -218,24 +218,24 @@ class Learners:
         return moved
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
-        """One optimizer step."""
+        """Take one optimizer step."""
         return merge(self.group.call("train", ray.put(plan), timeout_s=self.timeout_s))
 
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
-        """What the loss says of sequences that are not learned from."""
+        """Compute the loss's metrics on sequences without training on them."""
         return merge(self.group.call("measure", ray.put(plan), timeout_s=self.timeout_s))
 
     @property
     def folders(self) -> dict[str, str]:
-        """Where a run's checkpoints hold the model."""
+        """The folder of the model's checkpoints in the run."""
         return {MODEL: CHECKPOINTS}
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
-        """Saves the model and its optimizer.
+        """Save the model and its optimizer.
 
         Args:
-            directory: of the run.
-            step: its number.
+            directory: the run's directory.
+            step: the step's number.
             settings: the section `save`.
             extra: further files of the step, by name.
 
@@ -245,32 +245,32 @@ class Learners:
         self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
 
     def copy(self, step: int, record: object) -> None:
-        """Copies a step of the model and its optimizer into the machines' memory (`save.rolling`). OSError: there is no room."""
+        """Copy a step of the model and its optimizer into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
         self.copies.save(step, {MODEL: self.group}, self.timeout_s, record)
 
     def restore(self, step: int) -> None:
-        """Gives the model and its optimizer what was copied."""
+        """Restore the model and its optimizer from the copies of a step."""
         self.copies.load(step, {MODEL: self.group}, self.timeout_s)
 
     def wait_for_save(self) -> None:
-        """Waits until the last checkpoint is written. SaveError where it failed."""
+        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
         self.group.call("wait_for_save", timeout_s=self.timeout_s)
 
     def load(self, steps: Mapping[str, SavedStep]) -> None:
-        """Gives the model and its optimizer what the step directory holds of them."""
+        """Load the model and its optimizer from the step directory."""
         self.group.call("load", steps, timeout_s=self.timeout_s)
 
     def save(self, directory: Path) -> None:
-        """Writes the model as a Hugging Face directory."""
+        """Write the model as a Hugging Face directory."""
         self.group.call("save", directory, timeout_s=self.timeout_s)
 
 
 def start_learners(config: RunSettings, spec: TrainSpec, *, blank: bool = False) -> Learners:
-    """Starts the ranks of `config.layout` and builds the models.
+    """Start the ranks of `config.layout` and build the models.
 
     Args:
-        config: of the run.
-        spec: what is optimised, and how.
+        config: the run's configuration.
+        spec: what to optimise, and how.
         blank: a checkpoint is loaded next.
     """
     [places] = reserve_workers(config, demand(config))

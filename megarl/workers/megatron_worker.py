@@ -1,4 +1,4 @@
-"""One model rank as a Ray actor: rendezvous, grid, checkpoints of what it trains."""
+"""One model rank as a Ray actor: rendezvous, grid, and checkpoints of the models that it trains."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class MegatronWorker:
-    """A process of a group of ranks, which together hold models. The methods are called on all ranks of the group at once.
+    """One process of a group of ranks that together hold models. Each method is called on all ranks of the group at once.
 
     Args:
-        rank: in its group.
-        config: of the run.
-        layout: of the group.
+        rank: its rank in the group.
+        config: the run's configuration.
+        layout: the group's parallel layout.
     """
 
     _saver: Saver | None = None
@@ -41,18 +41,18 @@ class MegatronWorker:
     _blank = False
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, group: str = "") -> None:
-        """`group`: tells apart the logs of groups that stand beside the policy's."""
+        """`group` distinguishes the logs of a group other than the policy's; it is empty for the policy's own."""
         os.environ.update(rank_environment(config))  # before torch is imported
         keep_output(config.directory, f"{group} rank {rank}".strip())
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads(config))
 
     def devices(self) -> list[str]:
-        """The GPUs that Ray has given to this process."""
+        """The GPUs that Ray has assigned to this process."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def listen(self) -> tuple[str, int]:
-        """On rank 0: opens the rendezvous of the ranks. Returns its address."""
+        """Open the rendezvous of the ranks, on rank 0, and return its address."""
         from megarl.sync.store import listen_store
 
         self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
@@ -60,17 +60,17 @@ class MegatronWorker:
         return self._host, port
 
     def build(self, address: tuple[str, int], blank: bool = False) -> str | None:
-        """Joins the grid, then builds what this kind of rank holds.
+        """Join the grid, then build the models of this kind of rank.
 
         Args:
-            address: of `listen`.
-            blank: the models that are trained get no weights: `load` or `restore` is called before anything else.
+            address: the address that `listen` returned.
+            blank: the trained models get no weights yet; `load` or `restore` is called before anything else.
 
         Returns:
-            What the user should know of the hardware's choice.
+            What the user should know about the choice of hardware backend; None: nothing.
         """
         self._blank = blank
-        # Megatron warns of what the backend chose on purpose (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
+        # Megatron warns of deliberate choices of the backend (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         with uncollected():
@@ -89,24 +89,24 @@ class MegatronWorker:
         return self._backend.note
 
     def build_models(self) -> None:
-        """What `build` makes on the grid."""
+        """Build the models on the grid; `build` calls this."""
         raise NotImplementedError
 
     def trained(self) -> Mapping[str, ModelState]:
-        """The models with their optimizers, by name."""
+        """The trained models with their optimizers, by name."""
         raise NotImplementedError
 
     def checkpoint(self, root: Path, step: int, settings: CheckpointSettings, extra: dict[str, Content]) -> None:
-        """Saves the trained models and their optimizers; returns when what is saved may change again.
+        """Save the trained models and their optimizers; return as soon as they may change again.
 
         Args:
-            root: the directory of the steps; it and `settings` are read in the first call alone.
-            step: its number.
+            root: the directory of the steps; it and `settings` are read in the first call only.
+            step: the step's number.
             settings: the section `save`.
-            extra: further files of the step, by name, rank 0's.
+            extra: further files of the step, by name, given on rank 0.
 
         Raises:
-            SaveError: this save, as far as it is known, or the one before failed.
+            SaveError: the previous save failed, or this one has already failed.
         """
         from megarl.parallel.checkpoint.save import Saver
 
@@ -115,12 +115,12 @@ class MegatronWorker:
         self._saver.save(step, self.trained(), extra)
 
     def wait_for_save(self) -> None:
-        """Waits until the last checkpoint is written. SaveError where it failed."""
+        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
         if self._saver is not None:
             self._saver.wait()
 
     def load(self, steps: Mapping[str, SavedStep]) -> None:
-        """Gives the trained models and their optimizers what the step directories hold of them, and this process its random states."""
+        """Load the trained models, their optimizers and this process's random states from the step directories."""
         from megarl.parallel.checkpoint.load import load, load_random
 
         models = self.trained()
@@ -130,17 +130,17 @@ class MegatronWorker:
         load_random(steps[next(iter(models))], self._grid)
 
     def node(self) -> str:
-        """Where this process is, for Ray."""
+        """Ray's id of the node that this process is on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def copy(self, copy_store: Any, group: str, step: int, last: int) -> None:
-        """Copies the trained models, their optimizers and the random states into memory that this machine's `CopyStore` holds from then on.
+        """Copy the trained models, their optimizers and the random states into memory that this machine's `CopyStore` then holds.
 
         Args:
-            copy_store: that actor.
-            group: names this rank's among those that train.
-            step: its number.
-            last: the step that was copied before; older ones are written over.
+            copy_store: the `CopyStore` of this machine.
+            group: the name of this rank's group.
+            step: the step's number.
+            last: the previously copied step; older copies are overwritten.
 
         Raises:
             OSError: there is no room.
@@ -154,12 +154,12 @@ class MegatronWorker:
         ray.get(copy_store.keep.remote((group, self._rank), step, path, size))
 
     def restore(self, copy_store: Any, group: str, step: int) -> None:
-        """Goes back to what this rank, in a process before this one, has copied.
+        """Go back to a step that an earlier process of this rank has copied.
 
         Args:
             copy_store: the `CopyStore` of this machine.
-            group: names this rank's among those that train.
-            step: to go back to.
+            group: the name of this rank's group.
+            step: the step to go back to.
         """
         from megarl.parallel.checkpoint.rolling import restore
 
@@ -169,7 +169,7 @@ class MegatronWorker:
     def _model(
         self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0
     ) -> Model:
-        """This rank's part of a model: trained for `updates` steps with `optimizer`, else frozen."""
+        """Build this rank's part of a model: trained for `updates` steps if there is an `optimizer`, else frozen."""
         from megarl.workers.model import Model
 
         place = (self._config.model, self._layout, self._backend, self._grid)
@@ -177,27 +177,27 @@ class MegatronWorker:
 
     @property
     def _reports(self) -> bool:
-        """True on the one rank of each tensor-parallel group of the last stage: it speaks for its tokens."""
+        """Whether this is the one rank of its tensor-parallel group that reports its tokens: tensor-parallel rank 0 of the last stage."""
         return self._grid.is_last_stage and self._grid.tp_rank == 0
 
     def _sum_over(self, value: Tensor) -> Tensor:
-        """The sum over the context-parallel ranks, which share the sequences of a micro-batch."""
+        """Sum over the context-parallel ranks, which share the sequences of a micro-batch."""
         from megarl.parallel.collectives import summed
 
         return summed(value, self._grid.groups.cp)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """The sum over the data-parallel ranks, which share the step."""
+        """Sum over the data-parallel ranks, which share the step's sequences."""
         from megarl.parallel.collectives import summed
 
         return summed(value, self._grid.groups.dp)
 
 
 def rank_environment(config: RunSettings) -> dict[str, str]:
-    """What a rank's process must have in its environment before it imports torch.
+    """The environment variables that a rank's process must set before it imports torch.
 
-    On GPUs torch's allocator grows its segments instead of leaving holes between them, where nothing else was asked of it. Memory that
-    another process opens (`cuda_ipc`) stays as the driver gives it.
+    On GPUs, torch's allocator uses expandable segments, which fragment less, unless the user has configured it. It does not with
+    `cuda_ipc`, where another process opens the memory.
     """
     handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
     if not config.cluster.gpus or handed_over or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
@@ -206,9 +206,9 @@ def rank_environment(config: RunSettings) -> dict[str, str]:
 
 
 def threads(config: RunSettings) -> int:
-    """Of torch in a rank: OMP_NUM_THREADS, as many as there are cores at most; 1 where it is not set to a number, as Ray sets it.
+    """The number of torch's threads in a rank: OMP_NUM_THREADS, at most the number of cores; 1 (as Ray sets it) if it is not a number.
 
-    Where optimizers work in host memory, they have at least their GPU's share of the node's cores.
+    With optimizers in host memory, it is at least the rank's GPU's share of the node's cores.
     """
     wish, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
     told = max(1, min(int(wish), cores)) if wish.isdecimal() and len(wish) < 9 else 1

@@ -1,4 +1,4 @@
-"""One model on the ranks of the grid, frozen or trained: read it on batches, take optimizer steps."""
+"""One model on the ranks of the grid, frozen or trained: forward passes over batches, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megarl.parallel.weights import load_hf, weight_buffers
 from megarl.parking import Parking
 from megarl.workers.speed import speed, training_flops
 
-# logits [R, V] (values [R, 1] of a value model), rows of the entries on the R axis, the entries -> one number each [T]
+# (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T]
 OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
 class Model:
-    """This rank's part of the model of a Hugging Face directory."""
+    """This rank's part of a model loaded from a Hugging Face directory."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class Model:
         updates: int = 0,
         blank: bool = False,
     ) -> None:
-        """Builds the model, and loads it unless it is `blank`. Collective.
+        """Build the model, and load its weights unless it is `blank`. Collective.
 
         Args:
             path: the Hugging Face directory.
             settings: dtype and Megatron's fields; `weights` replaces the weights of a language model at `settings.path`.
-            layout: of the ranks.
-            backend: the hardware.
-            grid: this rank's.
+            layout: the parallel layout of the ranks.
+            backend: the hardware backend.
+            grid: this rank's grid.
             head: "value" puts a scalar head in the place of the output layer.
-            optimizer: None: the model is frozen.
-            updates: optimizer steps of the whole run, for the learning rate.
-            blank: no weights are read, since a checkpoint brings them. Until then they are not numbers.
+            optimizer: the optimizer's settings; None: the model is frozen.
+            updates: optimizer steps of the whole run, for the learning-rate schedule.
+            blank: read no weights, since a checkpoint is loaded next. Until then they are NaN.
         """
         self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
         self._head = head
@@ -80,18 +80,18 @@ class Model:
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)
-        self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts a token; 0: a dense model
+        self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model
         self.layers = int(self._config.num_layers)  # of the whole model
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
         self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
-        """Runs the model forward and reads one number a token from its output. Collective.
+        """Run the model forward and compute one number per token from its output. Collective.
 
         Args:
             batches: micro-batches of whole sequences, the same list on all ranks of a data-parallel replica.
-            name: of the numbers, in `extra_T`.
-            read: makes the numbers [T] of the output.
+            name: the numbers' name in `extra_T`.
+            read: computes the numbers [T] from the output.
             routing: follows this model's routers.
 
         Returns:
@@ -99,12 +99,12 @@ class Model:
 
         Raises:
             FloatingPointError: a number is not finite at a loss token.
-            RoutingError: tokens were to be replayed and were not.
+            RoutingError: experts should have been replayed but were not.
         """
 
         def loss_fn(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             value_T = read(output_RV, row_T, batch)
-            if not value_T[batch.mask_T].isfinite().all():  # NaN means "on another rank" to those who read it
+            if not value_T[batch.mask_T].isfinite().all():  # readers take NaN to mean "on another rank"
                 raise FloatingPointError(f"{name}: {self._path} gives a number that is not finite")
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
@@ -122,19 +122,19 @@ class Model:
         return filled
 
     def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn, routing: RoutingPass | None = None) -> tuple[list[Any], StepInfo]:
-        """One optimizer step on the sum of the micro-batches' losses.
+        """Take one optimizer step on the sum of the micro-batches' losses.
 
         Args:
             batches: the micro-batches of this data-parallel rank.
-            loss_fn: (logits, rows, batch) -> a 0-dim loss, and what to return of it.
+            loss_fn: (logits, rows, batch) -> a 0-dim loss, and a result to return with it.
             routing: follows this model's routers.
 
         Returns:
-            What `loss_fn` returned beside each loss on the last stage, and what the step did.
+            The results that `loss_fn` returned on the last stage, one per micro-batch, and the optimizer's report of the step.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are as before.
-            RoutingError: tokens were not replayed; the weights are as before.
+            RoutingError: experts were not replayed; the weights are as before.
         """
         assert self._trainable is not None, "a frozen model takes no steps"
         begun = time.perf_counter()
@@ -150,9 +150,10 @@ class Model:
         return results, info
 
     def performance(self, batches: Sequence[Batch], *, report: bool) -> dict[str, Metric]:
-        """How fast the last step was, which took these batches, and the most memory that this rank has held.
+        """Return the speed of the last step, which was on these batches, and this rank's peak memory, as metrics.
 
-        report: whether this rank speaks for its data-parallel replica, of whose work each context-parallel rank has an equal share.
+        `report` says whether this rank reports the speed of its data-parallel replica, whose work is split equally over the
+        context-parallel ranks.
         """
         memory: dict[str, Metric] = {f"perf/memory_{kind}_gb/max": Max(size) for kind, size in self._backend.peak_memory_gb().items()}
         if not report:
@@ -163,7 +164,7 @@ class Model:
         return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)
 
     def park(self) -> None:
-        """Moves weights and optimizer off the device. Before its next use the model must `wake`."""
+        """Move weights and optimizer off the device. Call `wake` before the model is used again."""
         self._wait_for_weights()
         if self._trainable is not None:
             self._parking.park(self._trainable.gradients(), keep=False)
@@ -173,22 +174,22 @@ class Model:
         self._backend.empty_cache()
 
     def wake(self) -> None:
-        """Back on the device, where it was parked."""
+        """Move the model back to the device if it was parked."""
         self._parking.wake()
         self._backend.synchronize()
 
     def stream(self, dtype: str | None) -> Any:
-        """The weights as (Hugging Face name, tensor), on rank 0; every rank must iterate to the end. dtype: None: the model's own."""
+        """Stream the weights as (Hugging Face name, tensor) on rank 0; every rank must iterate to the end. `dtype` None: the model's."""
         self._wait_for_weights()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     def saved(self) -> ModelState:
-        """The model and its optimizer, as a checkpoint holds them. Collective."""
+        """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""
         self._wait_for_weights()
         return ModelState(self.chunks, self.hf, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
-        """Writes the model as a Hugging Face directory. Collective."""
+        """Write the model as a Hugging Face directory. Collective."""
         self._wait_for_weights()
         save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
 

@@ -1,4 +1,4 @@
-"""Driver handle to all models of a run, whether they share ranks or not: forward, advantages, update, sync, save.
+"""The driver's handle to all models of a run, whether they share ranks or not: forward, advantages, update, sync, save.
 
 Axes: N responses of the step.
 """
@@ -40,15 +40,15 @@ class ModelGroups:
 
     config: TrainConfig
     groups: tuple[WorkerGroup, ...]
-    experts: ExpertsWanted | None  # what the ranks want to know of the experts that the engine chose
-    turns: Turns | None = None  # where the policy's ranks share devices with the engines
-    places: Sequence[Sequence[Any]] = ()  # of the ranks of each group
+    experts: ExpertsWanted | None  # which of the engine's routed experts the ranks need
+    turns: Turns | None = None  # given if the policy's ranks share devices with the engines
+    places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.save.rolling == "peer")
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
-        """Builds the models on processes that are there: a group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
+        """Build the models on existing processes, one group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
         build_ranks(created, self.config.cluster.start_timeout_s, blank=blank)
         if self.turns is not None:
             self.turns.join(created[0])
@@ -58,7 +58,7 @@ class ModelGroups:
 
     @property
     def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that the ranks are on."""
+        """Ray's ids of the nodes that the ranks run on."""
         return nodes_of([*chain(*self.places)])
 
     def of(self, role: Role) -> WorkerGroup | None:
@@ -71,11 +71,11 @@ class ModelGroups:
 
     @property
     def stages(self) -> Sequence[Sequence[int]]:
-        """The MoE layers of each pipeline stage, as far as the ranks want to know of their experts."""
+        """The MoE layers of each pipeline stage whose routed experts the ranks need; empty if they need none."""
         return () if self.experts is None else self.experts.stages
 
     def rewards(self, responses: Sequence[Response]) -> list[float]:
-        """The reward model's scores."""
+        """Score the responses with the reward model."""
         group = self.of("reward")
         assert group is not None and len(responses)
         self._take_devices()
@@ -83,15 +83,16 @@ class ModelGroups:
         return [score_N[n] for n in range(len(responses))]
 
     def forward(self, batch: RolloutBatch, *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
-        """Plans the step and runs every model over its tokens: old log-probs, reference log-probs, values; all groups at the same time.
+        """Plan the step and run every model over its tokens, all groups at the same time: old log-probs, reference log-probs, values.
 
         Args:
             batch: the step's responses.
-            score: the policy reads them now, even where its log-probs are not needed before the update.
-            sync_follows: the engines get new weights before they answer again.
+            score: run the policy even if its log-probs are not needed before the update.
+            sync_follows: whether the engines get new weights before they answer again.
 
         Returns:
-            The plan, and what the log-probs say about the engine's, where the policy has read them; what the ranks hold of experts.
+            The plan, and metrics: of the gap to the engine's log-probs, if the policy has run, and of the memory of the experts that the
+            ranks keep.
         """
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
@@ -109,16 +110,16 @@ class ModelGroups:
     def advantages(
         self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False
     ) -> tuple[np.ndarray, dict[str, Metric]]:
-        """Gives every token its advantage.
+        """Compute the advantage of every token.
 
         Args:
-            plan: that `forward` returned.
-            greedy: the reward of the greedy response to each prompt, where the algorithm needs it.
-            kl_coef: the KL's coefficient in this step.
-            monte_carlo: the critic is to learn what came of each token (value pretraining), whatever lambda it has otherwise.
+            plan: the plan that `forward` returned.
+            greedy: the reward of the greedy response to each prompt, if the algorithm needs it.
+            kl_coef: the KL coefficient in this step.
+            monte_carlo: the critic's targets are Monte Carlo returns (value pretraining), whatever its lambda.
 
         Returns:
-            The KL of each response to the reference, float64 [N] (0 without a reference), and what a critic explained of the returns.
+            Each response's KL to the reference, float64 [N] (0 without a reference), and the metrics of `ModelWorker.advantages`.
         """
         kl_N = self.policy.sequence_kl(len(plan.payload_N))
         metrics = self.policy.advantages(response_advantages(self.config.algorithm, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
@@ -128,7 +129,7 @@ class ModelGroups:
         return kl_N, metrics
 
     def update(self, plan: StepPlan, *, policy: bool = True) -> dict[str, Metric]:
-        """The optimizer steps of the critic and, unless it is frozen, of the policy; at the same time where they share no ranks."""
+        """Take the optimizer steps of the critic and, if `policy`, of the policy; at the same time if they share no ranks."""
         metrics, begun = dict[str, Metric](), time.perf_counter()
         group, settings = self.of("critic"), self.config.critic
         critic_calls = []
@@ -144,7 +145,7 @@ class ModelGroups:
         return metrics
 
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
-        """Brings the policy's weights into every engine, and into another one that takes the place of one of them later."""
+        """Bring the policy's weights into every engine; engines that are replaced later get them from here, too."""
 
         def work() -> dict[str, Metric]:
             if self.turns is not None:
@@ -157,14 +158,14 @@ class ModelGroups:
         return metrics
 
     def restart(self, engines: Engines, beginning: bool) -> bool:
-        """Ends all ranks and starts them again.
+        """End all ranks and start them again.
 
-        Where a node is gone, ranks and engines get new places, on nodes that are free now.
+        If a node is gone, ranks and engines get new places, on nodes that are free now.
 
         Args:
-            engines: keep what they have; those that are lost, too, are started again.
-            beginning: the models are as they were at the start, and so are engines that began with `model.base`. Else `load` or `restore`
-                comes next.
+            engines: the engines, which keep running; those that are lost are started again, too.
+            beginning: the models begin again as at the start of the run, and so do engines that began with `model.base`. If false, `load`
+                or `restore` comes next.
 
         Returns:
             Whether a node was gone.
@@ -198,7 +199,7 @@ class ModelGroups:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Where a run's checkpoints hold each trained model: ranks of its own write a folder of its own."""
+        """The folder of the checkpoints of each trained model: a model with ranks of its own has a folder of its own."""
         return {
             role: CHECKPOINTS if group is self.policy else f"{CHECKPOINTS}-{role}"
             for group in self.groups
@@ -207,51 +208,51 @@ class ModelGroups:
         }
 
     def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
-        """Saves all trained models and their optimizers.
+        """Save all trained models and their optimizers.
 
         Args:
-            directory: of the run.
-            step: its number.
+            directory: the run's directory.
+            step: the step's number.
             settings: the section `save`.
-            extra: further files of the step, by name, which lie with the policy.
+            extra: further files of the step, by name, which are saved with the policy.
 
         Raises:
             SaveError: this save or the one before failed.
         """
         self._take_devices()
         several = len(set(self.folders.values())) > 1
-        # One more, lest the steps that all folders have run out when a run is killed between their last writes.
+        # One more, so that all folders still have a step in common if the run is killed between their last writes.
         keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings
         running = []
         for group in self._trainers:
             folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
-            first = group.group.actors[0] if group is self.policy else None  # who writes `extra`, which holds whole batches
+            first = group.group.actors[0] if group is self.policy else None  # only this rank writes `extra`, which holds whole batches
             running.append(
                 [actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.group.actors]
             )
         self._wait(running, "checkpoint")
 
     def copy(self, step: int, record: object) -> None:
-        """Copies all trained models and their optimizers into the machines' memory (`save.rolling`). OSError: there is no room."""
+        """Copy all trained models and their optimizers into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
         self._take_devices()
         self.copies.save(step, self._named, self.config.cluster.phase_timeout_s, record)
 
     def restore(self, step: int) -> None:
-        """Gives the trained models and their optimizers what was copied."""
+        """Restore the trained models and their optimizers from the copies of a step."""
         self._take_devices()
         self.copies.load(step, self._named, self.config.cluster.phase_timeout_s)
 
     def wait_for_save(self) -> None:
-        """Waits until the last checkpoint is written. SaveError where it failed."""
+        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
         self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
 
     def load(self, steps: Mapping[str, SavedStep]) -> None:
-        """Gives the trained models and their optimizers what the step directories hold of them."""
+        """Load the trained models and their optimizers from the step directories."""
         self._take_devices()
         self._wait([group.group.start("load", steps) for group in self._trainers], "load")
 
     def _take_devices(self, *, keep_weights: bool = True) -> None:
-        """The engines leave the devices, where they are shared."""
+        """If devices are shared, make the engines leave them."""
         if self.turns is not None:
             self.turns.to_ranks(keep_weights=keep_weights)
 
@@ -268,7 +269,7 @@ class ModelGroups:
             group.group.wait(calls, doing, group.timeout_s)
 
     def save(self, role: Role, directory: Path) -> None:
-        """Writes the model of a role as a Hugging Face directory."""
+        """Write the model of a role as a Hugging Face directory."""
         group = self.of(role)
         assert group is not None
         self._take_devices()
@@ -278,12 +279,12 @@ class ModelGroups:
 def start(
     config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None, *, blank: bool = False
 ) -> tuple[ModelGroups, Engines]:
-    """Ranks and engines, ready; all start at the same time, but those that share devices one after the other.
+    """Start ranks and engines, all at the same time, except that those that share devices start one after the other.
 
     Args:
-        config: of the run. The engines begin with `model.base` where there is one.
-        starting: is entered with the name of what is waited for.
-        restarts: how often engines that fail later are replaced.
+        config: the run's configuration. The engines begin with `model.base` if there is one.
+        starting: a context manager, entered with the name of what is being waited for.
+        restarts: limits how often engines that fail later are replaced.
         blank: a checkpoint is loaded next.
     """
     with starting("model ranks"):
@@ -304,12 +305,12 @@ def start(
 
 
 def share_devices(cluster: ClusterSettings, created: Sequence[ActorGroup], engines: Engines) -> None:
-    """Tells the engines that are to start which GPUs the policy's ranks have, where they share them.
+    """If devices are shared, tell the engines which GPUs the policy's ranks have, before they start.
 
     Args:
         cluster: the section `cluster`.
         created: the groups of ranks, the policy's first.
-        engines: that are to start.
+        engines: the engines that are about to start.
     """
     if engines.turns is not None and engines.starter is not None and cluster.gpus:
         devices = created[0].call("devices", timeout_s=cluster.start_timeout_s)
@@ -317,7 +318,7 @@ def share_devices(cluster: ClusterSettings, created: Sequence[ActorGroup], engin
 
 
 def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[ActorGroup]:
-    """The processes of each group of `assign_roles`."""
+    """Start the processes of each group of `assign_roles`."""
     return [
         create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
         for (roles, layout), own in zip(assign_roles(config), places, strict=True)
@@ -325,7 +326,7 @@ def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[
 
 
 def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
-    """The places of each group of ranks, and of the engines. Where GPUs are shared, an engine's is that of the first rank that it joins."""
+    """Reserve the places of each group of ranks and of the engines; an engine that shares GPUs has the place of its first rank."""
     places = reserve_workers(config, demand(config))
     if config.placement.engines == "shared" and config.cluster.gpus:
         return places, places[0][: config.rollout.replicas * config.rollout.tp : config.rollout.tp]
@@ -333,12 +334,12 @@ def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[An
 
 
 def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:
-    """The models on processes that are there.
+    """Build the models on existing processes.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         created: a group for each of `assign_roles`.
-        turns: where ranks and engines share devices.
+        turns: given if ranks and engines share devices.
         blank: `load` or `restore` comes next.
     """
     models = ModelGroups(config, (), None, turns)
@@ -347,19 +348,19 @@ def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turn
 
 
 def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence[Role]) -> int:
-    """Most tokens of a micro-batch on the ranks that hold the models of these roles.
+    """The largest number of tokens in a micro-batch on the ranks that hold the models of these roles.
 
     Args:
         train: the section `train`.
-        critic: the section `critic`, where there is one.
-        roles: of the models on these ranks.
+        critic: the section `critic`, if there is one.
+        roles: the roles of the models on these ranks.
     """
     own = critic.micro_batch_tokens if critic is not None and "policy" not in roles and "critic" in roles else None
     return own or train.micro_batch_tokens
 
 
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
-    """What the ranks that hold the models of these roles are told of the run's training."""
+    """The training settings for the ranks that hold the models of these roles."""
     train, critic, judge = config.train, config.critic, model_of(config.reward.source)
     critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
     wished = None if critic is None else critic.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, gives weights away.
+"""One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, sends weights to the engines.
 
 Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 # Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
 RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
-COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # what a role says of every token
+COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # the column of per-token numbers that each role computes
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class RLSpec:
     algorithm: PolicyAlgorithm
     optimizer: OptimizerSettings
     updates: int  # optimizer steps of the whole run, for the learning-rate schedule
-    temperature: float  # of the sampling that the log-probs must match
+    temperature: float  # sampling temperature, which the log-probs must match
     critic: CriticSettings | None = None
     critic_updates: int = 0  # optimizer steps of the critic
-    critic_together: int = 1  # micro-batches that the critic takes as one
+    critic_together: int = 1  # micro-batches that the critic joins into one
     reward: Path | None = None  # the reward model
-    offload: bool = False  # models that wait leave the device
-    shared_devices: bool = False  # the engines are on those of the policy's ranks
+    offload: bool = False  # idle models leave the device
+    shared_devices: bool = False  # the engines share the devices of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
@@ -73,11 +73,11 @@ class ModelWorker(MegatronWorker):
     """One rank of a group that holds some of the models of an RL run.
 
     Args:
-        rank: in its group.
-        config: of the run.
-        layout: of the group.
-        spec: what is optimised, and how.
-        roles: of the models.
+        rank: its rank in the group.
+        config: the run's configuration.
+        layout: the group's parallel layout.
+        spec: what to optimise, and how.
+        roles: the roles of the group's models.
     """
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
@@ -85,7 +85,7 @@ class ModelWorker(MegatronWorker):
         self._spec, self._roles = spec, tuple(roles)
 
     def build_models(self) -> None:
-        """The models of this group's roles."""
+        """Build the models of this group's roles."""
         policy, spec = self._config.model.path, self._spec
         self._models: dict[Role, Model] = {}
         for role in self._roles:
@@ -104,16 +104,17 @@ class ModelWorker(MegatronWorker):
         self._kl_coef = 0.0
 
     def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
-        """Fetches this data-parallel rank's responses and computes what its models say of them: log-probs before the step, values.
+        """Fetch this data-parallel rank's responses and run its models over them: log-probs before the step, and values.
 
-        Keeps the mini-batches for `update`.
+        The mini-batches are kept for `update`.
 
         Args:
-            plan: of the step.
-            score: the policy reads the responses even where its old log-probs come from elsewhere.
+            plan: the step's plan.
+            score: run the policy over the responses even if its old log-probs come from elsewhere.
 
         Returns:
-            What the policy's log-probs say about the engine's, where it has read them, and the host memory of the experts that are kept.
+            Metrics of the gap between the policy's and the engine's log-probs, if the policy has run, and of the host memory of the experts
+            that are kept.
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
@@ -137,23 +138,23 @@ class ModelWorker(MegatronWorker):
         return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
 
     def moe(self) -> tuple[int, list[int], int, int]:
-        """Of the policy: the pipeline stage of this rank and its MoE layers; all layers of the model, and the experts a token."""
+        """The policy's pipeline stage on this rank, the MoE layers of that stage, all layers of the model, and its experts per token."""
         policy = self._models["policy"]
         return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
-        """The reward model's scores that this rank reports."""
+        """Score the plan's responses with the reward model; return the scores that this rank reports, by response."""
         return RewardModel(self._use("reward"), self._grid).scores(plan)
 
     def columns(self, names: Sequence[str]) -> Columns:
-        """Per-token numbers of the scored plan for another group, from the one rank of each data-parallel replica that has them all."""
+        """Per-token numbers of the last plan for another group, from the one rank of each data-parallel replica that reports them."""
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
         return columns(batches, self._members, names) if self._speaks else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
-        """Adds columns of another group to the scored plan, each number on the rank that computed that token's own."""
+        """Add columns of another group to the last plan, each token's number only on the rank that computed the token's own column."""
         if not self._grid.is_last_stage:
             return
         own = COLUMN[self._roles[0]]
@@ -172,16 +173,16 @@ class ModelWorker(MegatronWorker):
         return found
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
-        """Gives every token of the scored plan its advantage, from the responses' numbers. Collective over the last stage's ranks.
+        """Compute the advantage of every token of the last plan, from the responses' numbers. Collective over the last stage's ranks.
 
         Args:
-            advantage_N: float32 [N], of `response_advantages`.
-            kl_coef: the KL's coefficient, here and in the updates that follow.
-            monte_carlo: the critic's targets are what came of each token, whatever its lambda.
+            advantage_N: float32 [N], from `response_advantages`.
+            kl_coef: the KL coefficient, here and in the updates that follow.
+            monte_carlo: the critic's targets are Monte Carlo returns, whatever its lambda.
 
         Returns:
-            On the ranks that report: how well the critic's values explain the returns, how far the engine's log-probs of whole responses
-            are from the trainer's, and what the correction does about it.
+            On the ranks that report: metrics of how well the critic's values explain the returns, of the gap between the engine's and the
+            trainer's log-probs of whole responses, and of the correction's weights.
         """
         algorithm = self._spec.algorithm
         self._kl_coef = kl_coef
@@ -207,7 +208,7 @@ class ModelWorker(MegatronWorker):
         return merge(metrics)
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch of the last plan; returns the metrics of the tokens that this rank alone reports."""
+        """Take one optimizer step on a mini-batch of the last plan; return the metrics of the tokens that only this rank reports."""
         with self._follow("policy", replay=self._spec.routing.replay != "off") as routing:
             results, info = self._use("policy").step(self._mini_batches[mini_batch], self._loss_fn, routing)
             metrics = merge(results) if self._reports else {}
@@ -220,27 +221,27 @@ class ModelWorker(MegatronWorker):
         return metrics
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
-        """One optimizer step of the critic on a mini-batch of the last plan."""
+        """Take one optimizer step of the critic on a mini-batch of the last plan."""
         assert isinstance(self._spec.algorithm, ActorCritic)
         return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
     def sync(
         self, engines: Sequence[Any], workers_per_engine: int, dtype: str | None, version: int, settings: SyncSettings
     ) -> dict[str, Metric]:
-        """Streams the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
+        """Stream the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
 
         Args:
-            engines: the actors; they stay connected for the calls that follow, until one fails or others come.
-            workers_per_engine: processes of each that hold weights.
-            dtype: of the engines' weights; None: the model's.
-            version: of the weights, which samples then carry.
+            engines: the engines' actors; they stay connected for later calls, until one fails or they change.
+            workers_per_engine: the processes of each engine that hold weights.
+            dtype: the dtype of the engines' weights; None: the model's.
+            version: the version of the weights, which samples then carry.
             settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
 
         Returns:
-            What was moved and how long it took, on rank 0.
+            On rank 0, metrics of what was moved and how long it took.
 
         Raises:
-            FingerprintMismatch: an engine holds other bits (`settings.verify`). An engine's or the transport's errors come through, too.
+            FingerprintMismatch: an engine holds other bits (`settings.verify`). Errors of an engine or the transport are raised, too.
         """
         from megarl.workers.weight_publisher import WeightPublisher
 
@@ -255,24 +256,24 @@ class ModelWorker(MegatronWorker):
             return self._publisher.publish(stream, version)
         except BaseException:
             self._publisher = None
-            collections.deque(stream, maxlen=0)  # the other ranks gather to its end
+            collections.deque(stream, maxlen=0)  # the other ranks gather to the stream's end
             raise
 
     def save(self, role: Role, directory: Path) -> None:
-        """Writes a model as a Hugging Face directory; value models in the layout of sequence classification."""
+        """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""
         self._use(role).save(directory)
 
     def trained(self) -> dict[str, ModelState]:
-        """The policy and the critic, as far as they are here."""
+        """The policy and the critic, as far as this group holds them."""
         return {role: replace(self._models[role].saved(), wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
 
     def park(self) -> None:
-        """All models leave the device; each comes back when it is used."""
+        """Move all models off the device; each returns when it is used."""
         for model in self._models.values():
             model.park()
 
     def _use(self, role: Role) -> Model:
-        """The model of a role, on the device; where models take turns, the others leave it."""
+        """Move the model of a role to the device and return it; with `offload`, the other models leave the device."""
         if self._spec.offload:
             for other, model in self._models.items():
                 if other != role:
@@ -281,8 +282,10 @@ class ModelWorker(MegatronWorker):
         return self._models[role]
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
-        """The batches with "old_logp", and with the experts that updates replay or compare with in "routed_experts"; and what log-probs and
-        experts say about the engine's."""
+        """Run the policy over the batches; return them with "old_logp", and metrics that compare log-probs and experts with the engine's.
+
+        "routed_experts" then holds the experts that the updates replay or compare with.
+        """
         replay, metrics = self._spec.routing.replay, dict[str, Metric]()
         with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
             filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
@@ -298,7 +301,7 @@ class ModelWorker(MegatronWorker):
 
     @contextmanager
     def _follow(self, role: Role, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass | None]:
-        """Follows the routers of a model of the policy's size, with the experts of "routed_experts"; None where nothing is to be seen."""
+        """Follow the routers of a model of the policy's shape, with the experts of "routed_experts"; None if there is nothing to follow."""
         model = self._models[role]
         if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):
             with model.routing.follow("routed_experts", replay=replay, record=record) as routing:
@@ -308,7 +311,7 @@ class ModelWorker(MegatronWorker):
 
     @property
     def _engine_layers(self) -> list[int]:
-        """The layers in which this rank's models read the experts that the engine chose."""
+        """The layers for which this rank's models need the experts that the engine chose."""
         if "policy" in self._models:
             return self._models["policy"].routing.layers
         return self._models["reference"].routing.layers if self._spec.routing.reference and "reference" in self._models else []
@@ -319,26 +322,26 @@ class ModelWorker(MegatronWorker):
 
     @property
     def _speaks(self) -> bool:
-        """True on the one rank of each data-parallel replica that reports what is known of whole sequences."""
+        """Whether this is the one rank of its data-parallel replica that reports metrics of whole sequences."""
         return self._reports and self._grid.cp_rank == 0
 
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
 
     def _keep(self, flat: Sequence[Batch], shape: Sequence[Sequence[Batch]]) -> None:
-        """The batches as the step's mini-batches, of the given lengths."""
+        """Keep the batches as the step's mini-batches, as many in each as in `shape`."""
         rest = iter(flat)
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
 
     def _completed(self, batch: Batch) -> Batch:
-        """The batch with what the models say of its entries on all context-parallel ranks."""
+        """Complete the models' per-token numbers of the batch with those of the other context-parallel ranks."""
         if self._grid.cp_size == 1:
             return batch
         names = [name for name in COLUMN.values() if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
     def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
-        """The values of the entries whose output this rank computes; NaN for entries of other ranks."""
+        """Keep the values of the entries whose output this rank computes; NaN for entries of other ranks."""
         from megarl.parallel.packing import pack_micro
 
         if not self._grid.is_last_stage:
@@ -369,7 +372,7 @@ class ModelWorker(MegatronWorker):
         if loss.weighted is not None:
             total = total + loss.weighted
         metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
-        if self._fresh and self._spec.old_logp != "forward":  # the weights are those that the step began with
+        if self._fresh and self._spec.old_logp != "forward":  # the weights are still those that the step began with
             of_sequences = mismatch_of_sequences(seen, self._sum_over)
             metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
         return total, metrics

@@ -1,4 +1,4 @@
-"""What every model rank is told about one step: which responses, where they lie, how they are split.
+"""The plan of one step that every model rank gets: which responses to train on, where they are stored, and how they are split.
 
 Axes: N responses of the step.
 """
@@ -28,7 +28,7 @@ Split = list[list[list[list[int]]]]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The scored responses of a step; `response.prompt` counts the prompts that were kept."""
+    """The scored responses of a step; `response.prompt` numbers the prompts that were kept."""
 
     responses: list[Response]
     scores: list[Score]
@@ -41,61 +41,63 @@ class StepPlan:
     """One step as the ranks see it. Payloads stay in the object store until the rank that needs them fetches them."""
 
     payload_N: Sequence[Any]  # references to Samples
-    experts_N: Sequence[Sequence[Sequence[Any]] | None]  # references to the experts of each response's tokens, as `Response` has them
+    experts_N: Sequence[Sequence[Sequence[Any]] | None]  # references to the experts of each response's tokens, as in `Response`
     stages: Sequence[Sequence[int]]  # the MoE layers of each pipeline stage of the policy
     split: Split
     reward_N: np.ndarray  # float32
     group_N: np.ndarray  # int64: which prompt a response answers
-    keep_N: np.ndarray  # bool: the others get no loss and count nowhere
+    keep_N: np.ndarray  # bool: which responses are trained on; the others have no loss and do not count
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
-    positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitating term
+    positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitation term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
-    turn_weight: float = 0.0  # what a turn's reward of an environment counts in the reward; 0: there is none, or it is not known by turn
+    turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
 
     @property
     def trained(self) -> list[int]:
-        """The mini-batches that have a loss token."""
+        """The indices of the mini-batches that have a response to train on."""
         return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
 
     def part(self, dp_rank: int) -> StepPlan:
-        """The plan as one data-parallel rank needs it, with the payloads of its own responses: whoever is given a reference to an object
-        tells its owner of it, and again when it lets go."""
+        """The plan as one data-parallel rank needs it, with references to its own responses' payloads only.
+
+        Each process that receives a reference to an object reports that to the object's owner, and again when it releases the reference.
+        """
         mine = {n for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for n in micro_batch}
         return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
 
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """Responses to be read by a reward model."""
+    """The responses that a reward model is to score, and their split over its ranks."""
 
     payload_N: Sequence[Any]  # references to Samples
     split: list[list[list[int]]]  # [data-parallel rank][micro-batch] -> responses
 
     def part(self, dp_rank: int) -> ScoringPlan:
-        """As that of a StepPlan."""
+        """The plan as one data-parallel rank needs it, as in `StepPlan.part`."""
         return replace(self, payload_N=_only({n for micro_batch in self.split[dp_rank] for n in micro_batch}, self.payload_N))
 
 
 def _only(chosen: Set[int], values_N: Sequence[Any]) -> list[Any]:
-    """The values of the chosen responses, None in the places of the others."""
+    """The values of the chosen responses, with None in place of the others."""
     return [value if n in chosen else None for n, value in enumerate(values_N)]
 
 
 def members(mini_batch: list[list[list[int]]]) -> list[int]:
-    """Every response of a mini-batch, in order."""
+    """All responses of a mini-batch, in order."""
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
 def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
-    """Which responses are trained on, the split, and the loss weights of each global mini-batch.
+    """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         batch: the scored responses.
-        dp: data-parallel ranks.
-        capacity: most tokens of a micro-batch.
+        dp: the number of data-parallel ranks.
+        capacity: the largest number of tokens in a micro-batch.
         stages: the MoE layers of each pipeline stage of the policy.
 
     Raises:
@@ -104,7 +106,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     responses, algorithm = batch.responses, config.algorithm
     reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
     group_N = torch.tensor([response.prompt for response in responses])
-    # An episode whose environment failed at once has nothing to learn from. What is dropped takes nobody's place in the algorithm's choice.
+    # An episode whose environment failed at once has no loss token. Responses that are dropped do not take part in the algorithm's choice.
     dropped = config.train.drop_truncated
     keep_N = torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
     keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
@@ -137,7 +139,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
 
 
 def turn_weight(reward: RewardSettings) -> float:
-    """What the reward of an environment's turn counts where the turn ends; 0 where it has no place in the reward, or another scale."""
+    """The weight of an environment's turn rewards at the ends of the turns; 0 if they are not in the reward, or on another scale."""
     if reward.normalise is not None:
         return 0.0
     if isinstance(reward.source, SumReward):
@@ -149,9 +151,9 @@ def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> T
     """The weight of a loss token of each response in its mini-batch's policy loss, float64 [N]; 0 in a mini-batch without loss tokens.
 
     Args:
-        algorithm: of the run.
-        count_N: loss tokens of each response of the step, int64.
-        split: of the step.
+        algorithm: the run's algorithm.
+        count_N: int64 [N], the loss tokens of each response of the step.
+        split: the step's split.
     """
     weight_N = torch.zeros(len(count_N), dtype=torch.float64)
     for chosen in map(members, split):
@@ -161,12 +163,12 @@ def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> T
 
 
 def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> ScoringPlan:
-    """Deals responses to the ranks of a reward model.
+    """Deal responses to the ranks of a reward model.
 
     Args:
-        responses: to be scored; at least one.
-        dp: data-parallel ranks.
-        capacity: most tokens of a micro-batch.
+        responses: the responses to score; at least one.
+        dp: the number of data-parallel ranks.
+        capacity: the largest number of tokens in a micro-batch.
 
     Raises:
         ValueError: a response does not fit.
@@ -176,18 +178,18 @@ def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> Scori
 
 
 def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, capacity: int) -> ScoringPlan:
-    """Deals samples to the ranks of a reward model.
+    """Deal samples to the ranks of a reward model.
 
     Args:
         payload_N: references to Samples, at least one.
-        length_N: tokens of each sample.
-        dp: data-parallel ranks. Where these are more than the samples, the last sample is read several times.
-        capacity: most tokens of a micro-batch.
+        length_N: the number of tokens of each sample.
+        dp: the number of data-parallel ranks. If there are fewer samples than that, the last sample is scored several times.
+        capacity: the largest number of tokens in a micro-batch.
 
     Raises:
         ValueError: a sample does not fit.
     """
-    more = dp - len(payload_N)  # no rank may be without one: the last is then read several times
+    more = dp - len(payload_N)  # no rank may be without a sample
     [split] = split_step([*length_N, *[length_N[-1]] * more], 1, dp, capacity)
     return ScoringPlan([*payload_N, *[payload_N[-1]] * more], split)
 
@@ -195,14 +197,14 @@ def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, cap
 def response_advantages(
     algorithm: PolicyAlgorithm, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
 ) -> np.ndarray:
-    """One advantage per response, from all rewards of the step, less the KL to the reference where the algorithm says so.
+    """Compute one number per response (`PolicyAlgorithm.advantages`) from all rewards of the step, less the KL if `kl_per_sequence`.
 
     Args:
-        algorithm: makes them.
-        plan: of the step.
-        greedy: the reward of the greedy response to each prompt, where the algorithm needs it.
-        kl_N: float64 [N], sum_t (old_t - ref_t) of each response; read where the algorithm has `kl_per_sequence`.
-        kl_coef: its coefficient in this step.
+        algorithm: the run's algorithm.
+        plan: the step's plan.
+        greedy: the reward of the greedy response to each prompt, if the algorithm needs it.
+        kl_N: float64 [N], each response's sum of `old_kl`; read only if the algorithm has `kl_per_sequence`.
+        kl_coef: the KL coefficient in this step.
 
     Returns:
         float32 [N].
@@ -215,16 +217,16 @@ def response_advantages(
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:
-    """Splits responses into consecutive mini-batches, each over ranks and micro-batches.
+    """Split responses into consecutive mini-batches, and each of these over ranks and micro-batches.
 
     Within a mini-batch all ranks get the same number of micro-batches, balanced by tokens; a rank with fewer responses than that gets
     empty ones.
 
     Args:
-        length_N: tokens of each response.
-        mini_batches: how many; must divide N, or else the last N % mini_batches responses are in none.
-        dp: data-parallel ranks.
-        capacity: most tokens of a micro-batch.
+        length_N: the number of tokens of each response.
+        mini_batches: the number of mini-batches; should divide N, or else the last N % mini_batches responses are in none.
+        dp: the number of data-parallel ranks.
+        capacity: the largest number of tokens in a micro-batch.
 
     Raises:
         ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.

@@ -1,4 +1,4 @@
-"""Responses as a file of a checkpoint, which the rank that writes it fetches from the object store, prompt by prompt."""
+"""Responses as a checkpoint file; the rank that writes it fetches them from the object store, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megarl.response import Response
 from megarl.rollout.parts import whole
 from megarl.text import one_line
 
-ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # of a sample
+ARRAYS = ("tokens", "rollout_logp", "loss_mask")  # the arrays of a sample
 EXPERTS, META = "experts", "meta"
 
 
 @dataclass(frozen=True)
 class ResponseFile:
-    """An .npz of the tokens, log-probs, masks and experts of each response, and of a JSON text with all else, its last member.
+    """An .npz with the tokens, log-probs, masks and experts of each response; its last member is a JSON text with everything else.
 
-    Never more than the responses to one prompt are in memory, but for what the driver knows of all.
+    Only the responses to one prompt at a time are in memory, besides what the driver knows of all of them.
     """
 
-    groups: Sequence[tuple[Sequence[Response], Mapping[str, Any]]]  # the responses to each prompt, and what else is kept of it
-    counts: Mapping[str, float]  # kept as they are
-    order: Sequence[int]  # of the MoE layers, as their experts are written
+    groups: Sequence[tuple[Sequence[Response], Mapping[str, Any]]]  # per prompt: its responses, and further values to keep
+    counts: Mapping[str, float]  # written unchanged
+    order: Sequence[int]  # the order in which the MoE layers' experts are written
 
     def write(self, file: Any) -> None:
-        """Writes it from its beginning to its end into a file that need not be seekable. ContentLost where responses are lost."""
+        """Write it sequentially into a file that need not be seekable. Raise ContentLost if responses are lost."""
         groups = []
         with zipfile.ZipFile(file, "w") as archive:
             for number, (responses, known) in enumerate(self.groups):

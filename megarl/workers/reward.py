@@ -1,4 +1,4 @@
-"""The reward model on a rank: one score a response.
+"""The reward model on one rank: one score per response.
 
 Axes: N responses.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """A frozen value model that is read at the last token of a response."""
+    """A frozen value model whose output at a response's last token is the score."""
 
     def __init__(self, model: Model, grid: Grid) -> None:
         self._model, self._grid = model, grid
 
     def scores(self, plan: ScoringPlan) -> dict[int, float]:
-        """The scores that this rank reports: of its data-parallel share, each from the rank that holds the last token.
+        """Score the plan's responses; return the scores that this rank reports: those of its data-parallel share whose last token it holds.
 
-        FloatingPointError where one is not finite.
+        Raises FloatingPointError if a score is not finite.
         """
         members = plan.split[self._grid.dp_rank]
         batches = [pack_scored(fetch(plan.payload_N, chosen)) for chosen in members]
@@ -43,12 +43,12 @@ class RewardModel:
 
 
 class RewardWorker(MegatronWorker):
-    """One rank of a group that holds a reward model alone, without a training run around it.
+    """One rank of a group that holds only a reward model, outside a training run.
 
     Args:
-        rank: in its group.
-        config: of the verb.
-        layout: of the group.
+        rank: its rank in the group.
+        config: the verb's configuration.
+        layout: the group's parallel layout.
         path: the model's Hugging Face directory.
     """
 
@@ -57,9 +57,9 @@ class RewardWorker(MegatronWorker):
         self._path = path
 
     def build_models(self) -> None:
-        """The reward model."""
+        """Build the reward model."""
         self._reward = RewardModel(self._model(self._path, "value"), self._grid)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
-        """The scores that this rank reports."""
+        """Score the plan's responses; return the scores that this rank reports, by response."""
         return self._reward.scores(plan)

@@ -1,4 +1,4 @@
-"""A rollout engine as a Ray actor: keeps the payload in the object store and tells the driver only what it decides on."""
+"""A rollout engine as a Ray actor: it leaves the payload in the object store and sends the driver only what it needs for decisions."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from megarl.sync.fingerprint import Print
 
 @dataclass(frozen=True)
 class ExpertsWanted:
-    """Of which responses of a call the experts of their tokens are kept, and how."""
+    """For which responses of a call to keep the routed experts of their tokens, and in what form."""
 
-    stages: Sequence[Sequence[int]]  # the model's MoE layers, as they are kept: each pipeline stage fetches its own
-    layers: int  # of the model, dense ones too
-    topk: int  # experts a token
-    share: float  # of the responses, above 0
+    stages: Sequence[Sequence[int]]  # the model's MoE layers, grouped as they are kept: each pipeline stage fetches its own
+    layers: int  # all layers of the model, including dense ones
+    topk: int  # experts per token
+    share: float  # share of the responses, above 0
 
     def of(self, number: int) -> bool:
-        """Whether those of a call's response, counted from 0, are kept: of the first n ceil(n x share), so the first in any case."""
+        """Whether to keep the experts of a call's response `number`, from 0: ceil(n x share) of the first n, so always the first."""
         return ceil((number + 1) * self.share) > ceil(number * self.share)
 
 
@@ -51,25 +51,25 @@ class Playing:
 
     environment: EnvironmentSettings
     limits: Limits
-    system: str | None  # a message before each opening that begins with none
+    system: str | None  # a system message, put before each opening that does not begin with one
 
 
 EnginePrompts = Sequence[Start]
-"""Prompts for one engine, whose ids are their numbers."""
+"""Prompts for one engine; each one's id is its number."""
 
 
 def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
-    """Starts `RolloutWorker.respond`.
+    """Start `RolloutWorker.respond` and return at once.
 
     Args:
         worker: the actor.
         share: its prompts.
-        sampling: how many responses to each, and how they are drawn.
-        experts: which experts are kept; None: none.
+        sampling: how many responses to generate per prompt, and how they are sampled.
+        experts: which responses' routed experts to keep; None: none.
         playing: how responses become episodes; None: they do not.
 
     Returns:
-        At once, references to all that it returns.
+        A reference to each of its return values.
     """
     each = 1 + (0 if experts is None else len(experts.stages))
     return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
@@ -78,18 +78,18 @@ def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsW
 def ask_more(
     worker: Any, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, open_: Mapping[int, Sequence[Any]]
 ) -> list[Any]:
-    """Starts `RolloutWorker.go_on`.
+    """Start `RolloutWorker.go_on` and return at once.
 
     Args:
         worker: the actor.
         start: the prompt.
-        sampling: how the responses are drawn.
-        experts: which experts are kept; None: none.
-        tokens: most that each response gets now.
-        open_: by the response's number, references to its parts so far; none of those that begin.
+        sampling: how the responses are sampled.
+        experts: which responses' routed experts to keep; None: none.
+        tokens: the largest number of further tokens per response.
+        open_: by the response's number, references to its parts so far; empty for a response that has not begun.
 
     Returns:
-        At once, references to all that it returns.
+        A reference to each of its return values.
     """
     each = 1 + (0 if experts is None else len(experts.stages))
     counts = {index: len(parts) for index, parts in open_.items()}
@@ -98,12 +98,12 @@ def ask_more(
 
 
 def answered(responses: Sequence[Response], values: Sequence[Any], experts: ExpertsWanted | None) -> list[Response]:
-    """The responses with references to their payloads.
+    """Add references to their payloads and experts to the responses.
 
     Args:
-        responses: the first value of `respond`.
-        values: references to the others.
-        experts: what was asked for.
+        responses: the first return value of `respond`.
+        values: references to the other return values.
+        experts: the argument of the call.
     """
     each = 1 + (0 if experts is None else len(experts.stages))
     own = [values[first : first + each] for first in range(0, len(values), each)]
@@ -115,25 +115,25 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
 
 @dataclass(frozen=True)
 class _Said:
-    """A response as far as it has got."""
+    """A response, or the part of it that has been sampled so far."""
 
-    prompt: int  # its number
-    index: int  # of the response to it
+    prompt: int  # the prompt's number
+    index: int  # which of the responses to the prompt
     sample: Sample
     text: str
     episode: EpisodeSummary | None = None
-    added: Sample | None = None  # what of it this call has sampled, if not all: an `added` part
+    added: Sample | None = None  # the part that this call has sampled, if not all of it (see `parts.added`)
     done: bool = True
 
 
 class RolloutWorker:
-    """Holds one engine, and the tokenizer that turns its responses into text; its process holds nothing else.
+    """Holds one engine and the tokenizer that turns its responses into text; its process holds nothing else.
 
     Args:
-        label: names the engine in errors.
-        engine: its class, as "module:Class".
-        environment: variables that it looks at when it is imported.
-        run: the run's directory, which keeps what the engine's processes print.
+        label: the engine's name in errors.
+        engine: the engine's class, as "module:Class".
+        environment: environment variables that the engine reads when it is imported.
+        run: the run's directory, where the output of the engine's processes is kept.
     """
 
     def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path) -> None:
@@ -154,47 +154,47 @@ class RolloutWorker:
         blank: bool,
         devices: Sequence[str],
     ) -> None:
-        """Starts the engine, as `Engine.start` says, and loads the tokenizer.
+        """Start the engine (see `Engine.start`) and load the tokenizer.
 
         Args:
             model: the Hugging Face directory of both.
-            dtype: of the weights, "float32" or "bfloat16".
-            settings: of the engine.
-            seed: of the run.
+            dtype: the dtype of the weights, "float32" or "bfloat16".
+            settings: the engine's settings.
+            seed: the run's seed.
             gpu: whether the engine has GPUs.
-            report_experts: whether its samples say which experts their tokens were sent to.
-            sleeps: whether it leaves its devices to ranks in between.
-            blank: whether the directory's weights are left unread, as a sync will bring some.
-            devices: the GPUs of those ranks; none: those that this process has.
+            report_experts: whether its samples report the experts that their tokens were routed to.
+            sleeps: whether it leaves its devices to ranks at times.
+            blank: whether the directory's weights are not read, since a sync will bring weights.
+            devices: the GPUs of the ranks that it shares devices with; empty: this process's own GPUs.
         """
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._ends, self._timeout_s = load_tokenizer(model), end_tokens(model), settings.timeout_s
-        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the trainer's
+        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the interface that the trainer uses
         await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
         self._responder = Responder(self._engine, settings.timeout_s)
 
     async def guarantee(self, environment: EnvironmentSettings) -> str | None:
-        """`megarl.environments.hosts.guarantee`, of this machine."""
+        """Return what `megarl.environments.hosts.guarantee` says on this machine."""
         return guarantee(environment)
 
     async def respond(
         self, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None = None, playing: Playing | None = None
     ) -> list[Any]:
-        """The responses to each prompt, or the episodes that it begins. Several calls may be under way at once.
+        """Generate the responses to each prompt, or play the episodes that it begins. Several calls may run concurrently.
 
         Args:
             share: the prompts.
-            sampling: how many responses to each, and how they are drawn.
-            experts: which experts are kept; None: none.
+            sampling: how many responses to generate per prompt, and how they are sampled.
+            experts: which responses' routed experts to keep; None: none.
             playing: how responses become episodes; None: they do not.
 
         Returns:
-            As values of their own, which belong to the caller and outlive this process: the responses without their payloads; then of each
-            the payload and, where experts are wanted at all, those of its tokens for each stage, or None. See `ask`.
+            Separate return values (see `ask`), which belong to the caller and outlive this process: the responses without their payloads;
+            then for each response its payload and, if `experts` is given, its tokens' experts for each stage, or None if they are not kept.
 
         Raises:
-            RolloutError: experts that are wanted were not reported.
+            RolloutError: the engine did not report experts that are wanted.
         """
         said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
         return self._told(said, sampling, experts)
@@ -202,21 +202,21 @@ class RolloutWorker:
     async def go_on(
         self, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, counts: Mapping[int, int], *begun: Sample
     ) -> list[Any]:
-        """So many more `tokens` of some responses to a prompt, at most.
+        """Sample up to `tokens` further tokens of some responses to a prompt.
 
-        A token's draw depends on the response's seed and on its position, so that where a response was cut does not matter.
+        A token's random draw depends on the response's seed and on its position, so it does not matter where a response was cut.
 
         Args:
-            start: has the prompt.
-            sampling: of whole responses.
-            experts: that are wanted of those that are done.
-            tokens: more of each.
-            counts: which of the responses to the prompt, and of how many parts each is so far.
-            *begun: these parts, one response after the other.
+            start: the prompt.
+            sampling: how whole responses are sampled.
+            experts: which responses' routed experts to keep; None: none.
+            tokens: the largest number of further tokens per response.
+            counts: by the response's number, how many parts it has so far.
+            *begun: all of these parts, one response after the other.
 
         Returns:
-            As `respond` does, but that of a response that is not done there is no text and the payload is what this call has added to it.
-            The experts are in any case those of the tokens that this call has added, and of the one before these.
+            The same as `respond`, except that an unfinished response has no text, and its payload is only the part that this call added.
+            Even for a finished response, the experts are only those of the tokens that this call added, and of the token before them.
         """
         given, longest = iter(begun), len(start.tokens) + sampling.max_tokens
         parts = {index: list(islice(given, count)) for index, count in counts.items()}
@@ -235,7 +235,7 @@ class RolloutWorker:
         return self._told(told, sampling, experts)
 
     def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
-        """What `respond` returns."""
+        """Make the return values of `respond`."""
         responses, payloads = list[Response](), list[Any]()
         for one in said:
             sample, new = one.sample, one.added or one.sample
@@ -297,13 +297,14 @@ class RolloutWorker:
         found = sample.routed_experts
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
-        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)  # a part begins with the token before it
+        # The experts of an `added` part, which has no prompt, begin with those of the token before it.
+        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [found[:, list(stage)] for stage in wanted.stages]
 
     async def ping(self, timeout_s: float) -> None:
-        """Raises EngineDead or RolloutTimeout where a process of the engine has ended or does not answer."""
+        """Raise EngineDead or RolloutTimeout if a process of the engine has ended or does not answer."""
         await self._engine.ping(timeout_s)
 
     async def sleep(self, keep_weights: bool, timeout_s: float) -> None:
@@ -312,7 +313,7 @@ class RolloutWorker:
     async def wake(self, part: Part, timeout_s: float) -> None:
         await self._engine.wake(part, timeout_s)
 
-    # A weight update, as the WeightPublisher drives it: see Engine.
+    # The calls of a weight update, which the WeightPublisher makes; see Engine.
 
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
         await self._engine.connect(rendezvous, first_rank)

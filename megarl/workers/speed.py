@@ -1,4 +1,4 @@
-"""How fast a model is trained, by the formula of `megarl plan`: FLOPs of weights and causal attention, whatever is recomputed."""
+"""Training speed, by the formula of `megarl plan`: FLOPs of weights and causal attention, not counting recomputation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megarl.plan.facts import facts
 from megarl.plan.parameters import model_elements
 from megarl.plan.times import forward_flops
 
-PASSES = 3  # forward, and a backward of twice its FLOPs
+PASSES = 3  # a forward, and a backward with twice its FLOPs
 
 
 def training_flops(hf: Mapping[str, Any], head: HeadKind, lengths: Sequence[int]) -> float:
-    """Of one update on sequences of these many tokens.
+    """The FLOPs of one update on sequences of the given lengths.
 
     Args:
         hf: config.json.
-        head: a scalar one has no vocabulary's FLOPs.
-        lengths: of the sequences.
+        head: the model's head; a scalar head has none of the output layer's FLOPs.
+        lengths: the number of tokens of each sequence.
     """
     its = facts(dict(hf))
     without = 0 if head == "lm" or its.tied else its.n.vocab * its.n.hidden
@@ -30,16 +30,16 @@ def training_flops(hf: Mapping[str, Any], head: HeadKind, lengths: Sequence[int]
 
 
 def speed(flops: float, ranks: int, seconds: float, device: str | None, dtype: str) -> dict[str, Metric]:
-    """Metrics of work that `ranks` GPUs did together.
+    """The speed metrics of work that `ranks` GPUs did together.
 
     Args:
-        flops: of the whole.
-        ranks: that shared it: of one data-parallel replica.
-        seconds: that it took.
-        device: as CUDA calls it; None: no GPU.
-        dtype: of the model: the share of the peak (`devices.py`) is told of bfloat16.
+        flops: the FLOPs of all the work.
+        ranks: the number of ranks that shared it: those of one data-parallel replica.
+        seconds: the time that it took.
+        device: CUDA's name of the GPU; None: no GPU.
+        dtype: the model's dtype; the share of the peak (`devices.py`) is reported for bfloat16 only.
     """
-    reached = flops / ranks / 1e12  # of each, in `seconds`
+    reached = flops / ranks / 1e12  # by each rank, in `seconds`
     metrics: dict[str, Metric] = {"perf/tflops_per_gpu": Mean(reached, seconds)}
     known = next((one for name, one in DEVICES.items() if device is not None and name in device), None)
     if known is not None and dtype == "bfloat16":

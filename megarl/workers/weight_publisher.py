@@ -1,4 +1,4 @@
-"""New weights into the engines, from rank 0: the control calls go through Ray, the bytes through the sender's transport."""
+"""Transfer of new weights from rank 0 to the engines: control calls go through Ray, the bytes through the sender's transport."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class WeightPublisher:
     """Rank 0's connection to the engines.
 
     Args:
-        engines: their actors.
-        workers_per_engine: processes of each that hold weights.
-        settings: of the sync.
-        host: the address at which engines meet this process.
-        device: this rank's.
-        relay: the engines share the devices of several ranks (see `Sender`); the first engine has this one's.
+        engines: the engines' actors.
+        workers_per_engine: the processes of each engine that hold weights.
+        settings: the section `sync`.
+        host: the address at which the engines reach this process.
+        device: this rank's device.
+        relay: whether the engines share the devices of several ranks (see `Sender`); the first engine shares this rank's.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class WeightPublisher:
         self._sender.connect(self._meet)
 
     def reaches(self, engines: Sequence[Any]) -> bool:
-        """Whether it is connected to these, and to no others."""
+        """Whether it is connected to exactly these engines."""
         return [engine._actor_id for engine in engines] == [engine._actor_id for engine in self._engines]
 
     def publish(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
-        """Moves the whole stream into every engine and puts it to work as `version`.
+        """Send the whole stream to every engine, which then uses the weights as `version`; return metrics of the transfer.
 
-        With `sync.verify`, FingerprintMismatch names the tensors of which an engine holds other bits than were exported, FloatingPointError
-        those that are not finite. Raises whatever an engine or the transport raised, too.
+        With `sync.verify`, raises FingerprintMismatch, which names the tensors whose bits in an engine differ from those exported, or
+        FloatingPointError, which names those that are not finite. Also raises whatever an engine or the transport raised.
         """
         begun, timeout_s = time.perf_counter(), self._settings.timeout_s
         prints = Fingerprinter()
@@ -75,7 +75,7 @@ class WeightPublisher:
         }
 
     def _all(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        """Starts a call on every engine; the result waits for all of them."""
+        """Start a call on every engine; the returned function waits for all of them."""
         references = [getattr(engine, method).remote(*arguments) for engine in self._engines]
         return lambda: self._wait(references, method)
 
@@ -87,7 +87,7 @@ class WeightPublisher:
         return lambda: self._wait(references, "connect")
 
     def _wait(self, references: list[Any], doing: str) -> list[Any]:
-        """The engines' answers. Raises what the first failing engine raised, naming it where it died or is late."""
+        """Wait for the engines' answers. Raise what the first failing engine raised, naming the engine if it died or is late."""
         deadline, answers = time.monotonic() + self._settings.timeout_s, []
         for index, reference in enumerate(references):
             try:
