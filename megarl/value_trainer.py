@@ -80,6 +80,6 @@ def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str
         Metrics named heldout/...
     """
     with ctx.run.phase("heldout"):
-        plan, _ = ctx.models.forward(held_out)
+        plan, _ = ctx.models.forward(held_out, sync_follows=False)  # the policy is frozen
         _, metrics = ctx.models.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)
     return {f"heldout/{name.removeprefix(CRITIC)}": metric for name, metric in metrics.items()}

@@ -58,6 +58,11 @@ async def _sleeps(model: Path, weights_mb: float) -> None:
                 assert bits(await generate(engine, PROMPTS, SAMPLING)) == first
             else:
                 await _check_update(engine, trainer, other)
+        await engine.sleep(TIMEOUT_S, keep_weights=False)
+        await engine.wake("weights", TIMEOUT_S)
+        await engine.wake("kv_cache", TIMEOUT_S)
+        with pytest.raises(RolloutError, match="^engine 0: has no weights before the next update$"):
+            await generate(engine, PROMPTS, SAMPLING)
     finally:
         await engine.close()
 

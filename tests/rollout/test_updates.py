@@ -79,7 +79,7 @@ async def _five_updates(tiny: Path, bare: Path, transport: str, tp: int) -> None
     engine = await _start(bare, tp=tp, blank=True)
     trainer = Trainer(engine, transport, tp)
     try:
-        with pytest.raises(RolloutError, match=r"^engine 0: has no weights before the first update$"):
+        with pytest.raises(RolloutError, match=r"^engine 0: has no weights before the next update$"):
             await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         for seed in (1, 2, 3, 1, 4):
             await _check_update(engine, trainer, other_weights(tiny, seed))

@@ -182,10 +182,10 @@ class VllmEngine(Engine):
         self.check_health()
         if self._updating:
             raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
-        if self._blank:
-            raise RolloutError(f"{self.label}: has no weights before the first update")
         if self._asleep:
             raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
+        if self._blank:
+            raise RolloutError(f"{self.label}: has no weights before the next update")
         taken = set(self._open)
         for request in requests:
             check_request(request, self._limit)
@@ -267,7 +267,7 @@ class VllmEngine(Engine):
             }:  # vLLM takes itself for asleep until all is awake (v1/executor/abstract.py:338), and would not sleep
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
-            self._asleep = {"weights", "kv_cache"}
+            self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights
 
     async def wake(self, part: Part, timeout_s: float) -> None:
         async with self._lock:
