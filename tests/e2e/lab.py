@@ -20,19 +20,20 @@ from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind
 from megarl.cluster.session import ray_session
 from megarl.cluster.watch import StandsStill
-from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, load
+from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.rollout.registry import ENGINES
 from megarl.stages import context, pairs
 from megarl.stages import eval as eval_stage
-from megarl.stages.checks import check_train
+from megarl.stages.checks import check_train, check_value
 from megarl.stages.context import RunContext
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.reward import open_scorers
 from megarl.stages.saving import resume_point
 from megarl.trainer import learn
+from megarl.value_trainer import learn_values
 from megarl.workers import learner
 from megarl.workers.engines import Engines, EngineStarter, playing, start_engines
 from megarl.workers.megatron_worker import MegatronWorker
@@ -60,14 +61,16 @@ class Lab:
         self.playing: list[int] = []  # process ids of those that were taken last
 
     def run(self, job: Job, own_engine: bool = False) -> Job:
-        """`megarl train` in this process, to the end."""
-        self.train(load(job.write(), list(job.overrides), TrainConfig), own_engine)
+        """`megarl train` or `megarl value` in this process, to the end."""
+        root = {"train": TrainConfig, "value": ValueConfig}[job.verb]
+        self.train(load(job.write(), list(job.overrides), root), own_engine)
         return job
 
     def train(self, config: TrainConfig, own_engine: bool = False) -> None:
         """The same from a configuration."""
-        data = check_train(config)
-        resume = resume_point(config, "train", len(data.train))
+        verb, check, steps = ("value", check_value, learn_values) if isinstance(config, ValueConfig) else ("train", check_train, learn)
+        data = check(config)
+        resume = resume_point(config, verb, len(data.train))
         with (
             pytest.MonkeyPatch.context() as patch,
             Run(config, None if resume is None else resume.run) as run,
@@ -77,7 +80,7 @@ class Lab:
             without_picture(patch)
             engines.note_sandbox(run.note)
             ctx = RunContext(config, run, models, engines, *scorers.rewards(models), Restarts(0, run.restarted, run.note))
-            recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
+            recovering(lambda start: steps(ctx, data, start), resume, ctx, newest(config, verb, len(data.train)))
 
     def learn(self, job: Job, picture: bool = False) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""

@@ -106,6 +106,22 @@ def test_a_step_is_the_same_wherever_its_models_stand(
                 assert mine[name] == (pytest.approx(one[name], rel=5e-3, abs=1e-6) if apart else one[name]), name
 
 
+def test_value_pretraining_is_the_same_where_engines_and_ranks_take_turns(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """The policy is frozen: no sync brings the engines' weights back after the held-out rollouts are measured."""
+    settings = ("algorithm.type=vapo", "critic={optimizer: {lr: 0.001}, pretrain_steps: 2}", "train.eval_every=1")
+
+    def measured(places: str) -> list[dict[str, float]]:
+        job = lab.run(Job(tmp_path / places, tiny_model, (*settings, f"placement.engines={places}"), verb="value"))
+        kept = ("critic/", "heldout/", "reward/", "rollout/", "response_length/")
+        return [{name: row[name] for name in row if name.startswith(kept)} for row in job.rows()]
+
+    apart, shared = measured("apart"), measured("shared")
+    assert [{"heldout/explained_variance", "reward/mean"} & row.keys() for row in apart[1:]] == [
+        {"heldout/explained_variance", "reward/mean"}
+    ] * 2
+    assert shared == apart
+
+
 def test_a_critic_that_is_biased_by_position_is_named_in_the_metrics_on_the_screen_and_in_the_summary(
     lab: Lab, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
