@@ -68,8 +68,8 @@ class Lab:
 
     def train(self, config: TrainConfig, own_engine: bool = False) -> None:
         """The same from a configuration."""
-        verb, check, steps = ("value", check_value, learn_values) if isinstance(config, ValueConfig) else ("train", check_train, learn)
-        data = check(config)
+        verb, steps = ("value", learn_values) if isinstance(config, ValueConfig) else ("train", learn)
+        data = check_value(config) if isinstance(config, ValueConfig) else check_train(config)
         resume = resume_point(config, verb, len(data.train))
         with (
             pytest.MonkeyPatch.context() as patch,
