@@ -195,7 +195,7 @@ def costs(path: Path, rounds: int) -> dict[str, list[float]]:
         return time.process_time() - begun
 
     for replay in REPLAYS:
-        step(replay)  # the first ones allocate
+        step(replay)  # warm-up: the first steps allocate
     times = [{replay: step(replay) for replay in (REPLAYS if turn % 2 else REPLAYS[::-1])} for turn in range(rounds)]
     return {replay: [time[replay] for time in times] for replay in REPLAYS}
 

@@ -132,7 +132,7 @@ def main() -> int:
 
         try:
             for side in [*SIDES, *SIDES]:
-                ask(side)  # the first ones allocate
+                ask(side)  # warm-up: the first steps allocate
             found = [{side: ask(side) for side in (list(SIDES) if turn % 2 else list(SIDES)[::-1])} for turn in range(given.rounds)]
         finally:
             for process in processes.values():

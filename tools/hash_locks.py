@@ -28,7 +28,7 @@ def pinned(lock: Path) -> dict[str, str]:
 def files(lock: Path, machine: str) -> Iterator[tuple[str, str]]:
     """Yield (package, hash) for every file of the lock's versions that a machine can install."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
-    platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # no wheel is too new
+    platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # recent enough to accept every wheel
     text = subprocess.run([*command, "--system-certs", *platform, str(lock)], check=True, capture_output=True, text=True).stdout
     for package in tomllib.loads(text)["packages"]:
         for file in [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]:

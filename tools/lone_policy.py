@@ -44,7 +44,7 @@ def lone_policy(path: Path, optimizer: OptimizerSettings) -> tuple[Any, Callable
 
 
 def responses(count: int, length: int, vocabulary: int) -> Batch:
-    """Return sequences of random tokens, all of which but the first are trained on."""
+    """Return sequences of random tokens; all tokens but the first of each are trained on."""
     generator = torch.Generator().manual_seed(1)
     tokens_NL = torch.randint(vocabulary, (count, length + 1), generator=generator)
     lengths_N = torch.full((count,), length)

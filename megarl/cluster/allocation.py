@@ -1,4 +1,4 @@
-"""The nodes that Slurm gave to a job, and the directory they share, by which the others find the head, and the run learns when to stop.
+"""The nodes of a Slurm job, and the directory they share, in which the others find the head, and the run is told when to stop.
 
 nodes.json   written by the job script: the nodes, the head first; how many the run needs; the GPUs of each node
 head.json    written by the driver, readable by its owner only: the address of its Ray session, and the token that the session asks for
