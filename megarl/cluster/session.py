@@ -110,9 +110,7 @@ def _join(address: str) -> None:
     try:
         found = services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = found.rpartition(":")
-        socket.create_connection(
-            (host.strip("[]"), int(port)), ANSWER_S
-        ).close()  # if refused, fails at once; Ray would try for half a minute
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()  # Ray would try a refused one for half a minute
         token = _asks_for_token(found)
         _set_mode(token)
         ray.init(address=found, log_to_driver=True)
