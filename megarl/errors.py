@@ -11,27 +11,27 @@ class ConfigError(ValueError):
 
 
 class Unfit(ConfigError):
-    """What a machine lacks, and no configuration names. Bad input of whoever starts a run there; in a Slurm job the machine's fault."""
+    """A machine lacks something that no setting names: bad input from whoever starts a run there, or in a Slurm job the machine's fault."""
 
 
 class Stopped(RuntimeError):
-    """Stopped by an external failure, or on purpose; the message says all, and no traceback is shown."""
+    """Stopped by an external failure, or on purpose; the message says everything, and no traceback is shown."""
 
 
 class SaveError(Stopped):
-    """A step was not saved: one line. What was saved before is untouched."""
+    """A step was not saved; the message is one line. What was saved before is untouched."""
 
 
 class ContentLost(SaveError):
-    """What was to be saved was lost with its machine: a run goes on from what was saved before."""
+    """What was to be saved was lost with its machine: a run continues from what was saved before."""
 
 
 class Alarmed(Stopped):
-    """`train.on_alarm=stop`, and there was an alarm: its message."""
+    """The run was stopped by an alarm, as `train.on_alarm=stop` asks; the message is the alarm's."""
 
 
 def refuse_all(*checks: Callable[[], object]) -> None:
-    """Makes every check. ConfigError with the lines of all that refuse, each once."""
+    """Run every check. Raises ConfigError with the lines of all that refuse, each line once."""
     lines = list[str]()
     for check in checks:
         try:
@@ -45,6 +45,6 @@ def refuse_all(*checks: Callable[[], object]) -> None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What follows the refusal of an unknown name: the known one that is most like it, or nothing."""
+    """Text to append to the refusal of an unknown name: the most similar known name, or nothing."""
     like = difflib.get_close_matches(name, sorted(known), n=1)
     return f" (did you mean {like[0]!r}?)" if like else ""

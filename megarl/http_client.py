@@ -1,4 +1,4 @@
-"""Requests to a server of the user's, each done or failed within its time, to the address that was given and to no other."""
+"""Requests to the user's servers, each of which succeeds or fails within its time limit, and goes to the given address and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _elsewhere: ContextVar[bool] = ContextVar("elsewhere", default=False)
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """For checks that are not the run's own: it may start later and on other machines, with servers that do not answer here and now."""
+    """Mark checks made outside the run, which may start later and on other machines, with servers that do not answer here and now."""
     token = _elsewhere.set(True)
     try:
         yield
@@ -30,14 +30,14 @@ def elsewhere() -> Iterator[None]:
 
 
 def unanswered(fault: str) -> None:
-    """Refuses a run whose server does not answer as it should (ConfigError); inside `elsewhere` says so on stderr."""
+    """Refuse a run whose server does not answer as it should (ConfigError); inside `elsewhere`, only warn on stderr."""
     if not _elsewhere.get():
         raise ConfigError(fault)
     print(f"megarl: warning: from here: {escaped(fault)}; the run asks again when it starts", file=sys.stderr)
 
 
 def token_of(variable: str | None, key: str) -> str | None:
-    """The bearer token in an environment variable, which `key` names. ConfigError where it is not there or no header can hold it."""
+    """The bearer token in the environment variable that the setting `key` names. ConfigError if it is unset or no header can hold it."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
@@ -48,21 +48,21 @@ def token_of(variable: str | None, key: str) -> str | None:
 
 
 def target(place: SplitResult) -> str:
-    """What the first line of a request asks for."""
+    """The target in the first line of a request."""
     return place._replace(scheme="", netloc="", fragment="", path=place.path or "/").geturl()
 
 
 @contextmanager
 def connected(place: SplitResult, within_s: float, sockets: set[socket.socket] | None = None) -> Iterator[http.client.HTTPConnection]:
-    """A connection that is shut down after `within_s` seconds; TimeoutError then, whatever the block made of it.
+    """Open a connection for the block that is shut down after `within_s` seconds, with a TimeoutError whatever the block made of that.
 
-    The time limits of HTTP clients (http.client's, httpx's) are for one operation each, which a byte now and then satisfies: any of them
-    would need this alarm, and with it the simplest is enough.
+    The time limits of HTTP clients (http.client's, httpx's) apply to one operation each, so a byte now and then satisfies them. Any client
+    would need this alarm, and with it the simplest one is enough.
 
     Args:
-        place: of the server.
-        within_s: longest time of the block, and of the connection's start.
-        sockets: hold the connection's while it is open; whoever is to end it before calls `shut`.
+        place: the server's URL.
+        within_s: the longest time for connecting and the block together.
+        sockets: holds the connection's socket while it is open. To end the connection earlier, `shut` the socket.
     """
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     assert place.hostname is not None, "as the configuration has checked"
@@ -94,9 +94,9 @@ def connected(place: SplitResult, within_s: float, sockets: set[socket.socket] |
 
 
 def _connect(connection: http.client.HTTPConnection, within_s: float) -> None:
-    """Connects, or raises TimeoutError after these seconds.
+    """Connect, or raise TimeoutError after `within_s` seconds.
 
-    In a thread: no call looks up a name in a bounded time, and each of the name's addresses would have all of it.
+    This takes a thread: no call looks up a name in bounded time, and each of the name's addresses would be given the whole time limit.
     """
     faults, given_up = list[Exception](), threading.Event()
 
@@ -120,6 +120,6 @@ def _connect(connection: http.client.HTTPConnection, within_s: float) -> None:
 
 
 def shut(open_socket: socket.socket) -> None:
-    """Ends a connection, and wakes the thread that reads from it."""
+    """Shut a connection down, and wake the thread that reads from it."""
     with suppress(OSError):  # it may be closed already
         open_socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Imports: heavy ones, made lighter, and those of a place that is named in text."""
+"""Import helpers: make heavy imports lighter, and look up objects named in text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 
 def find(place: str) -> Callable[..., Any]:
-    """What stands at "module:name"."""
+    """Import and return the object at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For a block that makes very many objects: the garbage collector rests in it. What it has imported is left alone for good.
+    """Pause the garbage collector in a block that creates very many objects. What the block imports is exempt from collection for good.
 
-    Python would look through all objects again and again while they come: a quarter of the time that vLLM, Megatron and transformers take
-    to import, and half of what it takes to read or write which tensors a checkpoint has. Where the block imports nothing new, what is
-    garbage at its end will be collected.
+    Python would scan all objects again and again while they are created: a quarter of the time that vLLM, Megatron and transformers take
+    to import, and half of the time it takes to read or write which tensors a checkpoint has. If the block imports nothing new, garbage that
+    is left at its end is collected later as usual.
     """
     was, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -39,10 +39,10 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def parts_alone(package: str) -> Iterator[None]:
-    """For a block that imports modules of a package: its own `__init__` does not run there, but where the package is next imported.
+    """Let a block import modules of a package without running its `__init__`, which runs when the package is next imported.
 
-    For one whose `__init__` makes much that those modules do without, and of which they need `__version__` at most. May be a package
-    inside another.
+    For a package whose `__init__` does a lot that those modules do not need; they may use its `__version__`, but nothing else of it. It may
+    be a package inside another.
     """
     if package in sys.modules:
         yield
@@ -52,7 +52,7 @@ def parts_alone(package: str) -> Iterator[None]:
     stand_in = ModuleType(package)
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
     if "." not in package:
-        from importlib.metadata import version  # takes longer than all else that a scoring process imports
+        from importlib.metadata import version  # takes longer to import than everything else in a scoring process
 
         vars(stand_in)["__version__"] = version(package)
     sys.modules[package] = stand_in
@@ -63,9 +63,10 @@ def parts_alone(package: str) -> Iterator[None]:
 
 
 def gym_factory(dataset: str) -> Any:
-    """reasoning_gym.factory, with the data set of that name among its DATASETS if there is one.
+    """Return the module reasoning_gym.factory, with the data set of the given name among its DATASETS if there is one.
 
-    The package imports a hundred data sets, with sympy and matplotlib: 1.6 s. Most have a module of their own name that needs neither.
+    The package imports a hundred data sets, with sympy and matplotlib, in 1.6 s. Most data sets have a module of their own name that needs
+    neither.
     """
     with uncollected():
         with parts_alone("reasoning_gym"):

@@ -1,4 +1,4 @@
-"""torch for modules that the driver and its checks need too: imported when something of it is first used, which takes seconds."""
+"""torch for modules that the driver and its checks need too: imported on first use, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Stands for a module."""
+        """Stand in for a module, which is imported when an attribute is first read."""
 
         def __init__(self, name: str) -> None:
             self._name, self._module = name, None
@@ -27,7 +27,7 @@ else:
             return getattr(self._module, name)
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
-    Tensor = Any  # in annotations alone
+    Tensor = Any  # used in annotations only
 
 
 def _import(name: str) -> ModuleType:
@@ -36,7 +36,7 @@ def _import(name: str) -> ModuleType:
 
 
 def import_meanwhile() -> None:
-    """Begins to import torch: for a process that will use it once others have started."""
+    """Start importing torch in a thread, for a process that will use it once others have started."""
     Thread(target=_import, args=("torch",)).start()
 
 

@@ -1,4 +1,4 @@
-"""transformers' modules without what makes its import slow: apart from megarl/imports.py, as scoring processes need none of it."""
+"""Import modules of transformers without what makes it slow. Separate from megarl/imports.py, since scoring processes do not need it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.imports import parts_alone
 
 
 class Distributions(Mapping[str, list[str]]):
-    """`importlib.metadata.packages_distributions()`, read when it is asked for: all of it only for a package that no distribution is named
-    like."""
+    """`importlib.metadata.packages_distributions()`, read on demand, and read in full only for a package without a distribution of its
+    name."""
 
     def __getitem__(self, package: str) -> list[str]:
         try:
@@ -37,8 +37,9 @@ _of_all = metadata.packages_distributions
 
 @contextmanager
 def light_transformers() -> Iterator[None]:
-    """For a block that imports modules of transformers: without its `__init__`, which reads the source of 1,500 models for half a second,
-    and without the files of all distributions, which transformers/utils/import_utils.py:51 reads for 0.2 s and asks for torch's alone."""
+    """Speed up a block that imports modules of transformers. Its `__init__`, which reads the source of 1,500 models for half a second, does
+    not run, and the files of all distributions, which transformers/utils/import_utils.py:51 takes 0.2 s to read just to look up torch, are
+    not read."""
     read: Any = metadata.packages_distributions
     metadata.packages_distributions = Distributions
     try:

@@ -1,4 +1,4 @@
-"""Which network interface of this machine leads somewhere. Linux, IPv4."""
+"""Find the network interface of this machine that leads to a host. Linux, IPv4."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import psutil
 def interface_towards(host: str) -> str:
     """The interface through which `host` is reached, or whose own address it is. Nothing is sent.
 
-    Raises RuntimeError where no interface has the address from which it is reached.
+    Raises RuntimeError if no interface has the address from which it is reached.
     """
     return _interface_of(own_address(host))
 
 
 def choose_nccl_interface(interface: str) -> None:
-    """NCCL's sockets of this process listen on this interface, unless the user has named another (NCCL_SOCKET_IFNAME)."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it would also be eth01 that begins with eth0
+    """Make NCCL's sockets in this process listen on this interface, unless the user has named another (NCCL_SOCKET_IFNAME)."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the "=", eth0 would also match eth01
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which `host` is reached. Nothing is sent."""
+    """This machine's address from which `host` is reached. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]

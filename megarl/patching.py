@@ -1,4 +1,4 @@
-"""A mend of an upstream fault first checks that the fault is still there: a changed upstream stops the program instead of being patched."""
+"""Check, before patching an upstream fault, that it is still there: a changed upstream stops the program instead of being patched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def expect(function: Any, *lines: str) -> None:
-    """Raises RuntimeError unless the source of `function` holds the given lines, in this order."""
+    """Raise RuntimeError unless the source of `function` contains the given lines, in this order."""
     source, place = inspect.getsource(function), 0
     for line in lines:
         place = source.find(line, place)

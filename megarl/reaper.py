@@ -1,8 +1,8 @@
-"""Ends what is left of a Ray session when its driver ends, however it ends. Run as a script: `python -I -S reaper.py DIRECTORY`.
+"""Clean up after a Ray session when its driver ends, however it ends. Run as a script: `python -I -S reaper.py DIRECTORY`.
 
-Ray's workers outlive a killed driver by seconds, and nobody removes the session's directory. The driver holds the other end of this
-process's standard input, which ends with the driver. Then every process that has a file of the session's directory open for writing is
-killed, and the directory removed. Where this process is killed too, the next start does both (`megarl.scratch`).
+Ray's workers outlive a killed driver by seconds, and nothing else removes the session's directory. The driver holds the other end of this
+process's standard input, which closes when the driver ends. Then every process that has a file in the session's directory open for writing
+is killed, and the directory is removed. If this process is killed too, the next start does both (`megarl.scratch`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import stat
 import sys
 import time
 
-QUIET_S = 1.0  # so long without a new process of the session: it is over
+QUIET_S = 1.0  # after this long without a new process of the session, it is over
 LIMIT_S = 20.0
 
 
 def members(*directories: str) -> list[int]:
-    """This user's processes that have a file below these open for writing: each of Ray's writes a log there. Who only reads is none."""
+    """This user's processes that have a file below these open for writing, as each of Ray's has its log; readers do not count."""
     roots = tuple(directory + os.sep for directory in directories)
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -45,7 +45,7 @@ def _writes(descriptor: str, roots: tuple[str, ...]) -> bool:
 
 
 def end(spared: set[int], *directories: str) -> int:
-    """Kills the members of these directories until none appears any more, and says how many there were."""
+    """Kill the members of these directories until no more appear, and return how many there were."""
     killed = set[int]()
     ended = last = time.monotonic()
     while time.monotonic() - last < QUIET_S and time.monotonic() - ended < LIMIT_S:
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     driver = os.getppid()
     sys.stdin.buffer.read()
-    end({driver}, sys.argv[1])  # the driver, where it goes on without the session, is spared
+    end({driver}, sys.argv[1])  # spare the driver, which may go on without the session
     shutil.rmtree(sys.argv[1], ignore_errors=True)

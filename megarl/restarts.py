@@ -1,4 +1,4 @@
-"""What of a run has failed and started again: how often it may, and what is told of it."""
+"""Restarts of the parts of a run that have failed: how many are allowed, and what is reported about each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RestartKind = Literal["engine", "rank", "node"]
 
 @dataclass
 class Restart:
-    """One failure that a run has gone on after.
+    """A failure after which a run has continued.
 
     Attributes:
-        kind: what failed; of a node, all that was on it.
-        fault: what was seen of it.
-        detection_s: for how long it had been stopped or late when it was seen. Of a process that ended Ray tells at once: 0.
-        recovery_s: from then on, until the run went on.
-        lost_steps: steps that were done and are done again; the one that was under way is not counted.
+        kind: what failed; "node" means everything on it.
+        fault: what was observed.
+        detection_s: how long it had been stopped or late when that was detected; 0 for a process that ended, which Ray reports at once.
+        recovery_s: from detection until the run continued.
+        lost_steps: completed steps that are repeated; the step in progress is not counted.
     """
 
     kind: RestartKind
@@ -34,18 +34,18 @@ class Restart:
     lost_steps: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """As numbers of a step's row."""
+        """Return the metrics of this restart for a step's row."""
         numbers = {self.kind: 1.0, "detection_s": self.detection_s, "recovery_s": self.recovery_s, "lost_steps": float(self.lost_steps)}
         return {RESTART: 1.0, **{f"{RESTART}/{name}": value for name, value in numbers.items()}}
 
 
 class Restarts:
-    """Counts the restarts of a process of the command line, in any 24 hours.
+    """Count the restarts of one process of the command line, within any 24 hours.
 
     Args:
-        most: so many; 0: none.
-        tell: is given each when the run goes on.
-        note: is given a line when one begins.
+        most: the most restarts allowed within 24 hours; 0 for none.
+        tell: called with each restart when the run continues.
+        note: called with a line of text when a restart begins.
     """
 
     def __init__(self, most: int, tell: Callable[[Restart], object], note: Callable[[str], object]) -> None:
@@ -53,7 +53,7 @@ class Restarts:
         self._times: deque[float] = deque()
 
     def allow(self, fault: Exception) -> bool:
-        """Counts one more, where it is allowed."""
+        """Return whether one more restart is allowed, and count it if so."""
         now = time.monotonic()
         while self._times and now - self._times[0] > WINDOW_S:
             self._times.popleft()
@@ -67,7 +67,7 @@ class Restarts:
 
     @contextmanager
     def recovery(self, kind: RestartKind, fault: Exception) -> Iterator[Restart]:
-        """A recovery inside, which is timed and, where it succeeds, told."""
+        """Time the recovery that happens inside the block, and report it if it succeeds."""
         begun = time.monotonic()
         restart = Restart(kind, str(fault), getattr(fault, "seconds", 0.0))
         yield restart

@@ -1,8 +1,8 @@
-"""Directories below the temporary one that end with their owner, however it ends.
+"""Directories below the temporary one that are removed with their owner, however it ends.
 
-An owner holds a lock on a file in its directory, and so may a process that cleans up after it. Where all of them were killed the kernel
-has let go of the lock: the next start then ends what processes are left, and removes the directory. A directory without such a file, of
-another user, or of another machine or boot (on a shared disk a lock need not be seen) belongs to nobody knows whom, and stays.
+An owner holds a lock on a file in its directory, and so may a process that cleans up after it. If all of them were killed, the kernel has
+released the lock: the next start then kills any processes that are left, and removes the directory. A directory without such a file, of
+another user, or of another machine or boot (a lock on a shared disk may not be visible) has an unknown owner, and is kept.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megarl.errors import Unfit
 from megarl.reaper import end
 
 PREFIX, OWNER = "megarl-", "owner"
-SHORT = "/tmp"  # where directories go whose names must be short
+SHORT = "/tmp"  # for directories whose paths must be short
 
 
 class Scratch:
-    """A private directory, below the temporary one or another. Raises Unfit where nothing can be written."""
+    """A private directory, below the temporary one or another. Raises Unfit if it cannot be written to."""
 
     def __init__(self, kind: str = "", below: str | None = None) -> None:
         below = below or _temporary()
@@ -39,12 +39,12 @@ class Scratch:
                 raise
         except OSError as error:
             raise Unfit(f"TMPDIR: cannot write to {below}: {error.strerror}") from None
-        with suppress(OSError):  # a disk without locks: nobody will sweep it
+        with suppress(OSError):  # a disk without locks: nobody will sweep the directory
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(self.path / OWNER)  # nobody finds it before it is locked
+            new.rename(self.path / OWNER)  # only now that it is locked can others find it
 
     def remove(self) -> None:
-        """Removes it, with what it holds. Can be called twice."""
+        """Remove the directory and its contents. May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.lock >= 0:
             os.close(self.lock)
@@ -52,9 +52,9 @@ class Scratch:
 
 
 def sweep() -> None:
-    """Ends the processes, and removes the directories, of owners that were killed with whoever was to clean up after them.
+    """Kill the processes and remove the directories of owners that were killed along with the process that would have cleaned up.
 
-    Raises Unfit where there is no temporary directory.
+    Raises Unfit if there is no temporary directory.
     """
     locks = {}
     for below in {_temporary(), SHORT}:
@@ -78,24 +78,24 @@ def sweep() -> None:
 
 
 def _temporary() -> str:
-    """Where TMPDIR says, and nowhere else: Python would go on to the next directory that it can write to."""
+    """The directory that TMPDIR names, and no other: Python would fall back to the next one that it can write to."""
     try:
-        usual = tempfile.gettempdir()  # remembers it: a session sets TMPDIR for its processes
+        usual = tempfile.gettempdir()  # also caches it, before a session sets TMPDIR for its processes
     except FileNotFoundError as error:
         raise Unfit(f"TMPDIR: {error.strerror}") from None
     return os.path.abspath(os.environ.get("TMPDIR") or usual)
 
 
 def _boot() -> bytes:
-    """Names the running kernel: this machine, since it was started."""
+    """The id of the running kernel, which stands for this machine since its last boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _take(directory: Path) -> int | None:
-    """The lock of a directory whose owner is known, and has ended."""
+    """Take the lock of a directory whose owner is known and has ended; None for any other directory."""
     path = directory / OWNER
     try:
-        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # the latter for what is no file
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK in case it is not a regular file
     except OSError:
         return None
     with suppress(OSError):
@@ -103,14 +103,14 @@ def _take(directory: Path) -> int | None:
         known = stat.S_ISREG(found.st_mode) and found.st_uid == directory.lstat().st_uid == os.geteuid() and os.read(lock, 99) == _boot()
         if known:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(path.lstat(), found):  # not removed in between
+            if os.path.samestat(path.lstat(), found):  # not removed meanwhile
                 return lock
     os.close(lock)
     return None
 
 
 def _holds_a_living_one(directory: Path) -> bool:
-    """Whether a run that this one's processes had started, and whose directory lies in this one's, goes on."""
+    """Whether a run is still going that was started by this owner's processes, and whose directory lies inside this one."""
     for owner in directory.rglob(PREFIX + "*/" + OWNER):
         lock = _take(owner.parent)
         if lock is None:
@@ -120,7 +120,7 @@ def _holds_a_living_one(directory: Path) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """The lock goes last: what is not finished now, the next start finds."""
+    """Remove a directory, its lock last, so that the next start finds whatever could not be removed now."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a verb was asked to print."""
+"""Print the output of a verb."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megarl.errors import Stopped
 
 
 def say(*lines: str) -> None:
-    """Prints what was asked for. Who has closed the pipe wants no more of it (`| head`): the exit status stays what it is.
+    """Print lines to stdout. If the reader has closed the pipe (`| head`), drop the rest and leave the exit status as it is.
 
-    Raises Stopped where it cannot be written.
+    Raises Stopped if they cannot be written.
     """
     try:
         for line in lines:
             print(line.encode("utf-8", "backslashreplace").decode())
         print(end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter would still write there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter would still flush there
         if not isinstance(error, BrokenPipeError):
             raise Stopped(f"stdout: {error.strerror}") from None

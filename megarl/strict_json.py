@@ -1,4 +1,4 @@
-"""JSON from files that others wrote."""
+"""Read JSON from files that others wrote."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Return the value of a JSON text in UTF-8.
 
-    Raises ValueError, whose text is one line: not JSON, a key twice in one object (of which Python keeps the last), half a surrogate pair
-    (which no file and no tokenizer takes), deeper than Python nests.
+    Raises ValueError with a one-line message: not JSON, a duplicate key in an object (of which Python would keep the last), half a
+    surrogate pair (which no file and no tokenizer accepts), or nesting deeper than Python allows.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -32,27 +32,27 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_json(path: Path, most: int) -> Any:
-    """`parse_json` of a plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
+    """`parse_json` a plain file of at most `most` bytes. Raises ValueError, and OSError if it cannot be read."""
     return parse_json(read_plain(path, most))
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """A plain file of at most `most` bytes. Raises ValueError, and OSError where it cannot be read."""
+    """Read a plain file of at most `most` bytes. Raises ValueError if it is larger, and OSError if it cannot be read."""
     if (size := _plain(path).stat().st_size) > most:
         raise ValueError(f"{size:,} bytes, more than {most:,}")
     return path.read_bytes()
 
 
 def lines_of(path: Path, place: str, start: int = 0) -> Iterator[tuple[str, bytes]]:
-    """The lines of a plain file, streamed.
+    """Stream the lines of a plain file.
 
     Args:
-        path: of the file.
-        place: what names it in messages.
-        start: byte of the file.
+        path: the file.
+        place: the name of the file in messages.
+        start: the byte of the file to start at.
 
     Yields:
-        (place:1, the first line with its end), and so on.
+        ("place:1", the first line with its line ending), and so on.
 
     Raises:
         ConfigError: a line of more than MOST_LINE bytes.
@@ -67,7 +67,7 @@ def lines_of(path: Path, place: str, start: int = 0) -> Iterator[tuple[str, byte
 
 
 def _plain(path: Path) -> Path:
-    """The path, if nobody would wait at it for ever, as at a pipe or a device. Raises FileNotFoundError."""
+    """Return the path of a plain file. Raises FileNotFoundError for anything else, such as a pipe or device that a reader could wait on."""
     if not path.is_file():
         raise FileNotFoundError(2, "not a plain file" if path.exists() else "missing", str(path))
     return path

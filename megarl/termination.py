@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP, as schedulers and closed terminals send them: a run that trains stops where it can be saved.
+"""Handle SIGTERM and SIGHUP, as schedulers and closed terminals send them: a training run stops where it can be saved.
 
-Elsewhere they are an exception in the main thread, at once or, while a run recovers, at the next wait. A second one is, at once and
+Elsewhere they raise an exception in the main thread, at once or, while a run recovers, at the next wait. A second signal raises it at once
 everywhere: whoever sends it does not want to wait.
-SIGUSR1 is Slurm's warning of what is to come (`megarl slurm`): the same, but that it may come as often as it likes.
+SIGUSR1 is Slurm's warning that one of them will follow (`megarl slurm`). It is handled the same way, except that repeats are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Terminated(SystemExit):
-    """Ended by a signal, with its exit status. No Exception: nothing that goes on after failures goes on after it."""
+    """Ended by a signal, with its exit status. Not an Exception, so that code that continues after failures does not continue after it."""
 
     def __init__(self, number: int, saved: str = "") -> None:
         super().__init__(128 + number)
@@ -31,7 +31,7 @@ _polled = False
 
 
 def install() -> None:
-    """Takes the signals, but one that is ignored (nohup), and forgets those that came before."""
+    """Install the handlers, except for signals that are ignored (nohup), and forget signals received before."""
     global _asked
     _asked = None
     for number in SIGNALS:
@@ -40,20 +40,20 @@ def install() -> None:
 
 
 def asked() -> int | None:
-    """The signal that came, and was not raised."""
+    """The signal that was received and not raised; None if there was none."""
     return _asked
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, a first signal is only noted, but where the block is `interruptible`. Who defers looks at `asked`."""
+    """Only note a first signal inside the block, except where it is `interruptible`. The caller must look at `asked`."""
     with _raised_where(lambda: False):
         yield
 
 
 @contextmanager
 def interruptible(now: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a signal raises Terminated while `now()`; so does one that was noted before."""
+    """Raise Terminated for a signal inside the block while `now()` is true; also for one that was noted before the block."""
     with _raised_where(now):
         if _asked is not None and now():
             raise Terminated(_asked)
@@ -62,10 +62,9 @@ def interruptible(now: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def polled() -> Iterator[None]:
-    """Inside, a first signal is only noted, and `poll` raises Terminated, as the block's end does: for work that must not be cut off at an
-    arbitrary line.
+    """Only note a first signal inside the block; `poll` and the end of the block then raise Terminated.
 
-    Not in a block inside that is `deferred` or `interruptible`.
+    For work that must not be cut off at an arbitrary line. Does not apply to an inner block that is `deferred` or `interruptible`.
     """
     with _raised_where(lambda: False, polled=True):
         yield
@@ -73,7 +72,7 @@ def polled() -> Iterator[None]:
 
 
 def poll() -> None:
-    """Where the work is `polled`, Terminated for a signal that was noted. Whoever waits in such work calls it about every second."""
+    """Raise Terminated for a signal that was noted, if the work is `polled`. Waits in such work call this about every second."""
     if _polled and _asked is not None and threading.current_thread() is threading.main_thread():
         raise Terminated(_asked)
 
@@ -91,7 +90,7 @@ def _raised_where(now: Callable[[], bool], polled: bool = False) -> Iterator[Non
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Gives a signal its exception back: within ray.get and ray.wait it becomes a SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
+    """Restore the exception of a signal: inside ray.get and ray.wait it becomes a SystemExit(1) (ray 2.60.0, _raylet.pyx:712)."""
     try:
         yield
     except SystemExit as stop:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Each further node of a job: worker.sh ALLOCATION PYTHON. It joins the driver's Ray session, and ends with it.
+# Every other node of a job: worker.sh ALLOCATION PYTHON. It joins the driver's Ray session, and ends with it.
 set -euo pipefail
 allocation=$1 python=$2
 ulimit -n "$(ulimit -Hn)"

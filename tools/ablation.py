@@ -1,10 +1,10 @@
-"""Runs `megarl train` once for each variant of a configuration and each seed, and puts the results side by side.
+"""Run `megarl train` once for each variant of a configuration and each seed, and compare the results side by side.
 
     python tools/ablation.py examples/vapo_ablation/variants.yaml [a.b=c ...] [--seeds 1 2]
 
-The file names a `base` configuration and `variants`: {name: [overrides]}. Leaves table.md, runs.csv and curves.png in the base's run
-directory, the runs below it. A run that is done is not done again; one that was done with other settings is refused. A run that fails is
-named at the end (exit status 1), and the others go on.
+The file names a `base` configuration and `variants`: {name: [overrides]}. Writes table.md, runs.csv and curves.png to the base's run
+directory, and the runs below it. A finished run is not repeated; one that was made with other settings is refused. A run that fails is
+named at the end (exit status 1), and the others continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.config import ConfigError, TrainConfig, dump, load
 from megarl.observe.writers import read_json_lines
 from megarl.sandbox.kernel import end_with_parent
 
-LAST = 5  # steps that the last rewards are averaged over
+LAST = 5  # number of final steps whose rewards are averaged
 COLUMNS = ("pass rate before", "pass rate", "greedy", f"reward, last {LAST} steps", "reward, all steps", "explained variance", "minutes")
 CURVES = (
     ("reward", "reward/mean"),
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """ConfigError where what is there was made with other settings."""
+        """Whether the run is finished. Raises ConfigError if it was made with other settings."""
         kept = self.config.directory / "config.yaml"
         if not (self.config.directory / "summary.json").is_file():
             return False
@@ -59,7 +59,7 @@ class Trial:
         return read_json_lines(self.config.directory / "metrics.jsonl")
 
     def result(self) -> dict[str, float | None]:
-        """A number for each of COLUMNS; None where there is none."""
+        """Return a number for each of COLUMNS; None for those that the run does not have."""
         summary: dict[str, Any] = json.loads((self.config.directory / "summary.json").read_text())
         learned = [row for row in self.rows() if "actor/grad_norm" in row]
         rewards = [row["reward/mean"] for row in learned]
@@ -78,7 +78,7 @@ class Trial:
 
 
 def trials(path: Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[Trial]:
-    """Every variant for every seed, seed after seed. ConfigError for bad settings."""
+    """Return every variant for every seed, seed by seed. Raises ConfigError for bad settings."""
     if not path.is_file():
         raise ConfigError(f"config: no such file: {path}")
     tree = yaml.safe_load(path.read_text())
@@ -96,7 +96,7 @@ def trials(path: Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[T
 
 
 def table(done: Sequence[Trial]) -> str:
-    """Markdown: a row for each variant, the mean over its seeds and, of several, the lowest and the highest."""
+    """Return a Markdown table with a row for each variant: the mean over its seeds and, of several, the lowest and the highest."""
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for variant in dict.fromkeys(trial.variant for trial in done):
         results = [trial.result() for trial in done if trial.variant == variant]
@@ -115,7 +115,7 @@ def _cell(column: str, values: Sequence[float | None]) -> str:
 
 
 def write_rows(done: Sequence[Trial], path: Path) -> None:
-    """One line a run."""
+    """Write one line per run."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["variant", "seed", *COLUMNS])
@@ -124,7 +124,7 @@ def write_rows(done: Sequence[Trial], path: Path) -> None:
 
 
 def draw(done: Sequence[Trial], picture: Path) -> None:
-    """Curves by step (value pretraining included), one colour a variant, the mean over its seeds."""
+    """Draw curves by step (value pretraining included), one colour per variant, as the mean over its seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -143,7 +143,7 @@ def draw(done: Sequence[Trial], picture: Path) -> None:
 
 
 def _mean_by_step(same: Sequence[Trial], name: str) -> dict[int, float]:
-    """A metric by the number of the step among those that trained the policy: 0 and below while it was frozen."""
+    """Return a metric by step, numbered among the steps that trained the policy: 0 and below while it was frozen."""
     found: dict[int, list[float]] = {}
     for trial in same:
         rows = trial.rows()

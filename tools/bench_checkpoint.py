@@ -1,9 +1,9 @@
-"""Distributed checkpoints beside torch's own, measured in one run: `python tools/bench_checkpoint.py [--ranks 2] [--directory DIR]`.
+"""Compare distributed checkpoints with torch's own, measured in one run: `python tools/bench_checkpoint.py [--ranks 2] [--directory DIR]`.
 
-A bfloat16 model with its optimizer on CPU ranks (gloo), 14 bytes a parameter. torch.distributed.checkpoint (DCP) is given as many bytes in
-as many tensors, each rank its own, and writes them to the disk, too; it hashes nothing. Each figure is the slowest rank's, the median of
-runs that alternate between the two sides, so that a busy machine slows both. Both read what is in no page cache, as a run does that goes
-on on another machine. Exit status: 1 where a bound is missed.
+A bfloat16 model with its optimizer on CPU ranks (gloo), 14 bytes per parameter. torch.distributed.checkpoint (DCP) gets as many bytes in as
+many tensors, each rank its own, and syncs them to disk, too; it hashes nothing. Each figure is that of the slowest rank, and the median of
+runs that alternate between the two sides, so that a busy machine slows both. Neither side reads from the page cache, as for a run that
+resumes on another machine. Exit status: 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from megarl.checkpoints.steps import verify
 from megarl.config import CheckpointSettings, Layout, ModelSettings, OptimizerSettings
 
-WARM = 1  # rounds that are not counted
+WARM = 1  # warm-up rounds, which are not counted
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -56,7 +56,7 @@ MODEL: dict[str, Any] = {
 
 
 class Row(NamedTuple):
-    """A figure beside what bounds it."""
+    """A figure, what it is compared with, and the bound on their ratio."""
 
     what: str
     ours: str
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 
 class Bench:
-    """What one rank measures."""
+    """The measurements on one rank."""
 
     def __init__(self, grid: Any, layers: int, directory: Path, rounds: int) -> None:
         from megarl.parallel.backend import choose
@@ -81,12 +81,12 @@ class Bench:
             for parameter in chunks[0].parameters():
                 parameter.normal_(std=0.02)
         trainable = make_trainable(chunks, OptimizerSettings(), total_steps=1)
-        trainable.step()  # on zero gradients: the moments are there
+        trainable.step()  # on zero gradients, so that the moments exist
         self.grid, self.directory, self.rounds = grid, directory, rounds
         self.part = {"policy": ModelState(trainable.chunks, hf, trainable)}
 
     def slowest(self, call: Callable[[], Any]) -> float:
-        """Seconds that the slowest rank takes."""
+        """Return the seconds that the slowest rank takes."""
         dist.barrier()
         begun = time.perf_counter()
         call()
@@ -95,7 +95,7 @@ class Bench:
         return float(seconds)
 
     def run(self) -> dict[str, float]:
-        """Seconds and bytes, the medians of the rounds."""
+        """Return seconds and bytes, the medians of the rounds."""
         from megarl.parallel.checkpoint.save import Saver
 
         savers = {kind: Saver(self.directory / kind, self.grid, settings(kind == "async")) for kind in ("sync", "async")}
@@ -111,7 +111,7 @@ class Bench:
         return {**found, "bytes": float(total), "rank_bytes": float(size), "extra": self._extra(savers["async"], size)}
 
     def _tensors(self, size: int) -> list[Tensor]:
-        """As many bytes as a save writes, in as many tensors as the model has: what DCP is given."""
+        """Return what DCP saves: as many bytes as a save writes, in as many tensors as the model has."""
         chunks = self.part["policy"].chunks
         shapes = [parameter.shape for chunk in chunks for parameter in chunk.parameters()]
         whole = sum(shape.numel() for shape in shapes)
@@ -140,14 +140,17 @@ class Bench:
         return found
 
     def _forget(self) -> None:
-        """Takes all files out of the page cache."""
+        """Evict all files from the page cache."""
         for folder, _, names in os.walk(self.directory if self.grid.rank == 0 else ""):
             for name in names:
                 with open(os.path.join(folder, name), "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _dcp_asynchronous(self, own: dict[str, Tensor]) -> tuple[float, float]:
-        """Seconds that the caller is blocked, and until all is written. Its thread uses the group: no barrier comes between."""
+        """Return the seconds for which the caller is blocked, and until all is written.
+
+        There is no barrier in between, because DCP's thread uses the process group.
+        """
         blocked = [0.0]
 
         def call() -> None:
@@ -164,7 +167,7 @@ class Bench:
         return dcp.FileSystemWriter(self.directory / "dcp" / kind, sync_files=True, overwrite=True)
 
     def _extra(self, saver: Any, size: int) -> float:
-        """The most memory that a save holds at a time beyond the training's, as a share of the bytes staged."""
+        """Return the peak memory of a save beyond that of training, as a share of the bytes staged."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         before, most, done = resident(), 0, threading.Event()
@@ -184,17 +187,17 @@ class Bench:
 
 
 def settings(asynchronous: bool) -> CheckpointSettings:
-    """The defaults, but for what is compared; nothing old stays."""
+    """The default settings, except for what is compared, and without keeping old checkpoints."""
     return CheckpointSettings(asynchronous=asynchronous, keep_last=1)
 
 
 def resident() -> int:
-    """Bytes of this process's memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def rank_main(rank: int, ranks: int, port: Any, layers: int, directory: Path, rounds: int, answers: Any) -> None:
-    """One rank, from its start to its end."""
+    """Run one rank from its start to its end."""
     torch.set_num_threads(1)
     from megarl.parallel.backend import choose
     from megarl.parallel.grid import destroy_grid, init_grid
@@ -215,7 +218,7 @@ def rank_main(rank: int, ranks: int, port: Any, layers: int, directory: Path, ro
 
 
 def rows(found: dict[str, float]) -> list[Row]:
-    """The table."""
+    """The rows of the table."""
     gigabytes, mine = found["bytes"] / 1e9, found["rank_bytes"] / 1e9
 
     def row(what: str, ours: float, theirs: float, bound: float) -> Row:

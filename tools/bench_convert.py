@@ -1,8 +1,8 @@
-"""Conversion beside a copy of the same bytes and a transformers round trip, measured in one run: `python tools/bench_convert.py`.
+"""Compare conversion with a copy of the same bytes and a transformers round trip, measured in one run: `python tools/bench_convert.py`.
 
 A random bfloat16 Qwen3-MoE of 1.4 GB. Every side runs in a process of its own, whose imports are not counted; ours and the copy end when
-their bytes lie on the disk. The sides alternate, so that a busy machine slows all of them. Memory is the peak of the resident set over what
-the process held before. Exits with 1 where a bound is missed.
+their bytes are on the disk. The sides alternate, so that a busy machine slows all of them. Memory is the peak of the resident set beyond
+what the process held before. Exit status: 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIDES = ("copy", "to_megatron", "to_hf", "transformers")
-SPEED = 0.5  # of a copy's, at least
-SLACK = 64 << 20  # bytes that Python and torch take on first use
+SPEED = 0.5  # least speed, relative to a copy
+SLACK = 64 << 20  # bytes that Python and torch allocate on first use
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -49,14 +49,14 @@ MODEL: dict[str, Any] = {
 
 
 class Figure(NamedTuple):
-    """What one side took."""
+    """The time and memory that one side took."""
 
     seconds: float
     memory: int  # bytes
 
 
 def make_model(path: Path, layers: int) -> int:
-    """Writes the model; its bytes."""
+    """Write the model, and return its size in bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -73,7 +73,7 @@ def make_model(path: Path, layers: int) -> int:
 
 
 def side(name: str, source: Path, target: Path, workers: int) -> Callable[[], Any]:
-    """One side, its imports done."""
+    """Return one side as a function whose imports are already done."""
     if name == "copy":
         return lambda: copy(source, target)
     if name == "transformers":
@@ -90,7 +90,7 @@ def side(name: str, source: Path, target: Path, workers: int) -> Callable[[], An
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies the files of a directory."""
+    """Copy the files of a directory to disk."""
     target.mkdir()
     for file in source.iterdir():
         shutil.copyfile(file, target / file.name)
@@ -99,22 +99,22 @@ def copy(source: Path, target: Path) -> None:
 
 
 def child(name: str, source: Path, target: Path, workers: int) -> None:
-    """Runs one side and prints its figure."""
+    """Run one side and print its figure."""
     run = side(name, source, target, workers)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, begun = peak(), time.perf_counter()
     run()
     print(json.dumps(Figure(time.perf_counter() - begun, peak() - before)))
 
 
 def peak() -> int:
-    """The most memory that this process has held, in bytes. (getrusage's figure begins with the parent's.)"""
+    """Return the peak memory of this process in bytes. (getrusage's figure starts from the parent's.)"""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) << 10
 
 
 def measure(directory: Path, rounds: int, workers: int) -> dict[str, Figure]:
-    """The median of every side; the first round is not counted."""
+    """Return the median time and the largest memory of every side; the first round is not counted."""
     found: dict[str, list[Figure]] = {name: [] for name in SIDES}
     places = {"copy": "model", "to_megatron": "model", "to_hf": "to_megatron", "transformers": "model"}
     for _ in range(rounds + 1):
@@ -131,7 +131,7 @@ def measure(directory: Path, rounds: int, workers: int) -> dict[str, Figure]:
 
 
 def table(found: dict[str, Figure], size: int, layer: int) -> Iterator[tuple[str, bool]]:
-    """The lines, and whether each holds its bound."""
+    """Yield the lines, and whether each keeps its bound."""
     plain, other = found["copy"], found["transformers"]
     yield f"{'copy and fsync':26} {plain.seconds:7.2f} s {size / 1e9 / plain.seconds:7.2f} GB/s", True
     for name, label in (("to_megatron", "Hugging Face -> Megatron"), ("to_hf", "Megatron -> Hugging Face")):

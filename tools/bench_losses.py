@@ -1,8 +1,8 @@
-"""Speed and memory of the losses, measured side by side in one run against what they must beat: `python tools/bench_losses.py [--peers]`.
+"""Measure speed and memory of the losses side by side with what they must beat: `python tools/bench_losses.py [--peers]`.
 
 Every measurement runs in a fresh process. Times are medians of runs that alternate between the two sides, on one thread by default, so
-that a busy machine slows both; memory is the high-water mark of the process's resident memory over one run, after everything freed before
-was given back to the system. `--peers` installs TRL into a throw-away environment (over this one's torch) and measures it too.
+that a busy machine slows both; memory is the high-water mark of the process's resident memory over one run, after all freed memory was
+returned to the system. `--peers` installs TRL into a throw-away environment (over this one's torch) and measures it too.
 Axes: T entries, N sequences, R rows of logits, V vocabulary.
 """
 
@@ -33,13 +33,13 @@ from megarl.batch import Batch
 ROOT = Path(__file__).resolve().parent.parent
 PEER = "trl==1.16.0"
 ALGORITHMS = ("ppo", "dapo", "vapo", "gspo", "gmpo", "cispo", "rloo")
-MEMORY = "memory-"  # measurements of memory alone: every array is a mapping of its own, gone when it is freed (slow)
+MEMORY = "memory-"  # prefix of measurements of memory only, where every array is a mapping of its own that goes when it is freed (slow)
 TOKENS, ROWS, VOCABULARY = 1 << 20, 8192, 32000
 Run = Callable[[], Any]
 
 
 class Row(NamedTuple):
-    """One line of the table: a figure, what it is measured against, and its bound."""
+    """One line of the table: a figure, what it is compared with, and its bound."""
 
     what: str
     ours: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def side_by_side(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
-    """Median seconds of each, after one run of each to warm up; one run of each in turn."""
+    """Return the median seconds of each run, made alternately, after one warm-up of each."""
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -70,10 +70,10 @@ def side_by_side(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
 
 
 def peak_extra(run: Run) -> int:
-    """Bytes by which resident memory rises at most while `run` runs."""
+    """Return the most bytes by which resident memory rises while `run` runs."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again (Linux, proc_pid_clear_refs(5))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux, proc_pid_clear_refs(5))
     before = _status("VmRSS")
     run()
     return _status("VmHWM") - before
@@ -86,7 +86,7 @@ def _status(key: str) -> int:
 
 
 def sequences(count: int, length: int, prompt: int = 0) -> Batch:
-    """`count` whole sequences of `length` entries, the first `prompt` of each without loss."""
+    """Return `count` whole sequences of `length` entries, the first `prompt` of each without loss."""
     seq_T, position_T = torch.arange(count).repeat_interleave(length), torch.arange(length).repeat(count)
     length_N, count_N, start_N = (torch.full((count,), number) for number in (length, length - prompt, prompt))
     return Batch(position_T, position_T, position_T >= prompt, seq_T, position_T, length_N, count_N, start_N, in_order=True)
@@ -96,7 +96,7 @@ def sequences(count: int, length: int, prompt: int = 0) -> Batch:
 
 
 def measure_gae() -> list[Row]:
-    """64 sequences of 32,768 tokens against the loop over t on [64, 32768]."""
+    """Measure 64 sequences of 32,768 tokens against the loop over t on [64, 32768]."""
     from megarl.algorithms.gae import gae, length_adaptive_lambda
 
     batch = sequences(64, 32768)
@@ -120,7 +120,7 @@ def measure_gae() -> list[Row]:
 
 
 def loop_over_time(reward_NT: Tensor, value_NT: Tensor, mask_NT: Tensor, gamma: float, lam: float) -> Tensor:
-    """GAE as public systems write it: masked tokens are stepped over."""
+    """GAE as public systems write it, skipping masked tokens."""
     value = advantage = torch.zeros(len(reward_NT))
     out = []
     for t in reversed(range(reward_NT.shape[1])):
@@ -133,7 +133,7 @@ def loop_over_time(reward_NT: Tensor, value_NT: Tensor, mask_NT: Tensor, gamma: 
 
 
 def loop_without_masks(reward_NT: Tensor, value_NT: Tensor, gamma: float, lam: float) -> Tensor:
-    """The least that a loop can do; wrong where a token is masked."""
+    """GAE by the least work that a loop can do; wrong if any token is masked."""
     value = advantage = torch.zeros(len(reward_NT))
     out = []
     for t in reversed(range(reward_NT.shape[1])):
@@ -147,7 +147,7 @@ def loop_without_masks(reward_NT: Tensor, value_NT: Tensor, gamma: float, lam: f
 
 
 def measure_policy(name: str) -> list[Row]:
-    """Forward and backward of one algorithm's loss over a million packed tokens, against the arithmetic alone."""
+    """Measure forward and backward of one algorithm's loss over a million packed tokens, against the bare arithmetic."""
     batch, logp_T = policy_batch(TOKENS)
     run = policy_run(name, batch, logp_T)
     median = side_by_side({"ours": run, "bare": functools.partial(bare_arithmetic, name, batch, logp_T)}, repeats=21)
@@ -159,14 +159,14 @@ def measure_policy(name: str) -> list[Row]:
 
 
 def measure_policy_memory(name: str) -> list[Row]:
-    """What the same takes beyond its inputs, the gradient included."""
-    policy_run(name, *policy_batch(4096))()  # loads what the first run loads
+    """Measure the memory that the same takes beyond its inputs, gradient included."""
+    policy_run(name, *policy_batch(4096))()  # does what happens only in a first run
     extra = peak_extra(policy_run(name, *policy_batch(TOKENS)))
     return [Row(f"{name} loss, 1M tokens", _mb(extra), "peak extra memory, float32 arrays", extra / (4 * TOKENS), 6.0, unit="")]
 
 
 def policy_batch(tokens: int) -> tuple[Batch, Tensor]:
-    """Sequences of up to 4,096 entries, an eighth of each prompt, and their log-probs."""
+    """Return sequences of up to 4,096 entries, an eighth of each being prompt, and their log-probs."""
     length = min(tokens, 4096)
     batch = sequences(tokens // length, length, prompt=length // 8)
     logp_T = -3 * torch.rand(tokens)
@@ -178,7 +178,7 @@ def policy_batch(tokens: int) -> tuple[Batch, Tensor]:
 
 
 def policy_run(name: str, batch: Batch, logp_T: Tensor) -> Run:
-    """One forward and backward as a rank does it."""
+    """Return a forward and backward pass as a rank does it."""
     from pydantic import TypeAdapter
 
     from megarl.algorithms import Algorithm, PolicyAlgorithm
@@ -198,7 +198,7 @@ def policy_run(name: str, batch: Batch, logp_T: Tensor) -> Run:
 
 
 def bare_arithmetic(name: str, batch: Batch, logp_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted loss and gradient by hand, without autograd or metrics, clean of what masked entries hold: what has to be done."""
+    """Return weighted loss and gradient computed by hand, without autograd or metrics, ignoring masked entries: the least work."""
     advantage, weight, masked = batch.extra_T["advantage"], batch.extra_T["weight"], ~batch.mask_T
     d = (logp_T - batch.extra_T["old_logp"]).masked_fill_(masked, 0.0)
     if name in ("gspo", "gmpo"):
@@ -225,7 +225,7 @@ def bare_arithmetic(name: str, batch: Batch, logp_T: Tensor) -> tuple[Tensor, Te
 
 
 def measure_logprobs(dtype: str, peers: bool) -> list[Row]:
-    """[8192, 32000] logits, forward and backward: our memory beyond the gradient, and both times."""
+    """Measure forward and backward of [8192, 32000] logits: our memory beyond the gradient, and both sides' times."""
     target_R, weight_R = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(ROWS)
     what = f"log-prob and entropy, {dtype}"
     logits = some_logits(dtype).requires_grad_()
@@ -242,7 +242,7 @@ def measure_logprobs(dtype: str, peers: bool) -> list[Row]:
     if not peers:
         return rows
     theirs = peak_extra(runs["peer"])
-    product = logits * 1.0  # as a model's logits come: out of an operation
+    product = logits * 1.0  # the result of an operation, as a model's logits are
     overwriting = peak_extra(functools.partial(logprob_run, product, target_R, weight_R, True))
     bounds = (0.5, 0.2) if dtype == "float32" else (1.0, None)
     peak = f"{PEER}: {_mb(theirs)}"
@@ -280,7 +280,7 @@ def _backward(lp_R: Tensor, entropy_R: Tensor, weight_R: Tensor, logits: Tensor)
 
 
 def measure_balance() -> list[Row]:
-    """8,192 sequences of up to 32,768 tokens into 64 micro-batches; packing them."""
+    """Measure splitting 8,192 sequences of up to 32,768 tokens into 64 micro-batches, and packing them."""
     from megarl.batch import Sample, balance, bins_needed, pack
 
     random = np.random.default_rng(0)
@@ -336,7 +336,7 @@ def measurements(peers: bool) -> dict[str, Callable[[], list[Row]]]:
 
 
 def install_peers(directory: str) -> str:
-    """An environment of its own that sees this one's packages below its own; its Python."""
+    """Create a virtual environment that also sees this one's packages, install the peer, and return the environment's Python."""
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     [site] = Path(directory).glob("lib/python*/site-packages")
     (site / "below.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))

@@ -1,12 +1,12 @@
-"""What it saves that engines do not wait: `python -m tools.bench_modes [--rounds 2] [--steps 20] [--write]`.
+"""Measure what is saved if engines do not wait: `python -m tools.bench_modes [--rounds 2] [--steps 20] [--write]`.
 
-The same RL run in each `rollout.mode`, on episodes of three turns that a server answers after a while: seeded, log-normal, two seconds an
-episode in the mean. And the same without any waiting, where overlap is all that there is to gain. Every run has as many episodes, tokens
-and updates a step; the runs alternate. Shown are medians of the rounds: seconds of a step (the first two are left out: the pipeline
-fills), its ratio to `sync`, what that could be at most, CPU seconds a step of engines and ranks. The most is that of a pipeline that costs
-nothing, with the times that rollout and update take in `sync`: with a lag of 1 it is below 2, as one batch's slowest episode waits for
-another's. `sync, all cores` has two ranks and two engines, as a run in turn should have on two cores. `--write` puts the table into
-examples/async/README.md. Exit status: 1 where a bound is missed.
+Runs the same RL job in each `rollout.mode`, on episodes of three turns that a server answers after a seeded, log-normal delay, two seconds
+per episode on average; and again without any delay, where overlap is the only gain. Every run has the same number of episodes, tokens and
+updates per step, and the runs alternate. The table shows medians of the rounds: seconds per step (without the first two, in which the
+pipeline fills), the speed-up over `sync`, the most that it could be, and CPU seconds per step of engines and ranks. The most is that of a
+pipeline without overhead, with the times that rollout and update take in `sync`: with a lag of 1 it is below 2, since one batch's slowest
+episode waits for another's. `sync, all cores` has two ranks and two engines, as a sequential run should on two cores. `--write` puts the
+table into examples/async/README.md. Exit status: 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tools.make_tiny_model import build
 
 PAGE = ROOT / "examples" / "async" / "README.md"
 BEGIN = "<!-- written by tools/bench_modes.py -->"
-TURNS, MEDIAN_S, SPREAD = 3, 0.4, 1.0  # of an episode; of the log-normal wait of a turn, whose mean is 1.65 medians
+TURNS, MEDIAN_S, SPREAD = 3, 0.4, 1.0  # turns of an episode; median and sigma of a turn's log-normal delay, whose mean is 1.65 medians
 FILLING = 2  # steps that are not measured
 POLL_S = 0.2
-ENGINES, RANKS = "ray::RolloutWorker", "ray::ModelWorker"  # begin the titles of their processes
+ENGINES, RANKS = "ray::RolloutWorker", "ray::ModelWorker"  # prefixes of the titles of their processes
 MODES = {
     "sync": (),
     "sync, all cores": ("layout.ranks=2", "rollout.replicas=2"),
     "ahead": ("rollout.mode=ahead",),
     **{f"free, max_lag {lag}": ("rollout.mode=free", f"rollout.max_lag={lag}") for lag in (1, 2, 4)},
 }
-LAGS = {"ahead": 0, **{f"free, max_lag {lag}": lag for lag in (1, 2, 4)}}  # batches that are begun beside the one that comes next
-BOUNDS = {"ahead": 1.2, "free, max_lag 1": 1.8}  # times as fast as sync, with tools
+LAGS = {"ahead": 0, **{f"free, max_lag {lag}": lag for lag in (1, 2, 4)}}  # batches that are begun in addition to the next one
+BOUNDS = {"ahead": 1.2, "free, max_lag 1": 1.8}  # least speed-up over sync, with tools
 CONFIG = """
 name: job
 seed: 1
@@ -69,7 +69,7 @@ train: {{steps: {steps}, prompts_per_step: 16, mini_batches: 4, epochs: 2, micro
 
 
 class Errand:
-    """Each turn is answered after a while, and earns the share of letters in it."""
+    """An environment that answers each turn after a delay, and rewards the share of letters in it."""
 
     def __init__(self, median_s: float) -> None:
         self._median_s = median_s
@@ -84,27 +84,27 @@ class Errand:
         return "and then?", sum(map(str.isalpha, text)) / max(1, len(text)), self._turn == TURNS
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class Cost(NamedTuple):
-    """Of a step: seconds."""
+    """What a step costs, in seconds."""
 
     wall: float
     engines: float  # CPU
     ranks: float  # CPU
-    lag: float  # no seconds: updates, the largest of a token
-    phases: Sequence[tuple[float, float]]  # of all steps: of the rollout, and of what comes after it
+    lag: float  # the largest lag of a token, in updates
+    phases: Sequence[tuple[float, float]]  # for every step: of the rollout, and of what comes after it
 
 
 class _Cpu:
-    """CPU seconds of the engines' and the ranks' processes, of those that have ended too."""
+    """The CPU seconds of the engines' and the ranks' processes, including those that have ended."""
 
     def __init__(self, driver: int) -> None:
         self._driver, self._held = psutil.Process(driver), dict[str, dict[int, float]]({ENGINES: {}, RANKS: {}})
 
     def look(self) -> tuple[float, float]:
-        """Of both, so far."""
+        """Return the CPU seconds of engines and of ranks so far."""
         for process in self._driver.children(recursive=True):
             try:
                 title, times = " ".join(process.cmdline()), process.cpu_times()
@@ -117,7 +117,7 @@ class _Cpu:
 
 
 def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str]) -> Cost:
-    """What a step of a run costs. Raises RuntimeError where it fails, or has lost an episode."""
+    """Run a job and return what a step costs. Raises RuntimeError if it fails or has lost an episode."""
     here.mkdir()
     (here / "job.yaml").write_text(CONFIG.format(runs=here / "runs", model=model, url=url, steps=steps))
     metrics = here / "runs" / "job" / "metrics.jsonl"
@@ -145,13 +145,13 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
 
 
 def most(phases: Sequence[tuple[float, float]], lag: int) -> float:
-    """How many times as fast as steps in turn a pipeline is that costs nothing.
+    """Return the speed-up over sequential steps of a pipeline without overhead.
 
     Args:
-        phases: seconds of the steps in turn: of the rollout, and of what comes after it.
-        lag: a rollout begins once the update of so many steps before the last is done; 0: once that of the last has begun.
+        phases: seconds of sequential steps: of the rollout, and of what comes after it.
+        lag: a rollout begins once the update of this many steps before the last is done; 0: once that of the last step has begun.
     """
-    begun, done = list[float](), list[float]()  # what comes after the rollouts
+    begun, done = list[float](), list[float]()  # of what comes after the rollouts
     for step, (rollout, rest) in enumerate(phases):
         start = 0.0 if step <= lag else (done[step - 1 - lag] if lag else begun[step - 1])
         begun.append(max(start + rollout, done[-1] if done else 0.0))
@@ -160,18 +160,18 @@ def most(phases: Sequence[tuple[float, float]], lag: int) -> float:
 
 
 def median(costs: Sequence[Cost]) -> Cost:
-    """Of each number; of the phases the first run's."""
+    """Return the median of each number, with the phases of the first run."""
     wall, engines, ranks, lag = (statistics.median(each) for each in zip(*(cost[:4] for cost in costs), strict=True))
     return Cost(wall, engines, ranks, lag, costs[0].phases)
 
 
 def updates(metrics: Path) -> list[dict[str, float]]:
-    """The rows of the steps that are done."""
+    """Return the rows of the finished steps."""
     return [row for row in read_json_lines(metrics) if "actor/lr" in row] if metrics.is_file() else []
 
 
 def table(costs: dict[str, dict[str, Cost]]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a Markdown table."""
     columns = ("s a step", "times as fast as sync", "at most", "CPU s, engines and ranks")
     lines = [" | ".join(["| | largest lag", *(f"{waits}: {columns[0]} | {' | '.join(columns[1:])}" for waits in costs)]) + " |"]
     lines.append("|---" * (2 + len(columns) * len(costs)) + "|")

@@ -1,9 +1,8 @@
-"""What precision buys: `python -m tools.bench_precision [--seeds 1 2 3] [--steps 3] [--write]`.
+"""Measure what precision buys: `python -m tools.bench_precision [--seeds 1 2 3] [--steps 3] [--write]`.
 
-For each seed short GRPO runs of a tiny mixture of experts whose policy is in bfloat16, one after the other: as it is, with float32 heads on
-both sides, with an engine in float32; the first two also with the engine's experts replayed (R3). Shown: the share of choices of experts
-that differ, the gap of the log-probs and the KL between engine and trainer. `--write` puts the table into
-megarl/parallel/README.md.
+For each seed, makes short GRPO runs of a tiny mixture of experts whose policy is in bfloat16: as it is, with float32 heads on both sides,
+and with an engine in float32; the first two also with the engine's experts replayed (R3). The table shows the share of routing choices that
+differ, the gap of the log-probs, and the KL between engine and trainer. `--write` puts it into megarl/parallel/README.md.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SHOWN = {
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
-    """In Markdown; of each number the seeds' mean, the smallest and the largest."""
+    """Return the lines of a Markdown table, with the mean, the smallest and the largest of each number over the seeds."""
     lines = [f"| | {' | '.join(SHOWN)} |", "|---" * (1 + len(SHOWN)) + "|"]
     for case, seeds in results.items():
         cells = []

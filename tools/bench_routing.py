@@ -1,13 +1,13 @@
-"""What replaying experts buys and costs: `python -m tools.bench_routing [--seeds 1 2 3] [--steps 8] [--rounds 40] [--write]`.
+"""Measure what replaying experts buys and costs: `python -m tools.bench_routing [--seeds 1 2 3] [--steps 8] [--rounds 40] [--write]`.
 
-For each seed three short GRPO runs of a tiny mixture of experts, one after the other: routing.replay off, r2, r3. The engines sample in
-bfloat16, and the routers' weights get noise on their way to them: a jitter that makes them choose other experts than the trainer, which
-trains in float32. Shown: the share of choices that differ, the KL and the gap of the log-probs between engine and trainer, the memory of a
-model rank, and the alarms.
+For each seed, makes three short GRPO runs of a tiny mixture of experts, with routing.replay off, r2 and r3. The engines sample in bfloat16,
+and the routers' weights get noise on their way to the engines: a jitter that makes these choose different experts from the trainer, which
+trains in float32. The table shows the share of choices that differ, the KL and the gap of the log-probs between engine and trainer, the
+memory of a model rank, and the alarms.
 
-What it costs is measured apart, on one rank and one batch: old log-probs and update, rounds of off, r2 and r3 in turn, CPU seconds. The
-experts that are replayed are those that the routers choose anyway, so the models' own work is the same. `--write` puts the table and the
-cost into megarl/parallel/README.md. Exit status: 1 where R3 does not halve the KL, or a replay costs more than 3 %.
+The cost is measured separately, on one rank and one batch: CPU seconds of old log-probs and update, in rounds that alternate between off,
+r2 and r3. The replayed experts are those that the routers choose anyway, so the models' own work is the same. `--write` puts the table and
+the cost into megarl/parallel/README.md. Exit status: 1 if R3 does not halve the KL, or a replay costs more than 3 %.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "megarl" / "parallel" / "README.md"
 BEGIN, END = "<!-- written by tools/bench_routing.py -->", "<!-- end of the table -->"
 REPLAYS = ("off", "r2", "r3")
-JITTER = 0.02  # standard deviation of the noise; the weights' own is 0.06
+JITTER = 0.02  # standard deviation of the noise; that of the weights is 0.06
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 SHOWN = {
     "routing/rollout_changed_frac": "{:.1%}",
@@ -52,7 +52,7 @@ SHOWN = {
     "rollout_corr/k3_kl": "{:.2e}",
     "training/logprob_gap_mean": "{:.4f}",
 }
-COST = 1.03  # of a step with a replay over one without, at most
+COST = 1.03  # the most that a step with a replay may cost, relative to one without
 CONFIG = """
 name: {name}
 run_dir: {runs}
@@ -77,16 +77,16 @@ SYNC = ModelGroups.sync
 
 
 def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
-    """In the place of `ModelGroups.sync`: brings the engines other routers than the trainer has."""
+    """Replace `ModelGroups.sync`: send the engines routers that differ from the trainer's."""
 
     def install(worker: Any) -> None:
-        policy = getattr(worker, "part", worker)._models["policy"]  # part: in the tests a rank plays one run after the other
+        policy = getattr(worker, "part", worker)._models["policy"]  # part: in the tests, one rank serves several runs one after the other
         plain = type(policy).stream
 
         def stream(dtype: Any) -> Any:
             generator = torch.Generator().manual_seed(version)
             for name, tensor in plain(policy, dtype):
-                router = isinstance(name, str) and name.endswith("mlp.gate.weight")  # several names: a stack of experts
+                router = isinstance(name, str) and name.endswith("mlp.gate.weight")  # otherwise several names, of a stack of experts
                 noise = JITTER * torch.randn(tensor.shape, generator=generator) if router else 0.0
                 yield name, (tensor + noise).to(tensor.dtype)
 
@@ -100,7 +100,7 @@ FORWARD = ModelGroups.forward
 
 
 def touched(config: TrainConfig) -> tuple[list[int], int]:
-    """The bytes of experts that each rank fetches in the first step of a run, and what those of all responses weigh."""
+    """Return the bytes of routed experts that each rank fetches in the first step of a run, and the bytes of those of all responses."""
     found: list[tuple[list[int], int]] = []
 
     def count(worker: Any) -> None:
@@ -131,31 +131,31 @@ def touched(config: TrainConfig) -> tuple[list[int], int]:
 
 
 def measured(directory: Path, names: Iterable[str]) -> dict[str, float]:
-    """What a run's metrics say: means over its steps."""
+    """Return a run's metrics, as means over its steps."""
     rows = [row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()) if "routing/rollout_changed_frac" in row]
     return {name: statistics.fmean(row[name] for row in rows) for name in names}
 
 
 def told(directory: Path) -> dict[str, Any]:
-    """What a run's summary says of its memory and alarms."""
+    """Return the memory and the alarms in a run's summary."""
     summary = json.loads((directory / "summary.json").read_text())
     return {"memory": summary["peak_rss_mb"]["model_worker"], "alarms": ", ".join(sorted(summary["alarms"])) or "none"}
 
 
 def commit() -> str:
-    """The one that is checked out."""
+    """Return the commit that is checked out."""
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def put(begin: str, lines: Sequence[str], page: Path = PAGE) -> None:
-    """Puts lines into a page, in the place of those behind `begin`."""
+    """Put lines into a page, replacing those between `begin` and END."""
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(END)
     page.write_text("\n".join([before + begin, *lines, END]) + after)
 
 
 def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a Markdown table."""
     names = ["seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs"]
     names += ["memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
@@ -167,7 +167,7 @@ def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
 
 
 def costs(path: Path, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of old log-probs and update by replay, round by round."""
+    """Return the CPU seconds of old log-probs and update, by kind of replay and round."""
     torch.set_num_threads(1)
     policy, logp, loss = lone_policy(path, OptimizerSettings(lr=1e-12))
     vocabulary = int(policy.hf["vocab_size"])
@@ -195,7 +195,7 @@ def costs(path: Path, rounds: int) -> dict[str, list[float]]:
         return time.process_time() - begun
 
     for replay in REPLAYS:
-        step(replay)  # the first ones allocate
+        step(replay)  # warm-up: the first steps allocate
     times = [{replay: step(replay) for replay in (REPLAYS if turn % 2 else REPLAYS[::-1])} for turn in range(rounds)]
     return {replay: [time[replay] for time in times] for replay in REPLAYS}
 

@@ -1,9 +1,9 @@
-"""What grows with the job, without a cluster: `python -m tools.bench_scale [--rounds 3]`.
+"""Measure, without a cluster, how costs grow with the size of the job: `python -m tools.bench_scale [--rounds 3]`.
 
-Three jobs: Qwen3-30B-A3B on 32 ranks, Qwen3-235B-A22B on 256, DeepSeek-V3 on 1,024. Each part runs megarl's own code with as many objects
-as the job has (tensors, responses, calls, files) and a few bytes in each of them, in one process, so that what is measured is the cost of
-handling an object. It is printed in CPU microseconds an object, the least of the rounds, which alternate between the jobs. A cost that
-grows faster than its number of objects fails: at 1,024 ranks an object may cost no more than `GROWTH` times what it costs at 32.
+Three jobs: Qwen3-30B-A3B on 32 ranks, Qwen3-235B-A22B on 256, DeepSeek-V3 on 1,024. Each part runs megarl's own code in one process, with
+as many objects as the job has (tensors, responses, calls, files) but only a few bytes in each, so that it measures the cost of handling an
+object. It prints CPU microseconds per object, the least of the rounds, which alternate between the jobs. A cost that grows faster than the
+number of objects fails: at 1,024 ranks an object may cost no more than `GROWTH` times what it costs at 32.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tests.published_models import MODELS
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 
 GROWTH = 2.0
-WRITERS, PROMPT_TOKENS, CAPACITY = 2, 512, 16384  # files of each rank for a model; tokens
-PROMPTS = 512  # of a step
+WRITERS, PROMPT_TOKENS, CAPACITY = 2, 512, 16384  # files per rank for a model; tokens of a prompt; tokens of a micro-batch
+PROMPTS = 512  # per step
 
 
 class Job(NamedTuple):
     model: str
     ranks: int
     data_parallel: int
-    responses: int  # of a step
-    rows: int  # of the file of prompts
+    responses: int  # per step
+    rows: int  # of the prompt file
 
 
 JOBS = [
@@ -68,7 +68,7 @@ class Cost(NamedTuple):
 
 
 def stacks(model: str) -> list[TensorName]:
-    """The names of a model's tensors as they are exported: experts of a layer and kind together."""
+    """Return the names of a model's tensors as they are exported, with the experts of a layer and kind together."""
     published = MODELS[model]
     hf = {**published.config, "architectures": [published.architecture], "model_type": published.kind}
     names, experts = list[TensorName](), dict[tuple[int | None, str, int], list[str]]()
@@ -82,7 +82,7 @@ def stacks(model: str) -> list[TensorName]:
 
 
 def sync(job: Job) -> Cost:
-    """An update in shared memory, from the stream to the comparison of fingerprints; the engine's end but for vLLM."""
+    """Measure an update in shared memory, from the stream to the comparison of fingerprints, with the engine's side except for vLLM."""
     names = stacks(job.model)
     stream = [(name, torch.ones(4, 4) if isinstance(name, str) else torch.ones(len(name), 4, 4)) for name in names]
     flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
@@ -108,7 +108,7 @@ def sync(job: Job) -> Cost:
 
 
 def planner(job: Job) -> Cost:
-    """The split of a step's responses over data-parallel ranks and micro-batches."""
+    """Measure splitting a step's responses over data-parallel ranks and micro-batches."""
     length_N = (PROMPT_TOKENS + torch.randint(1, 8192, (job.responses,), generator=torch.Generator().manual_seed(1))).tolist()
     begun = time.process_time()
     split_step(length_N, 4, job.data_parallel, CAPACITY)
@@ -117,15 +117,15 @@ def planner(job: Job) -> Cost:
 
 @ray.remote
 class Rank:
-    """Stands in for all ranks of a job."""
+    """Stand in for all ranks of a job."""
 
     def forward(self, plan: StepPlan, score: bool) -> int:
         return sum(payload is not None for payload in plan.payload_N)
 
 
 def driver(job: Job) -> Cost:
-    """A step's plan to every rank through the object store, with references to the responses that it works on, and the answers; on the
-    driver."""
+    """Measure, on the driver, sending a step's plan to every rank through the object store, with references to the rank's responses, and
+    collecting the answers."""
     layout = Layout(ranks=job.ranks, tp=job.ranks // job.data_parallel)
     group = WorkerGroup(ActorGroup("rank", [_actors[0]] * job.ranks), (), layout, 120.0)
     number_N, payload_N = np.zeros(job.responses, np.float32), [ray.put(n) for n in range(job.responses)]
@@ -141,7 +141,7 @@ _actors: list[Any] = []
 
 
 def manifests(job: Job) -> Cost:
-    """A checkpoint's manifest: written, read, and compared with names and sizes in the directory."""
+    """Measure writing and reading a checkpoint's manifest, and comparing it with names and sizes in the directory."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / step_name(1)
         (folder / "policy").mkdir(parents=True)
@@ -158,7 +158,7 @@ def manifests(job: Job) -> Cost:
 
 
 def tensors(job: Job) -> Cost:
-    """Which tensors a checkpoint holds, weights and optimizer, and where: written once, read by each rank."""
+    """Measure the metadata of a checkpoint's tensors, weights and optimizer: written once, read by each rank."""
     names = stacks(job.model)
     states = [
         f"{state}{name if isinstance(name, str) else name[0]}"
@@ -183,7 +183,7 @@ def tensors(job: Job) -> Cost:
 
 
 def hugging_face(job: Job) -> Cost:
-    """A Hugging Face directory's tensors, as one stage would write all of them."""
+    """Measure writing all tensors of a Hugging Face directory, as if one stage wrote them."""
     flat = [one for name in stacks(job.model) for one in ([name] if isinstance(name, str) else name)]
     with tempfile.TemporaryDirectory() as folder:
         writer, tensor = ShardWriter(Path(folder)), torch.ones(4, 4)
@@ -195,7 +195,7 @@ def hugging_face(job: Job) -> Cost:
 
 
 def prompts(job: Job) -> Cost:
-    """A file of prompts in DAPO's columns, from reading it to a step's draw."""
+    """Measure a prompt file with DAPO's columns, from reading it to drawing a step's prompts."""
     question, width = "What is the sum of 17 and 17? " * 8, 1000
     row = {"prompt": [{"role": "user", "content": question}], "reward_model": {"ground_truth": "34"}, "data_source": "math_dapo"}
     with tempfile.TemporaryDirectory() as folder:

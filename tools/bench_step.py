@@ -1,17 +1,17 @@
-"""An RL step beside TRL's: `python -m tools.bench_step [--rounds 3] [--steps 8] [--longest 32] [--trl [PYTHON]]`.
+"""Compare an RL step with TRL's: `python -m tools.bench_step [--rounds 3] [--steps 8] [--longest 32] [--trl [PYTHON]]`.
 
-GRPO on 64 prompts of 8 responses of up to 32 tokens each, from a mixture of experts with a million parameters, in float32, one update a
-step, a reward that costs nothing; two cores. `--longest 256` makes the lengths long-tailed: the model ends a response with each token at
-about the same chance. Four sides run in turn, each in processes of its own:
+GRPO on 64 prompts with 8 responses of up to 32 tokens each, from a mixture of experts with a million parameters, in float32, with one
+update per step and a reward that costs nothing; two cores. `--longest 256` makes the lengths long-tailed, since the model ends a response
+at each token with about the same probability. Four sides alternate, each in processes of its own:
 
 - megarl with one rank and one engine, and with two of each;
 - TRL's GRPOTrainer, which generates with transformers (`--trl` installs it into a throw-away environment over this one's packages, or
   takes the Python of one that has it);
-- bare parts: vLLM's own LLM.generate, then forward, backward and AdamW of transformers' model on what it gave. Nothing else.
+- bare parts: vLLM's own LLM.generate, then forward, backward and AdamW of transformers' model on its outputs, and nothing else.
 
-Of a step everything counts, from the draw of its prompts to new weights in what generates. The first two are left out. Shown are medians
-of the rounds. Exit status: 1 where two ranks and two engines take longer for a token than TRL, or 15 % longer than the bare parts; with
-long tails, longer than a quarter of TRL's time.
+A step is timed as a whole, from drawing its prompts to new weights in the generator. The first two are left out. The table shows medians of
+the rounds. Exit status: 1 if two ranks and two engines take longer per token than TRL, or 15 % longer than the bare parts; with long tails,
+if they take longer than a quarter of TRL's time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, SAMPLES, LONGEST = 64, 8, 32
-PROMPT = 32  # tokens, at most
+PROMPT = 32  # most tokens of a prompt
 FILLING = 2  # steps that are not measured
 CORES = 2
 LR = 1e-5
-BOUNDS = {"trl": 1.0, "bare": 1.15}  # of megarl with all cores over it, at most; of a token
-TAILED = {"trl": 0.25}  # the same where responses are longer than LONGEST
-TOKEN_KB = 4  # of an engine's cache: keys and values of 4 layers of 128 numbers each
+BOUNDS = {"trl": 1.0, "bare": 1.15}  # the most time per token that megarl with all cores may take, relative to the side's
+TAILED = {"trl": 0.25}  # the same if responses are longer than LONGEST
+TOKEN_KB = 4  # of an engine's KV cache: keys and values of 4 layers of 128 numbers each
 ALL_CORES = "megarl, 2 ranks, 2 engines"
 OVERRIDES = {"megarl, 1 rank, 1 engine": (), ALL_CORES: ("layout.ranks=2", "rollout.replicas=2")}
 CONFIG = """
@@ -66,7 +66,7 @@ def letters(response: str) -> float:
 
 
 def words(here: Path, steps: int) -> None:
-    """Prompts for all steps, in `prompts.jsonl`."""
+    """Write prompts for all steps to `prompts.jsonl`."""
     draw = random.Random(1)
     rows = [json.dumps({"prompt": f"spell {draw.randrange(10**6)} backward", "answer": ""}) for _ in range(PROMPTS * steps)]
     (here / "prompts.jsonl").write_text("\n".join(rows))
@@ -74,12 +74,12 @@ def words(here: Path, steps: int) -> None:
 
 
 def prompts_of(here: Path) -> list[str]:
-    """Those of `words`."""
+    """Read the prompts that `words` wrote."""
     return [json.loads(line)["prompt"] for line in (here / "prompts.jsonl").read_text().splitlines()]
 
 
 def cache_mb(longest: int) -> int:
-    """Room for all responses at once."""
+    """The size of a KV cache with room for all responses at once."""
     return max(128, PROMPTS * SAMPLES * (PROMPT + longest) * TOKEN_KB // 1024)
 
 
@@ -87,7 +87,7 @@ def cache_mb(longest: int) -> int:
 
 
 def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
-    """Through the command line; `start` are the seconds from the command to the first step."""
+    """Run megarl through its command line; `start` is the time in seconds from the command to the first step."""
     from megarl.observe.writers import read_json_lines
 
     metrics, begun = here / "job" / "metrics.jsonl", time.perf_counter()
@@ -111,7 +111,7 @@ def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]
 
 
 def trl(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
-    """GRPOTrainer, whose settings are megarl's defaults where it has them."""
+    """Run GRPOTrainer with megarl's defaults for the settings that both have."""
     from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,unused-ignore]
@@ -161,7 +161,7 @@ def trl(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
 
 
 def bare(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
-    """vLLM and transformers without anything between them: no rewards, no new weights in the engine, nothing checked."""
+    """Run vLLM and transformers with nothing in between: no rewards, no new weights in the engine, no checks."""
     import torch
     import vllm
     from transformers import AutoModelForCausalLM
@@ -187,7 +187,7 @@ def bare(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
         pairs = [(list(one.prompt_token_ids or ()), list(said.token_ids)) for one in outputs for said in one.outputs]
         tokens = sum(len(said) for _, said in pairs)
         optimizer.zero_grad()
-        together = 8192 // (PROMPT + longest)  # the longest of them have as many tokens as one of megarl's micro-batches
+        together = 8192 // (PROMPT + longest)  # at the greatest length, as many tokens as one of megarl's micro-batches
         for first in range(0, len(pairs), together):
             part = pairs[first : first + together]
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + said) for prompt, said in part], batch_first=True)
@@ -210,7 +210,7 @@ def bare(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
 
 
 def in_own_process(python: str, side: str, here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
-    """What a side prints last."""
+    """Run a side in a process of its own, and return what it prints last."""
     from megarl.rollout.vllm.launch import environment
 
     variables = {**os.environ, **environment(gpu=False), "OMP_NUM_THREADS": str(CORES), "PYTHONPATH": str(ROOT)}

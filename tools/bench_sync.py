@@ -1,8 +1,8 @@
-"""A weight update of a CPU engine beside vLLM's own reload of the same tensors: `python -m tools.bench_sync [--rounds 5]`.
+"""Compare a weight update of a CPU engine with vLLM's own reload of the same tensors: `python -m tools.bench_sync [--rounds 5]`.
 
-One vLLM engine and one sender over shared memory, a mixture of experts of random weights, float32. Each figure is the median of rounds that
-alternate, in CPU seconds of the processes that do the work, so that a busy machine changes them little. The peer is vLLM's layerwise reload
-as `load_weights` drives it, one call for each tensor, with what mends its packing on a CPU; it is given its tensors in memory, and moves
+One vLLM engine and one sender over shared memory; a mixture of experts with random weights in float32. Each figure is the median of rounds
+that alternate, in CPU seconds of the processes that do the work, so that a busy machine changes it little. The peer is vLLM's layerwise
+reload as `load_weights` drives it, one call per tensor, with the patch of its packing on CPUs; it gets its tensors in memory, and transfers
 nothing.
 """
 
@@ -32,8 +32,8 @@ from megarl.sync.wire import TensorName
 from tools.make_tiny_model import build
 
 TIMEOUT_S = 600.0
-RELOAD = 5.0  # times cheaper than vLLM's own for each expert's tensor, at least, where tensors are small
-VERIFY = 0.10  # of an update's CPU seconds, at most
+RELOAD = 5.0  # how many times cheaper than vLLM's own reload each expert's tensor must be, if tensors are small
+VERIFY = 0.10  # largest share of an update's CPU seconds
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"layers": 4, "hidden": 128, "experts": 64, "expert_hidden": 64},
     "large": {"layers": 4, "hidden": 512, "experts": 16, "expert_hidden": 512},
@@ -55,13 +55,13 @@ class Round(NamedTuple):
     """CPU seconds."""
 
     own: float  # vLLM's reload of the experts
-    stacks: float  # ours
-    move: float  # of an update, both sides: all tensors into the engine
-    verify: float  # of an update, both sides: fingerprints
+    stacks: float  # our reload of the experts
+    move: float  # an update's transfer of all tensors into the engine, on both sides
+    verify: float  # an update's fingerprints, on both sides
 
 
 def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
-    """The names of the experts' tensors, by layer and kind."""
+    """Return the names of the experts' tensors, grouped by layer and kind."""
     stacks: dict[str, list[str]] = {}
     for name in expected:
         before, _, after = name.partition(".experts.")
@@ -71,7 +71,7 @@ def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
 
 
 def stream(path: Path, seed: int) -> Iterator[tuple[TensorName, Tensor]]:
-    """Random weights as a trainer exports them."""
+    """Yield random weights as a trainer exports them."""
     hf = read_config(path)
     shapes = {name: [list(shape)] for weight in family_of(hf).weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
     stacks, generator = expert_stacks(shapes), torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def stream(path: Path, seed: int) -> Iterator[tuple[TensorName, Tensor]]:
 
 
 async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int, int]:
-    """The rounds, the experts' tensors, and the bytes of an update."""
+    """Return the rounds, the number of the experts' tensors, and the bytes of an update."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         build(path, **shape, seed=1)
@@ -120,7 +120,7 @@ def main() -> int:
     options = argparse.ArgumentParser(prog="bench_sync", description=__doc__)
     options.add_argument("--rounds", type=int, default=5)
     rounds, missed = options.parse_args().rounds, False
-    torch.set_num_threads(1)  # an engine is forked, and threads are not
+    torch.set_num_threads(1)  # an engine is forked, which does not copy threads
     os.environ.update(environment(gpu=False))
     for label, shape in SHAPES.items():
         found, experts, nbytes = asyncio.run(measure(shape, rounds))

@@ -1,4 +1,4 @@
-"""What `tools/bench_sync.py` asks the process of an engine."""
+"""The calls that `tools/bench_sync.py` makes into the process of an engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.sync.wire import each
 
 
 class BenchExtension(WorkerExtension):
-    """What the engine's process is asked for beside an update."""
+    """The benchmark's calls into the engine's process, beside an update."""
 
     def bench_cpu(self) -> float:
         """CPU seconds of this process so far."""
         return time.process_time()
 
     def bench_experts(self, own: bool, stacks: list[tuple[list[str], list[int]]]) -> float:
-        """CPU seconds of loading random experts, by vLLM's own calls or by stacks; the rest of the model stays as it is."""
+        """CPU seconds of loading random experts, by vLLM's own calls (`own`) or by stacks; the rest of the model stays as it is."""
         model, loader = self.get_model(), self._megarl_loader()
         tensors = [(names, torch.rand(shape)) for names, shape in stacks]
         begun = time.process_time()

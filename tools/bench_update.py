@@ -1,8 +1,8 @@
-"""An update of a mixture of experts beside transformers': `python -m tools.bench_update [--rounds 5]`.
+"""Compare an update of a mixture of experts with transformers': `python -m tools.bench_update [--rounds 5]`.
 
 A Qwen3-MoE of 60 million parameters in float32, eight sequences of 512 random tokens, the mean of their negative log-probs: forward,
-backward, and a clipped AdamW step. Each side has a process of its own with two threads; they take turns, a step each. Shown are medians
-of the rounds, tokens a second. Exit status: 1 where megarl is less than 1.3 times as fast, without the optimizer or with it.
+backward, and a clipped AdamW step. Each side has a process of its own with two threads; they take turns, one step each. The table shows
+medians of the rounds in tokens per second. Exit status: 1 if megarl is less than 1.3 times as fast, with or without the optimizer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 SEQUENCES, LENGTH = 8, 512
 THREADS = 2
 LR, WEIGHT_DECAY, CLIP = 1e-5, 0.01, 1.0
-WANTED = 1.3  # times as fast as transformers, at least
-Step = Callable[[], tuple[float, float]]  # takes one; seconds of forward and backward, and of the optimizer
+WANTED = 1.3  # least speed-up over transformers
+Step = Callable[[], tuple[float, float]]  # makes one step; returns seconds of forward and backward, and of the optimizer
 
 
 def megarl(path: Path) -> Step:
-    """One rank's model, as a policy has it."""
+    """Return a step of one rank's model, as a policy makes it."""
     from megarl.config import OptimizerSettings
     from tools.lone_policy import lone_policy, responses
 
@@ -53,7 +53,7 @@ def megarl(path: Path) -> Step:
 
 
 def transformers(path: Path) -> Step:
-    """AutoModelForCausalLM, and torch's fused AdamW."""
+    """Return a step of AutoModelForCausalLM with torch's fused AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ SIDES: dict[str, Callable[[Path], Step]] = {"megarl": megarl, "transformers": tr
 
 
 def serve(side: str, path: Path) -> None:
-    """A step for each line of the standard input, its seconds on a line of the standard output."""
+    """Make a step for each line of standard input, and print its seconds as a line of standard output."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -132,7 +132,7 @@ def main() -> int:
 
         try:
             for side in [*SIDES, *SIDES]:
-                ask(side)  # the first ones allocate
+                ask(side)  # warm-up: the first steps allocate
             found = [{side: ask(side) for side in (list(SIDES) if turn % 2 else list(SIDES)[::-1])} for turn in range(given.rounds)]
         finally:
             for process in processes.values():

@@ -1,10 +1,10 @@
-"""Breaks tiny RL runs at random moments, and shows that nothing of them is lost: a table of what was broken, seen and mended.
+"""Break tiny RL runs at random moments and show that nothing is lost: prints a table of what was broken, detected and recovered.
 
     python -m tools.chaos --faults 100 --seed 1 --out /tmp/chaos
 
-Every run goes through its phases on the real stack while its processes are killed or stopped, or its disk is full or slow. What ends a run
-is followed by the same command again, as a scheduler would. At its end a run's weights and metrics are compared with those of the run of
-the same layout that nothing happened to; a difference is an error. The same seed breaks the same things in the same phases.
+Every run goes through its phases on the real stack while its processes are killed or stopped, or its disk is full or slow. If a fault ends
+the run, the same command is started again, as a scheduler would. At the end, a run's weights and metrics are compared with those of an
+undisturbed run with the same layout; a difference is an error. The same seed breaks the same things in the same phases.
 
 Needs root, for the disk. With --write, the table of a whole run of the tool goes into megarl/cluster/README.md.
 """
@@ -35,11 +35,11 @@ from tests.e2e.kill_at import PHASES, Phase, Processes, done, title
 from tools.faulty_disk import SPEED, FaultyDisk, missing, mount_for_this_process_alone
 from tools.make_tiny_model import build
 
-STEPS, STILL_S, LIMIT_S = 40, 3, 900.0  # which ends what hangs
+STEPS, STILL_S, LIMIT_S = 40, 3, 900.0  # the last is the time after which a run counts as hung
 LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}",)}
 COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
-PER_RUN = 12  # faults
-PAUSE_S = 3 * STILL_S  # of the driver
+PER_RUN = 12  # most faults of a run
+PAUSE_S = 3 * STILL_S  # how long the driver is stopped
 PAGE = ROOT / "megarl" / "cluster" / "README.md"
 BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
 BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"resumed after step (\d+): ")
@@ -48,7 +48,7 @@ STEP = re.compile(r"step (\d+)/")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken: a process by a signal, or the disk of the run's directory."""
+    """What is broken: a process, by a signal, or the disk of the run's directory."""
 
     victim: str
     number: signal.Signals | None = None
@@ -69,24 +69,24 @@ FAULTS = (
     Fault("full disk"),
     Fault("slow disk"),
 )
-# Nobody has to mend these: a run waits for the disk, for a driver that goes on after PAUSE_S, and replaces a reward worker by the way.
+# These need no recovery: a run waits for the disk, and for a driver that continues after PAUSE_S, and replaces a reward worker in passing.
 HARMLESS = (Fault("driver", signal.SIGSTOP), Fault(WORKER, signal.SIGKILL), Fault(WORKER, signal.SIGSTOP), Fault("slow disk"))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault; times in seconds from the moment of it."""
+    """The outcome of a fault; times in seconds since the fault."""
 
     fault: Fault
     phase: Phase
-    seen: float | None  # None: nobody had to
+    seen: float | None  # when it was detected; None: it did not have to be
     mended: float
-    lost: int  # steps that were done again
-    ended: str = ""  # the last line of the run, where it had to be started again
+    lost: int  # steps that were repeated
+    ended: str = ""  # the run's last line, if it had to be started again
 
 
 def draw(count: int, random: np.random.Generator) -> Iterator[tuple[Fault, Phase]]:
-    """Each fault as often as any other, and each phase."""
+    """Yield each fault as often as any other, and each phase likewise."""
     faults: list[int] = []
     phases: list[int] = []
     for _ in range(count):
@@ -96,7 +96,7 @@ def draw(count: int, random: np.random.Generator) -> Iterator[tuple[Fault, Phase
 
 
 class Run:
-    """One run that is broken again and again, and started again where that ends it."""
+    """One run that is broken again and again, and restarted whenever that ends it."""
 
     def __init__(self, job: Job, disk: FaultyDisk) -> None:
         self.job, self._disk = job, disk
@@ -106,9 +106,9 @@ class Run:
         self.job.start().wait_for("the engine", lambda: "sync ..." in self.job.text())
 
     def broken(self, fault: Fault, phase: Phase, wait: int) -> Outcome | None:
-        """Waits for so many steps, and for the phase, breaks something and waits until the run goes on; None where it had ended before."""
+        """Wait for `wait` steps and for the phase, break something, and wait until the run goes on; None if the run is too near its end."""
         job, begin = self.job, done(self.job)
-        if begin + wait > STEPS - 5:  # what is broken must have become whole by the end
+        if begin + wait > STEPS - 5:  # recovery must be complete by the end
             return None
         job.wait_for("a step", lambda: done(job) >= begin + wait, 0.01)
         processes = Processes.of(job)
@@ -124,7 +124,7 @@ class Run:
                 seen = now
             if mended := MENDED.search(news):
                 return Outcome(fault, phase, seen, now, before - int(mended[1]))
-            if fault in HARMLESS and done(job) > before + 1:  # a step that began after it
+            if fault in HARMLESS and done(job) > before + 1:  # a step that began after the fault
                 return Outcome(fault, phase, None, now, 0)
             assert now < LIMIT_S, f"{fault} in {phase}: nothing has happened:\n{news[-3000:]}"
             time.sleep(0.01)
@@ -143,7 +143,7 @@ class Run:
             return
         if fault.victim in ("driver", "rank", "actor", "core"):
             pid = int(getattr(processes, fault.victim))
-        elif fault.victim == WORKER:  # in its sandbox, it has nothing of the job's environment
+        elif fault.victim == WORKER:  # in its sandbox, it lacks the job's environment
             below = psutil.Process(self.job.process.pid).children(recursive=True)
             pid = [one.pid for one in below if "megarl.rewards.worker" in title(one.pid)][-1]
         else:
@@ -155,7 +155,7 @@ class Run:
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Markdown: a row for each kind of fault; medians, and the largest in brackets."""
+    """Yield a Markdown table with a row for each kind of fault: medians, and the largest in brackets."""
     found: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[str(Fault(PROCESSES.get(outcome.fault.victim, outcome.fault.victim), outcome.fault.number))].append(outcome)
@@ -169,14 +169,14 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def assert_same(job: Job, straight: Job) -> None:
-    """Every row and the weights are those of the run that nothing happened to."""
+    """Assert that every row and the weights are those of the undisturbed run."""
     mine = [{name: value for name, value in row.items() if not name.startswith("events/restart")} for row in numbers(job)]
     assert mine == numbers(straight), f"{job.runs}: its metrics are not those of {straight.runs}"
     assert weights(job, "model", "critic") == weights(straight, "model", "critic"), f"{job.runs}: other weights than {straight.runs}"
 
 
 def main() -> int:
-    """Prints a line for every fault, and the table."""
+    """Print a line for every fault, and the table."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--faults", type=int, default=100)
     asked.add_argument("--seed", type=int, default=1)
@@ -223,14 +223,14 @@ def main() -> int:
 
 
 def write(title: str, outcomes: Sequence[Outcome]) -> None:
-    """Puts the table into the page."""
+    """Put the table into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text("\n".join([before + BEGIN, title, "", *table(outcomes), "", END]) + after)
 
 
 def broken(job: Job, disk: FaultyDisk, plan: Sequence[tuple[Fault, Phase]], random: np.random.Generator) -> Iterator[Outcome]:
-    """Runs a job to its end, and breaks it meanwhile: PER_RUN times at most, in what is first in the plan whenever it looks."""
+    """Run a job to its end, breaking it up to PER_RUN times on the way, each time with the fault that is then first in the plan."""
     try:
         run = Run(job, disk)
         for _ in range(PER_RUN):

@@ -1,13 +1,13 @@
-"""Logits of Megatron, on any layout, against transformers', for a Hugging Face directory of any family that megarl knows.
+"""Compare Megatron's logits, on any layout, with transformers', for a Hugging Face directory of any family that megarl knows.
 
     python tools/check_logits.py MODEL [--tp 2] [--pp 2] [--vpp 2] [--ep 2] [--etp 2] [--cp 2] [--dtype float32] [--tokens 64]
 
-Starts the ranks of the layout itself (gloo, or NCCL where there are GPUs), packs random sequences of different lengths into one
-micro-batch, and compares with transformers, which runs them one by one. Prints a line a sequence and a verdict; exit status 0 where the
-difference is within its bound, 1 where it is not, 2 for bad input.
+Starts the ranks of the layout itself (gloo, or NCCL if there are GPUs), packs random sequences of different lengths into one micro-batch,
+and compares with transformers, which runs them one by one. Prints a line per sequence and a verdict; exit status 0 if the difference is
+within its bound, 1 if it is not, 2 for bad input.
 
-The bound is in standard deviations of transformers' logits: of the largest difference in float32, of the mean one in bfloat16, where
-rounding sends a token of a mixture to another expert now and then, which moves its logits by as much as they are.
+The bound is in standard deviations of transformers' logits. It applies to the largest difference in float32, and to the mean difference in
+bfloat16, where rounding now and then sends a token of a mixture to a different expert, which changes its logits by as much as they are.
 
 Axes: T entries (tokens fed), R rows of local logits, V vocabulary.
 """
@@ -46,15 +46,15 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank of the last stage knows: the logits of some entries over its shard of the vocabulary."""
+    """What one rank of the last stage has: the logits of some entries over its shard of the vocabulary."""
 
     tp_rank: int
-    entry_T: np.ndarray  # arrays, not tensors: those would be sent as handles that die with the rank
+    entry_T: np.ndarray  # arrays, not tensors, which would be sent as handles that die with the rank
     logits_TV: np.ndarray
 
 
 def sequences(count: int, tokens: int, vocabulary: int, seed: int) -> Batch:
-    """Random sequences of between half of `tokens` and `tokens`."""
+    """Return random sequences of `tokens / 2` to `tokens` tokens."""
     rng = np.random.default_rng(seed)
     lengths = [int(rng.integers(max(2, tokens // 2), tokens + 1)) for _ in range(count)]
     drawn = [rng.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
@@ -62,7 +62,7 @@ def sequences(count: int, tokens: int, vocabulary: int, seed: int) -> Batch:
 
 
 def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | None:
-    """This rank's part of the logits of `batch`; None where it is not of the last stage, or repeats another rank's. Collective."""
+    """Return this rank's part of the logits of `batch`; None if it is not on the last stage, or repeats another rank's. Collective."""
     from megarl.models.hf import read_config
     from megarl.parallel import schedule
     from megarl.parallel.backend import choose
@@ -85,7 +85,7 @@ def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | N
 
 
 def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tensor:
-    """The logits [T, V] of the whole batch, without the vocabulary's padding."""
+    """Join the logits [T, V] of the whole batch, without the vocabulary's padding."""
     shards: dict[int, list[Part]] = {}
     for part in parts:
         if part is not None:
@@ -100,7 +100,7 @@ def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tenso
 
 
 def transformers_logits(path: Path, batch: Batch, dtype: str) -> Tensor:
-    """transformers' logits [T, V] of the same entries, each sequence alone."""
+    """Return transformers' logits [T, V] of the same entries, each sequence run by itself."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -111,7 +111,7 @@ def transformers_logits(path: Path, batch: Batch, dtype: str) -> Tensor:
 
 
 def compare(ours_TV: Tensor, theirs_TV: Tensor, batch: Batch, dtype: str, bound: float) -> tuple[list[str], bool]:
-    """The lines of the table, and whether the difference is within the bound (one that is not a number is not)."""
+    """Return the lines of the table, and whether the difference is within the bound (NaN is not)."""
     lines = [f"{'sequence':>8}  {'tokens':>6}  {'max |diff|':>10}  {'mean |diff|':>11}  {'top-1 agree':>11}"]
 
     def line(name: str, chosen_T: Tensor) -> tuple[float, float]:
@@ -134,7 +134,7 @@ def compare(ours_TV: Tensor, theirs_TV: Tensor, batch: Batch, dtype: str, bound:
 
 
 def run_ranks(layout: Layout, settings: ModelSettings, batch: Batch) -> list[Part | None]:
-    """Starts the ranks on this machine, waits for their parts and ends them. Raises RuntimeError with what a rank said, or who is late."""
+    """Start the ranks on this machine, collect their parts and end them. Raises RuntimeError with a rank's error, or the late ranks."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(layout.ranks)]
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def _rank(rank: int, pipe: Any, meeting: Path, layout: Layout, settings: ModelSe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the comparison; the exit status."""
+    """Run the comparison, and return the exit status."""
     parser = argparse.ArgumentParser(description="Logits of Megatron on a layout against transformers'.")
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     for name in ("tp", "pp", "cp", "ep", "etp"):

@@ -1,4 +1,4 @@
-"""A Hugging Face directory into a Megatron checkpoint: `megarl convert hf-to-megatron` as a script."""
+"""Convert a Hugging Face directory into a Megatron checkpoint: `megarl convert hf-to-megatron` as a script."""
 
 import sys
 

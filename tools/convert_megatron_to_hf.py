@@ -1,4 +1,4 @@
-"""A model of a Megatron checkpoint into a Hugging Face directory: `megarl convert megatron-to-hf` as a script."""
+"""Convert a model of a Megatron checkpoint into a Hugging Face directory: `megarl convert megatron-to-hf` as a script."""
 
 import sys
 

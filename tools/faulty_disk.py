@@ -1,4 +1,4 @@
-"""A disk that can be full or slow: a file system in a file, which Linux's block layer throttles."""
+"""A disk that can be made full or slow: a file system in a file, throttled by Linux's block layer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from itertools import count
 from pathlib import Path
 
 SIZE, CHUNK = 400 << 20, 1 << 16  # bytes
-SPEED = 4_000_000  # bytes/s of a slow one
-THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")  # of version 1, where a limit for all processes can be set
+SPEED = 4_000_000  # bytes/s of a slow disk
+THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")  # cgroups version 1, which can limit all processes together
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 
 
 def missing() -> str | None:
-    """Why there can be none here, if so."""
+    """The reason why such a disk is not possible here; None if it is."""
     return "a disk that is full or slow needs root, and cgroups of version 1 (blkio)" if os.geteuid() or not THROTTLE.exists() else None
 
 
 def mount_for_this_process_alone() -> None:
-    """What is mounted from now on only this process and those that it starts see, and it ends with them."""
+    """Make later mounts visible to this process and those that it starts only; they are unmounted when these processes end."""
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "unshare")
     _call("mount", "--make-rprivate", "/")
 
 
 class FaultyDisk:
-    """Mounted on `place`, a new directory; the file beside it keeps what was written."""
+    """A disk mounted on `place`, a new directory; the image file beside it keeps what was written."""
 
     def __init__(self, place: Path) -> None:
         self._place, self.image = place, place.with_suffix(".img")
@@ -41,7 +41,7 @@ class FaultyDisk:
         self._device = f"{os.major(device)}:{os.minor(device)}"
 
     def fill(self) -> None:
-        """Takes what is free."""
+        """Fill all free space."""
         with self._filler.open("wb") as file:
             for chunk in count():
                 try:
@@ -50,11 +50,11 @@ class FaultyDisk:
                     return
 
     def slow_down(self) -> None:
-        """Takes `SPEED` bytes a second from now on."""
+        """Limit writes to `SPEED` bytes per second from now on."""
         THROTTLE.write_text(f"{self._device} {SPEED}")
 
     def mend(self) -> None:
-        """It is as it was made."""
+        """Make the disk neither full nor slow again."""
         self._filler.unlink(missing_ok=True)
         THROTTLE.write_text(f"{self._device} 0")
 

@@ -1,9 +1,9 @@
-"""Writes tools/cpu.hashes and tools/gpu.hashes: what setup.sh installs, each package with the SHA-256 of every file that may stand for it.
+"""Write tools/cpu.hashes and tools/gpu.hashes: each package that setup.sh installs, with the SHA-256 of every file that may provide it.
 
     python -m tools.hash_locks
 
 Asks the package index, through uv, for the files of the pinned versions for CPython 3.11 on Linux.
-torch's CPU build is left out: it is another file on every index that has it.
+torch's CPU build is left out, because it is a different file on every index that has it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LEFT_OUT = {"cpu": ("torch",), "gpu": ()}
 
 
 def pinned(lock: Path) -> dict[str, str]:
-    """Versions by package."""
+    """Return the pinned versions by package."""
     return dict(re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE))
 
 
 def files(lock: Path, machine: str) -> Iterator[tuple[str, str]]:
-    """(package, hash) of every file of the lock's versions that a machine can take."""
+    """Yield (package, hash) for every file of the lock's versions that a machine can install."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
-    platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # no wheel is too new
+    platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # recent enough to accept every wheel
     text = subprocess.run([*command, "--system-certs", *platform, str(lock)], check=True, capture_output=True, text=True).stdout
     for package in tomllib.loads(text)["packages"]:
         for file in [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]:

@@ -1,8 +1,8 @@
-"""Writes the tables of tests/README.md: which signals, bad inputs and hostile responses the tests try, and what each must come to.
+"""Write the tables of tests/README.md: which signals, bad inputs and hostile responses the tests try, and the required outcome of each.
 
     python -m tools.list_attacks
 
-The lists are the tests' own data. A line is shown with … where any text may stand.
+The lists are the tests' own data. In a line, … stands for any text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANY_TEXT = re.compile(r"(?:\\[dwS]|\[\\w \]|\.)[*+]|\.\{\d+,\d+\}|\\d")
 
 
 def readable(pattern: str) -> str:
-    """A regular expression of a line, for people."""
+    """Make a regular expression for a line readable."""
     text = ANY_TEXT.sub("…", re.sub(r"\(([^()|]*\.\*[^()|]*)\)\?", "…", pattern))
     text = re.sub(r"(?<!\\)[$^]|(?<=x)\{\d+\}", "", text)
     text = re.sub(r"(?<!\\)\(([^()]*?)(?<!\\)\)\??", r"\1", text)
@@ -30,7 +30,7 @@ def readable(pattern: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Markdown."""
+    """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
@@ -42,7 +42,7 @@ def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def score(value: float, error: Beginnings) -> str:
-    """What a hostile sample comes to."""
+    """Return the expected outcome of a hostile sample."""
     if (value, error) == NOTHING:
         return "0: it got nothing"
     if error is None:
@@ -52,7 +52,7 @@ def score(value: float, error: Beginnings) -> str:
 
 
 def attacks() -> str:
-    """The section of the page."""
+    """Return the section of the page."""
     signals = ((fault.victim, fault.number.name, str(fault.status), readable(fault.line)) for fault in FAULTS)
     inputs = ((case.verb, case.name, readable(case.line)) for case in INPUTS)
     responses = ((name.replace("_", " "), score(*come_to)) for name, come_to in EXPECTED.items())
@@ -75,7 +75,7 @@ def attacks() -> str:
 
 
 def page(text: str) -> str:
-    """A page with the section as it is now."""
+    """Return a page with its section brought up to date."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n{attacks()}\n{END}{after}"
 

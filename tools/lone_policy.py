@@ -1,4 +1,4 @@
-"""A policy on one rank of its own process, without Ray, and batches for it: what benchmarks of the update run."""
+"""A policy on one rank in its own process, without Ray, and batches for it, for benchmarks of the update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.sync.store import listen_store
 
 
 def lone_policy(path: Path, optimizer: OptimizerSettings) -> tuple[Any, Callable[..., Tensor], Callable[..., Any]]:
-    """A float32 policy on this process's CPU, which must not have imported Megatron-core yet.
+    """Build a float32 policy on CPU in this process, which must not have imported Megatron-core yet.
 
     Args:
         path: its Hugging Face directory.
-        optimizer: of its steps.
+        optimizer: the optimizer's settings.
 
     Returns:
-        The `Model`; what reads the log-probs of the targets from its output; and the mean of their negatives as a loss of `Model.step`.
+        The `Model`; a function that computes the log-probs of the targets from its output; their negative mean as a loss of `Model.step`.
     """
     hardware, layout = backend.choose(gpus=False), Layout()
     from megarl.parallel.grid import init_grid
@@ -44,7 +44,7 @@ def lone_policy(path: Path, optimizer: OptimizerSettings) -> tuple[Any, Callable
 
 
 def responses(count: int, length: int, vocabulary: int) -> Batch:
-    """Sequences of random tokens, of which all but the first are learned from."""
+    """Return sequences of random tokens; all tokens but the first of each are trained on."""
     generator = torch.Generator().manual_seed(1)
     tokens_NL = torch.randint(vocabulary, (count, length + 1), generator=generator)
     lengths_N = torch.full((count,), length)

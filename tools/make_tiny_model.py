@@ -1,4 +1,4 @@
-"""A tiny model with random weights and a tokenizer trained on the spot, as an ordinary Hugging Face directory.
+"""Make a tiny model with random weights, and a tokenizer trained on the spot, as an ordinary Hugging Face directory.
 
     python tools/make_tiny_model.py OUT [--family qwen3_moe] [--layers 4] [--seed 1]
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # ten seconds to import
+if TYPE_CHECKING:  # takes ten seconds to import
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, END, UNK, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -37,9 +37,9 @@ CHAT_TEMPLATE = (
 
 
 def train_sentencepiece(seed: int) -> bytes:
-    """The serialised sentencepiece model (`tokenizer.model`), trained on generated questions of the two tasks.
+    """Train a sentencepiece model on generated questions of the two tasks, and return it serialised (`tokenizer.model`).
 
-    No dummy prefix, no normalisation, no collapsing of spaces: what goes in comes out.
+    No dummy prefix, no normalisation, no collapsing of spaces, so that text survives a round trip.
     """
     import sentencepiece
 
@@ -77,7 +77,7 @@ def _corpus(rng: random.Random) -> Iterator[str]:
 
 
 def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
-    """The transformers tokenizer that cuts text exactly as the sentencepiece model does, with the chat template."""
+    """Return a transformers tokenizer that splits text exactly as the sentencepiece model does, with the chat template."""
     import sentencepiece
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
@@ -105,7 +105,7 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
     )
 
 
-# model_type, and what its configuration has beside or instead of `_common`.
+# model_type, and the fields of its configuration in addition to or instead of those of `_common`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "router_aux_loss_coef": 0.01}),
     "qwen3": ("qwen3", {}),
@@ -177,12 +177,12 @@ def _common(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def has_experts(family: str) -> bool:
-    """Whether a family's layers are mixtures."""
+    """Whether a family's layers are mixtures of experts."""
     return "num_experts_per_tok" in _mlp(FAMILIES[family][0], 1, 1, 1, 1)
 
 
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
-    """What a family's configuration says of its experts."""
+    """Return the fields of a family's configuration that describe its experts."""
     routed = {"moe_intermediate_size": expert_hidden, "num_experts_per_tok": 2}
     sigmoid = {
         **routed,
@@ -203,10 +203,10 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {
             **sigmoid,
             "num_mtp_layers": 0,
-            "scoring_func": "sigmoid",  # as the published config.json says, which vLLM asks for and transformers takes for granted
+            "scoring_func": "sigmoid",  # as in the published config.json; vLLM needs it, and transformers assumes it
             "topk_method": "noaux_tc",
             "num_key_value_heads": hidden // 32,
-            "head_dim": 16,  # of what is rotated
+            "head_dim": 16,  # of the part with rotary embedding
             "num_experts_per_tok": 4,
             "n_group": experts // 2,
             "topk_group": 2,
@@ -220,7 +220,7 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
 
 
 def _stir(model: PreTrainedModel) -> None:
-    """Vectors that transformers makes all ones or zeros (norms, biases, a router's expert bias) take part in what a test compares."""
+    """Randomize vectors that transformers fills with ones or zeros (norms, biases, a router's expert bias), so that tests cover them."""
     import torch
 
     generator = torch.Generator().manual_seed(7)

@@ -1,14 +1,14 @@
-"""Runs the examples for several seeds, checks every figure against its band, and writes the tables of examples/README.md.
+"""Run the examples for several seeds, check every figure against its band, and write the tables of examples/README.md.
 
     python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
-A start is a seed; `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
-model with seed 101 in all that comes after, `1-threads` the same with two threads in each model rank where the others have one. Every
-start of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is done
-there is not done again; a commit that changes only pages and tests counts as the one before it.
+A start is a seed. `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
+model with seed 101 in everything after it, `1-threads` the same model with two threads in each model rank where the others have one. Every
+start of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is
+finished there is not repeated; a commit that changes only pages and tests counts as the one before it.
 
-All of it takes hours on two cores, so it can be done in parts: `--write` adds what was run now to examples/figures.json, and makes the
-tables from the whole of that file. Exit status: 1 where a command failed or a promise was not kept.
+All of it takes hours on two cores, so it can be done in parts: `--write` adds the results of this run to examples/figures.json, and makes
+the tables from that whole file. Exit status: 1 if a command failed or a promise was not kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megarl.sandbox.kernel import end_with_parent
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
 PAGE = ROOT / "examples" / "README.md"
-FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all that the page says
+FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all that the page shows
 PICTURE = ROOT / "examples" / "rlhf.png"
 COUNTS = ("megarl", "tools", "examples/*.yaml", "examples/*.py", "examples/*.sh", ":(exclude)*.md")  # what a figure depends on
 BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
@@ -51,19 +51,19 @@ CURVES = (
     ("KL to the reference, nats a response", "actor/reference_kl"),
     ("right answers of 256, sampled", "eval/heldout/avg@1"),
 )
-CHANGED = "+"  # at the end of a commit's name: files differ from it
+CHANGED = "+"  # suffix of a commit's name if files differ from it
 WARM = "quickstart"  # the example whose model the others start from
 NUDGE = 1e-3
-OTHER_SEED = 100  # added to the seed of all that comes after a reseeded warm start
+OTHER_SEED = 100  # added to the seed of everything after a reseeded warm start
 
 
 class Broken(ValueError):
-    """A fault in the promises or the arguments: one line."""
+    """A fault in the promises or the arguments; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of an example and the band that it is promised to lie in."""
+    """One number of an example, and the band in which it is promised to lie."""
 
     name: str
     of: str
@@ -74,7 +74,7 @@ class Figure:
     last: int | None = None
 
     def value(self, runs: Path, seed: int) -> float:
-        """The number, from what the runs have left."""
+        """Read the number from the files that the runs have left."""
         found = self._read(runs, self.of, seed)
         if self.less is not None:
             found -= self._read(runs, self.less, seed)
@@ -107,23 +107,23 @@ class Example:
     commands: Sequence[str]
     figures: Sequence[Figure]
     after: Sequence[str] = ()
-    family: str = ""  # its name in the file, with {item} in it where there are several
+    family: str = ""  # its name in the file, which contains {item} if there are several
     item: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an example from one start."""
+    """The result of an example from one start."""
 
     commit: str
     date: str
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    failed: str | None = None  # the command that did, or the metric that is not there
+    failed: str | None = None  # the command that failed, or the metric that is missing
 
 
 def read_promises(path: Path) -> list[Example]:
-    """The examples of a file, in its order. Broken where it is malformed."""
+    """Read the examples of a file, in its order. Raises Broken if it is malformed."""
     examples: list[Example] = []
     for name, entry in yaml.safe_load(path.read_text()).items():
         for item in entry.get("items", [""]):
@@ -149,21 +149,21 @@ def read_promises(path: Path) -> list[Example]:
 
 
 def chosen(examples: Sequence[Example], patterns: Sequence[str]) -> list[Example]:
-    """The examples that a pattern names, and those that they come after, in the order of the file."""
+    """Return the examples that the patterns name, and those that must run before them, in the order of the file."""
     by_name = {example.name: example for example in examples}
     wanted = [example.name for example in examples if any(fnmatch.fnmatch(example.name, pattern) for pattern in patterns)]
     if not wanted:
         raise Broken(f"--only: {' '.join(patterns)}: there is no such example ({', '.join(by_name)})")
-    for name in wanted:  # grows while it is read
+    for name in wanted:  # grows during the loop
         wanted += [needed for needed in by_name[name].after if needed not in wanted]
     return [example for example in examples if example.name in wanted]
 
 
 def prepare(out: Path, start: str) -> Path:
-    """The folder of a start: the repository's examples and tools as they are, and runs of its own."""
+    """Make the folder of a start, with links to the repository's examples and tools, and runs of its own."""
     place = out / start
     if out.name.endswith(CHANGED):
-        shutil.rmtree(place, ignore_errors=True)  # of other changes
+        shutil.rmtree(place, ignore_errors=True)  # made with other changes
     place.mkdir(parents=True, exist_ok=True)
     for name in ("examples", "tools"):
         link = place / name
@@ -173,7 +173,7 @@ def prepare(out: Path, start: str) -> Path:
 
 
 def warm_start(out: Path, start: str) -> None:
-    """The quickstart's models of the seed itself, with one weight changed where the start says so."""
+    """Copy the quickstart's models of the plain seed, with one weight changed if the start says so."""
     from safetensors.torch import load_file, save_file
 
     seed, _, change = start.partition("-")
@@ -195,22 +195,22 @@ def warm_start(out: Path, start: str) -> None:
 
 
 def seed_of(start: str) -> int:
-    """The seed of what comes after the warm start."""
+    """Return the seed of everything after the warm start."""
     seed, _, change = start.partition("-")
     return int(seed) + (OTHER_SEED if change == "reseeded" else 0)
 
 
 def commands(example: Example, start: str) -> Iterator[list[str]]:
-    """What is run: this interpreter's megarl, whatever is installed beside it."""
+    """Yield the commands to run, with this interpreter's megarl, whatever else is installed."""
     for command in example.commands:
         if "-" in start and example.name == WARM and "train" not in command.split():
-            continue  # its models are there
+            continue  # its models were copied
         first, *rest = shlex.split(command.replace("{seed}", str(seed_of(start))))
         yield [sys.executable, *(["-m", "megarl.cli"] if first == "megarl" else []), *rest]
 
 
 def run(example: Example, place: Path, start: str, commit: str) -> Result:
-    """Runs the commands and reads the figures. Output goes to a log beside the runs."""
+    """Run the commands and read the figures. Output goes to a log beside the runs."""
     log = place / "logs" / f"{example.name.replace('/', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     begun, date = time.monotonic(), today()
@@ -230,7 +230,7 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
 
 
 def done(kept: Path) -> Result | None:
-    """What was kept of an example; None where there is nothing, or it failed."""
+    """Return the stored result of an example; None if there is none, or it failed."""
     result = Result(**json.loads(kept.read_text())) if kept.is_file() else None
     return None if result is None or result.failed is not None else result
 
@@ -240,7 +240,7 @@ def today() -> str:
 
 
 def commit_now() -> str:
-    """The last commit that changed what figures depend on, with CHANGED where files differ from it."""
+    """Return the last commit that changed what figures depend on, with CHANGED if files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words, "--", *COUNTS], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -249,7 +249,7 @@ def commit_now() -> str:
 
 
 def faults(example: Example, result: Result) -> list[str]:
-    """What was promised and is not so."""
+    """Return the promises that are not kept."""
     if result.failed is not None:
         return [f"failed: {result.failed}"]
     return [
@@ -260,7 +260,7 @@ def faults(example: Example, result: Result) -> list[str]:
 
 
 def tables(examples: Sequence[Example], published: Mapping[str, Mapping[str, Result]]) -> str:
-    """Markdown: a table for each family of examples, a column for each start. What lies outside its band is bold."""
+    """Return a Markdown table for each family of examples, with a column for each start. What lies outside its band is bold."""
     lines = []
     for _, group in groupby(examples, key=lambda example: example.family):
         family = [example for example in group if published.get(example.name)]
@@ -291,13 +291,13 @@ def _cell(figure: Figure, result: Result | None) -> str:
     if result.failed is not None:
         return "**failed**"
     value = result.figures.get(figure.name)
-    if value is None:  # of a promise that was made later
+    if value is None:  # the promise was made later
         return ""
     return f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**"
 
 
 def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> None:
-    """Adds the results to figures.json, and writes the page's tables from all that it holds of today's examples."""
+    """Add the results to figures.json, and write the page's tables from all that it holds about the current examples."""
     held = read_figures(FIGURES)
     for (name, start), result in results.items():
         held.setdefault(name, {})[start] = result
@@ -310,14 +310,14 @@ def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Resul
 
 
 def read_figures(path: Path) -> dict[str, dict[str, Result]]:
-    """What was published; nothing where there is no file."""
+    """Read what was published; nothing if there is no file."""
     if not path.is_file():
         return {}
     return {name: {start: Result(**result) for start, result in row.items()} for name, row in json.loads(path.read_text()).items()}
 
 
 def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
-    """PPO-RLHF step by step: what it is paid, how far it has gone, and the right answers that it never sees; a line for each start."""
+    """Draw PPO-RLHF step by step, a line for each start: its reward, its distance from the reference, and its held-out accuracy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
@@ -338,7 +338,7 @@ def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
 
 
 def results_of(examples: Sequence[Example], start: str, out: Path, commit: str) -> Iterator[tuple[Example, Result]]:
-    """Each example from one start: as it was kept, or run now. Broken where the files change meanwhile."""
+    """Yield each example with its result from one start, stored or run now. Raises Broken if files change meanwhile."""
     place, failed = prepare(out, start), set[str]()
     if "-" in start:
         warm_start(out, start)
@@ -350,7 +350,7 @@ def results_of(examples: Sequence[Example], start: str, out: Path, commit: str) 
             missing = [name for name in example.after if name in failed]
             result = Result(commit, today(), 0, {}, f"{missing[0]} has failed") if missing else run(example, place, start, commit)
             if commit_now() != commit:
-                place.rename(place.with_name(f".{start}-{time.time_ns()}"))  # nobody takes it for what this commit does
+                place.rename(place.with_name(f".{start}-{time.time_ns()}"))  # so that nobody takes it for a result of this commit
                 raise Broken(f"{start}: {example.name}: the files changed while it ran; what was run from this start is of no commit")
             kept.parent.mkdir(exist_ok=True)
             partial = kept.with_suffix(".partial")
@@ -385,7 +385,7 @@ def main() -> int:
         error = found
     if given.write and results:
         publish(examples, results)
-        if all((PICTURED, seed) in results and results[PICTURED, seed].failed is None for seed in SEEDS):  # the page says so of it
+        if all((PICTURED, seed) in results and results[PICTURED, seed].failed is None for seed in SEEDS):  # as the page says
             draw(out, SEEDS, PICTURE)
     if error is not None:
         print(f"run_examples: error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Ray actors of one kind: calls on all of them, with waits that are bounded and name who is late or dead."""
+"""Groups of Ray actors of one kind: calls on all of them, with bounded waits that name the actor that is late or dead."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from megarl.cluster import watch
 
-LOOK_S = 1.0  # how often what is watched is looked at
-DEATH_S = 5.0  # how long to look for a dead actor once another one has failed
-CANCEL_S = 10.0  # for calls that are not wanted any more
+LOOK_S = 1.0  # how often a wait checks the watch
+DEATH_S = 5.0  # how long to look for a dead actor once another has failed
+CANCEL_S = 10.0  # how long to wait for cancelled calls to end
 
 
 class WorkerDied(RuntimeError):
@@ -25,8 +25,8 @@ class WorkerLate(RuntimeError):
     """An actor did not answer within its bound.
 
     Args:
-        message: names it.
-        seconds: how long it was waited for.
+        message: names the actor.
+        seconds: how long the caller waited for it.
     """
 
     def __init__(self, message: str, seconds: float = 0.0) -> None:
@@ -42,37 +42,37 @@ class ActorGroup:
     actors: list[Any]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The call on every actor with the same arguments; returns the references at once."""
+        """Call a method on every actor with the same arguments, and return the references at once."""
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def start_each(self, method: str, first: Sequence[Any], *args: Any) -> list[Any]:
-        """The call on every actor with an argument of its own; returns the references at once.
+        """Call a method on every actor with a first argument of its own, and return the references at once.
 
         Args:
             method: its name.
-            first: the first argument, for each actor.
-            *args: the others, for all.
+            first: the first argument for each actor.
+            *args: the remaining arguments, the same for all.
         """
         return [getattr(actor, method).remote(own, *args) for actor, own in zip(self.actors, first, strict=True)]
 
     def wait(
         self, references: Sequence[Any], doing: str, timeout_s: float, helpers: Mapping[str, Sequence[Any]] | None = None
     ) -> list[Any]:
-        """Waits for calls on all actors.
+        """Wait for calls on all actors.
 
         Args:
-            references: of one or several calls.
+            references: the references of one or several calls on all actors.
             doing: names the work in an error.
             timeout_s: for all of them together.
-            helpers: further actors that take part in the work, by what they are called.
+            helpers: further actors that take part in the work, by the name of their kind.
 
         Returns:
             The results, in the order of the references.
 
         Raises:
-            WorkerDied: an actor is gone; any other exception is what the first failing actor raised.
-            WorkerLate: no answer in time. Each names the actor.
-            StandsStill: the session's watch has seen a process that is stopped, or a machine that does not answer.
+            WorkerDied: an actor's process is gone. Any other exception is what the first failing actor raised.
+            WorkerLate: an actor did not answer in time. Every error names the actor.
+            StandsStill: the session's watch has seen a stopped process, or a machine that does not answer.
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
@@ -80,7 +80,7 @@ class ActorGroup:
         while pending:
             remaining = deadline - time.monotonic()
             ready, pending = ray.wait(pending, timeout=min(max(0.0, remaining), LOOK_S))
-            if ready and pending:  # each call looks at all that are pending: take those that have come with the first
+            if ready and pending:  # ray.wait scans all pending references: take every ready one at once
                 more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
                 ready += more
             watch.check(doing, {self.kind: self.actors, **(helpers or {})})
@@ -96,17 +96,17 @@ class ActorGroup:
         return [results[reference] for reference in references]
 
     def wait_each(self, calls: Mapping[int, Any], doing: str, timeout_s: float, failed: Callable[[int, Exception], None]) -> dict[int, Any]:
-        """Waits for one call on each of some actors, whatever becomes of the others.
+        """Wait for one call on each of some actors, even if others fail.
 
         Args:
-            calls: a reference for each actor, by its number.
+            calls: the reference of each actor's call, by the actor's number.
             doing: names the work in an error.
             timeout_s: for all of them together.
-            failed: is told at once which actor has failed, and how: WorkerDied, WorkerLate, StandsStill, or what it raised. What `failed`
-                raises ends the wait, and the calls that are left.
+            failed: called at once with the number of an actor that has failed, and the error: WorkerDied, WorkerLate, StandsStill, or what
+                the actor raised. If `failed` itself raises, the wait ends and the remaining calls are cancelled.
 
         Returns:
-            The answers of the others.
+            The answers of the actors that did not fail, by number.
         """
         answers, deadline = dict[int, Any](), time.monotonic() + timeout_s
         left = {reference: index for index, reference in calls.items()}
@@ -135,13 +135,13 @@ class ActorGroup:
         return answers
 
     def _raise_death(self, doing: str, error: RayError) -> None:
-        """WorkerDied where an actor turns out to be gone: its neighbours see the broken connection sooner than Ray reports the death."""
+        """Raise WorkerDied if an actor turns out to be gone: its peers see the broken connection before Ray reports the death."""
         alive = {actor.__ray_ready__.remote(): f"{self.kind} {index}" for index, actor in enumerate(self.actors)}
         pending, deadline = list(alive), time.monotonic() + DEATH_S
         while pending:
             ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                return  # busy, and so alive
+                return  # the rest are busy, so they are alive
             for reference in ready:
                 try:
                     ray.get(reference)
@@ -152,27 +152,27 @@ class ActorGroup:
                     continue  # not a death: the first error counts
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
-        """`start` and `wait`."""
+        """Call a method on every actor with `start`, and return the results of `wait`."""
         return self.wait(self.start(method, *args, **kwargs), method, timeout_s)
 
 
 def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
-    """Raises `cause_of` the error."""
+    """Raise the `cause_of` an error."""
     raise cause_of(error, name, doing) from error
 
 
 def cause_of(error: RayError, name: str, doing: str) -> Exception:
-    """What went wrong in an actor, in its own type, or WorkerDied or WorkerLate.
+    """Return the exception that an actor raised, in its own type, or WorkerDied or WorkerLate.
 
-    Ray's wrapper of an actor's exception is an instance of that exception's class too, so it is looked at first.
+    Ray's wrapper of an actor's exception is also an instance of that exception's class, so the wrapper is checked for first.
 
     Args:
         error: what Ray raised.
-        name: of the actor, for the message.
+        name: the actor's name, for the message.
         doing: the work, for the message.
     """
     cause: Exception = error
-    while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception went through
+    while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception passed through
         cause = cause.cause
     if isinstance(cause, RayActorError):
         return WorkerDied(f"{doing}: {name} died ({str(cause).splitlines()[0]})")
@@ -183,11 +183,11 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
 
 
 def task_fault(error: RayError, node: str, doing: str) -> Exception:
-    """What went wrong in a task that must run on one node, in its own type, or WorkerDied.
+    """Return the exception of a task that must run on one node, in its own type, or WorkerDied.
 
     Args:
         error: what Ray raised.
-        node: for the message.
+        node: the node's name, for the message.
         doing: the work, for the message.
     """
     if isinstance(error, RayTaskError):
@@ -196,7 +196,7 @@ def task_fault(error: RayError, node: str, doing: str) -> Exception:
 
 
 def cancel(references: Iterable[Any]) -> None:
-    """Ends calls whose results nobody waits for; where they have not ended after CANCEL_S, that is that."""
+    """Cancel calls whose results nobody waits for; give up on any that have not ended after CANCEL_S."""
     left = list(references)
     for reference in left:
         ray.cancel(reference)
@@ -205,6 +205,6 @@ def cancel(references: Iterable[Any]) -> None:
 
 
 def end(actors: Iterable[Any]) -> None:
-    """Ends the processes of actors, and what these have started."""
+    """Kill the processes of actors, and those that these have started."""
     for actor in actors:
         ray.kill(actor)

@@ -1,10 +1,10 @@
-"""The nodes that Slurm has given to a job, and the directory that they share: who is the head, how the others find it, when it is to stop.
+"""The nodes of a Slurm job, and the directory they share, in which the others find the head, and the run is told when to stop.
 
-nodes.json   what the job script knows: the nodes, the head first; how many the run needs; the GPUs of each
-head.json    the driver's, readable by its owner alone: where its Ray session is, and the token that it asks for
-stop         the job script's, once Slurm has signalled it: the run is to be saved and to end
-bad-NODE     the driver's, and of a node that cannot join its own: why it is of no use
-lost         the driver's at its end: what died under it, so that the run is to start again: nodes, or Ray's own servers
+nodes.json   written by the job script: the nodes, the head first; how many the run needs; the GPUs of each node
+head.json    written by the driver, readable by its owner only: the address of its Ray session, and the token that the session asks for
+stop         written by the job script once Slurm has signalled it: the run must save and end
+bad-NODE     written by the driver, or by a node that cannot join: why that node cannot be used
+lost         written by the driver when it ends, if the run should start again: what died, nodes or Ray's own servers
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megarl.errors import ConfigError
 
 NODES, HEAD, STOP, LOST, BAD = "nodes.json", "head.json", "stop", "lost", "bad-"
 POLL_S = 0.5
-# Of a launcher, for which Ray's processes and the ranks would take themselves to be its tasks.
+# Prefixes of a launcher's variables, because of which Ray's processes and the ranks would take themselves to be the launcher's tasks.
 FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
 
 
 @dataclass(frozen=True)
 class HeadNode:
-    """What a node must know to join the driver's session."""
+    """What a node needs to know to join the driver's session."""
 
     address: str
     token: str
@@ -40,7 +40,7 @@ class HeadNode:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job. `needed` of them are enough; what is there besides is spare."""
+    """The nodes of a job. The run needs `needed` of them; any others are spare."""
 
     directory: Path
     nodes: Sequence[str]
@@ -49,7 +49,7 @@ class Allocation:
 
     @classmethod
     def read(cls, directory: Path) -> Allocation:
-        """ConfigError where the job script has left nothing there that can be read."""
+        """Read what the job script has written. Raises ConfigError where it is missing or cannot be read."""
         path = directory / NODES
         try:
             said = json.loads(path.read_text())
@@ -63,46 +63,46 @@ class Allocation:
         return os.environ.get("SLURMD_NODENAME") or self.nodes[0]
 
     def announce(self, head: HeadNode) -> None:
-        """Tells the other nodes of the driver's session."""
+        """Announce the driver's session to the other nodes."""
         new = self.directory / (HEAD + ".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(asdict(head), file)
         new.rename(self.directory / HEAD)
 
     def head(self) -> HeadNode | None:
-        """What the driver has announced; None before it has, and once it has withdrawn."""
+        """Return what the driver has announced; None before that, and once it has withdrawn it."""
         try:
             return HeadNode(**json.loads((self.directory / HEAD).read_text()))
         except FileNotFoundError:
             return None
 
     def withdraw(self) -> None:
-        """The session is over: nodes that have joined leave."""
+        """Declare the session over: the nodes that have joined leave."""
         (self.directory / HEAD).unlink(missing_ok=True)
 
     def exclude(self, node: str, why: str) -> None:
-        """A node is of no use; where it has joined, it leaves."""
+        """Mark a node as unusable; if it has joined, it leaves."""
         (self.directory / f"{BAD}{node}").write_text(why + "\n")
 
     def excluded(self, node: str) -> str | None:
-        """Why a node is to leave; None where it is not."""
+        """Return why a node must leave; None if it need not."""
         try:
             return (self.directory / f"{BAD}{node}").read_text().strip()
         except FileNotFoundError:
             return None
 
     def all_excluded(self) -> dict[str, str]:
-        """The nodes of no use, as far as one sees now, and why."""
+        """Return the nodes known so far to be unusable, and why."""
         with suppress(OSError):  # a shared disk may fail for a moment
             said = {path.name.removeprefix(BAD): path.read_text().strip() for path in self.directory.glob(f"{BAD}*")}
-            return {node: why for node, why in said.items() if why}  # else it is being written
+            return {node: why for node, why in said.items() if why}  # an empty file is still being written
         return {}
 
     def lose(self, nodes: Mapping[str, str]) -> None:
-        """Tells the job script for want of which nodes the run has failed.
+        """Tell the job script which lost nodes made the run fail.
 
         Args:
-            nodes: their names, with what became of them; of those that are excluded already one knows better.
+            nodes: their names, with what happened to each; a node that is already excluded keeps the reason recorded then.
         """
         known = self.all_excluded()
         lost = {node: known.get(node, why) for node, why in nodes.items()}
@@ -112,15 +112,15 @@ class Allocation:
             self.fail("".join(f"{node}: {why}\n" for node, why in lost.items()))
 
     def fail(self, why: str) -> None:
-        """Tells the job script that the run has failed by no fault of its own."""
+        """Tell the job script that the run has failed through no fault of its own."""
         (self.directory / LOST).write_text(why)
 
     @contextmanager
     def stopped_from_outside(self) -> Iterator[None]:
-        """Inside, this process gets SIGUSR1 once the job script leaves STOP.
+        """Send this process SIGUSR1 once the job script creates STOP while the block runs.
 
-        A file and no signal: it comes through every container, to this process alone, as often as Slurm likes, and is not lost on a process
-        that does not listen yet.
+        The job script leaves a file instead of sending a signal: a file gets through every container, reaches this process alone however
+        often Slurm signals, and is not lost on a process that does not listen yet.
         """
         over = threading.Event()
 
@@ -141,11 +141,11 @@ class Allocation:
 
 
 def cpus_here() -> int:
-    """How many CPUs of this node the job has."""
+    """The number of this node's CPUs that the job has."""
     return int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
 
 
 def forget_launcher() -> None:
-    """Removes what the launcher has put into the environment, from this process and those that it starts."""
+    """Remove the launcher's variables from the environment of this process and of those that it starts."""
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]

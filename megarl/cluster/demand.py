@@ -1,4 +1,4 @@
-"""Which processes a run has, before any is started: its groups of model ranks and its engines."""
+"""The processes that a run will have, known before any is started: its groups of model ranks and its engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.cluster.placement import ProcessKind
 from megarl.config import EvalConfig, Layout, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings, model_of
 
 Role = Literal["policy", "reference", "critic", "reward"]
-ENGINES = "engines"  # their kind
+ENGINES = "engines"  # the name of their kind
 
 
 def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
-    """The groups of ranks that a run needs: their roles, and how they share their models. The policy's comes first."""
+    """The groups of ranks that a run needs: the roles of each group, and its parallel layout. The policy's group comes first."""
     needed: dict[Role, tuple[bool, Layout | None]] = {
         "reference": (config.algorithm.needs_reference, config.placement.reference),
         "critic": (config.critic is not None, config.placement.critic),
@@ -39,13 +39,13 @@ def demand(config: RunSettings) -> list[ProcessKind]:
         groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
         if not shared:
             return [*groups, engine_kind(config.rollout, gpus)]
-        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine has the GPUs of ranks of one node
+        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine uses the GPUs of ranks on one node
         return [replace(groups[0], blocks=together), *groups[1:]]
     return [rank_kind("model", config.layout, gpus)]
 
 
 def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
-    """What ranks and engines read, and the directories that they write into, by dotted key."""
+    """The files and directories that ranks and engines read, and the directories that they write to, by dotted key."""
     read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
     if isinstance(config, TrainConfig):
         read |= {"critic.path": config.critic.path if config.critic else None}
@@ -56,25 +56,25 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
 
 
 def processes(kinds: Sequence[ProcessKind]) -> int:
-    """How many model ranks and engines a run of this `demand` has."""
+    """The number of model ranks and engines in a run with this `demand`."""
     return sum(kind.processes for kind in kinds)
 
 
 def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:
     """A group of model ranks.
 
-    A tensor-parallel group always shares a node, since it talks in every layer; the experts of a layer and the parts of a sequence do where
-    a node is large enough. Ranks are counted tp fastest, then cp, dp, pp; inside the experts etp, then ep.
+    A tensor-parallel group always shares a node, since it communicates in every layer; expert-parallel and context-parallel groups do so
+    where a node is large enough. Ranks are numbered with tp fastest, then cp, dp, pp; within the experts etp, then ep.
 
     Args:
-        name: in messages.
-        layout: of the ranks.
-        gpus: each has one.
+        name: used in messages.
+        layout: the parallel layout of the ranks.
+        gpus: whether each rank has a GPU.
     """
     experts = layout.etp * layout.ep
     return ProcessKind(name, layout.ranks, int(gpus), (lcm(layout.tp * layout.cp, experts), lcm(layout.tp, experts), layout.tp))
 
 
 def engine_kind(settings: RolloutSettings, gpus: bool) -> ProcessKind:
-    """The engines: all GPUs of one are on one node."""
+    """The engines; all GPUs of an engine are on one node."""
     return ProcessKind(ENGINES, settings.replicas, settings.tp if gpus else 0)

@@ -1,4 +1,4 @@
-"""Whether nodes are fit for a run: every GPU computes, and what the run reads is there. Asked before it begins, and where it has failed."""
+"""Test whether nodes are fit for a run, before it begins and after it has failed: every GPU computes, and what the run reads is there."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from megarl.cluster.shared_files import content, differences
 from megarl.text import one_line
 
 TOUCH = "import sys; from megarl.parallel.backend import touch_gpus; sys.exit(touch_gpus(int(sys.argv[1])))"
-GPU = "GPU "  # begins what is wrong with one
+GPU = "GPU "  # prefix of a message about a faulty GPU
 ANSWER_S = 60.0  # for a node to answer at all
 
 
 def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeout_s: float) -> dict[str, str]:
-    """What is wrong with each node, as far as there is anything.
+    """Find the nodes that are unfit for a run, and why.
 
     Args:
-        nodes: Ray's ids by name, this one first.
+        nodes: Ray's ids by name, this node first.
         read: files and directories by their dotted key; each node must see the same.
-        gpus: the run is one on GPUs.
+        gpus: whether the run uses GPUs.
         timeout_s: for the GPUs of a node.
 
     Returns:
-        Nothing where all nodes fail in the same way, unless it is by a GPU of the only one: it is the fault of none, and is told.
+        What is wrong with each unfit node, by name. Empty where all nodes fail: then none of them is to blame, and a message says so. The
+        exception is a faulty GPU of the only node, which is returned.
     """
     wanted = {f"{key}={path}": (path, content(path)) for key, path in read.items()}
     lost = [what for what, (_, known) in wanted.items() if not known]
@@ -47,7 +48,13 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
 
 
 def fitness(wanted: Mapping[str, tuple[Path, str]], gpus: bool, timeout_s: float) -> str | None:
-    """What is wrong with this node; None where nothing is. `wanted`: see `shared_files.differences`."""
+    """Return what is wrong with this node; None if nothing is.
+
+    Args:
+        wanted: see `shared_files.differences`.
+        gpus: whether the run uses GPUs.
+        timeout_s: for the GPUs.
+    """
     unseen = differences(wanted)
     if unseen:
         return f"does not see {', '.join(unseen)} as the driver does"
@@ -55,12 +62,14 @@ def fitness(wanted: Mapping[str, tuple[Path, str]], gpus: bool, timeout_s: float
 
 
 def sick_gpus(count: int, timeout_s: float, program: str = TOUCH) -> str | None:
-    """What is wrong with this machine's GPUs; None where each computes. In a process of its own, for it may never end, nor be killed.
+    """Return what is wrong with this machine's GPUs; None if each one computes.
+
+    The test runs in a process of its own, because it may hang and may not even be killable.
 
     Args:
-        count: of the GPUs.
+        count: the number of GPUs.
         timeout_s: for all of them.
-        program: in Python, which is given the count, and ends with status 0, or with what is wrong as its last line.
+        program: Python code that gets the count as its argument. It exits with status 0, or with 1 and what is wrong as its last line.
     """
     with tempfile.TemporaryFile() as said:
         command, paths = [sys.executable, "-c", program, str(count)], os.pathsep.join(sys.path)
@@ -70,7 +79,7 @@ def sick_gpus(count: int, timeout_s: float, program: str = TOUCH) -> str | None:
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()  # and is not waited for
+            process.kill()  # without waiting: it may not be killable
             return f"{GPU}test: no answer within {timeout_s:g} s"
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()

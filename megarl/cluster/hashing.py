@@ -1,4 +1,4 @@
-"""The contents of a checkpoint against its manifest, with every machine of a run reading a part."""
+"""Check the contents of a checkpoint against its manifest, with every machine of a run reading a part."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from megarl.cluster.actor_group import WorkerLate, task_fault
 from megarl.cluster.on_node import on
 
 DOING = "checking a checkpoint"
-PARTS = 16  # for each machine, one after the other: the progress that is told
+PARTS = 16  # per machine, read one after the other; progress is reported after each
 
 
 def damaged_anywhere(
     files: Mapping[Path, FileRecord], machines: Collection[str], timeout_s: float, progress: Callable[[int, int], object]
 ) -> dict[Path, str]:
-    """What is wrong with files, as `steps.damaged` says it, byte for byte.
+    """Compare files with the manifest byte for byte, and return what is wrong with them, as `steps.damaged` does.
 
-    A file that looks wrong from another machine counts only where it is wrong from this one too: another may see an older state of a shared
-    disk, or none.
+    A file that looks wrong from another machine counts only if it is wrong from this one too: the other may see an older state of a shared
+    disk, or none of it.
 
     Args:
-        files: with what the manifest says of them.
-        machines: Ray's ids of the nodes that read; those that are gone do not count. Fewer than two: this machine alone.
-        timeout_s: the longest wait for one more part of a machine.
-        progress: is given the bytes that have been read, and those of all files.
+        files: the files, with their records in the manifest.
+        machines: Ray's ids of the nodes that read; nodes that are gone are ignored. With fewer than two, this machine reads alone.
+        timeout_s: the longest wait for a machine to read one more part.
+        progress: called with the number of bytes read so far, and that of all files.
 
     Raises:
         WorkerDied: a machine was lost meanwhile.
-        WorkerLate: a machine has not read its next part in time.
+        WorkerLate: a machine did not read its next part in time.
     """
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in machines)
     parts = _dealt(files, max(1, len(nodes)) * PARTS)
@@ -64,7 +64,7 @@ def damaged_anywhere(
         start(node)
     while running:
         ready, _ = ray.wait(list(running), timeout=1.0)
-        termination.poll()  # not the watch: what it saw last may be what the run recovers from
+        termination.poll()  # and not the watch, whose last finding may be what the run is recovering from
         for reference in ready:
             node, nbytes = running.pop(reference)
             try:
@@ -80,7 +80,7 @@ def damaged_anywhere(
 
 
 def _dealt(files: Mapping[Path, FileRecord], count: int) -> list[dict[Path, FileRecord]]:
-    """The files in at most so many parts of about one size."""
+    """Split the files into at most `count` parts of about equal size."""
     ordered = sorted(files, key=lambda path: files[path].size, reverse=True)
     parts = [{path: files[path] for path in ordered[n::count]} for n in range(count)]
     return [part for part in parts if part]

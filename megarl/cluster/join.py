@@ -1,4 +1,4 @@
-"""A further node of a job: `python -m megarl.cluster.join DIRECTORY` joins the session of the driver, and ends with it."""
+"""What a job's other nodes run: `python -m megarl.cluster.join DIRECTORY` joins the driver's session, and ends with it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megarl.scratch import sweep
 from megarl.text import one_line
 
 POLL_S = 0.5
-WAIT_S = 3600.0  # for a driver, which first reads its prompts
-SHOWN = 200  # characters of what the start has failed with
+WAIT_S = 3600.0  # for the driver, which reads its prompts first
+SHOWN = 200  # characters of the error of a failed start
 
 
 def main(directory: Path) -> int:
-    """Returns 0 when the session is over, 1 where there is none, or this node's part of it ends before.
+    """Join the session; return 0 once it is over, and 1 if there is none or this node's part of it ends earlier.
 
-    Where this node cannot join it tells the driver why, which else would wait for it, and raises that.
+    A node that cannot join tells the driver why, since the driver would otherwise wait for it, and raises the error.
     """
     allocation, cpus, gpus = Allocation.read(directory), cpus_here(), gpus_here()
     name, head = allocation.here, None
@@ -51,7 +51,7 @@ def main(directory: Path) -> int:
             )
             node = Node(parameters, head=False, shutdown_at_exit=False)
         except Exception as error:
-            if head is None or allocation.head() == head:  # else the session has ended meanwhile
+            if head is None or allocation.head() == head:  # otherwise the session has ended meanwhile
                 allocation.exclude(name, f"cannot join: {one_line(str(error), SHOWN)}")
             raise
         ending.callback(node.kill_all_processes, check_alive=False, allow_graceful=False, wait=True)
@@ -60,7 +60,7 @@ def main(directory: Path) -> int:
 
 
 def _stay(allocation: Allocation, name: str, head: HeadNode, node: Node) -> int:
-    """Returns what `main` returns, once this node's part of the session is over."""
+    """Wait until this node's part of the session is over, and return the exit status for `main`."""
     seen = time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Waits until the nodes of an allocation have joined the driver's session, and says which have not."""
+"""Wait until the nodes of an allocation have joined the driver's session, and report which have not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarl.cluster.watch import NOTICE_S
 from megarl.errors import Stopped
 
 POLL_S = 0.2
-MISSING = "is missing"  # so far
-SPARE_S = 30.0  # how long a spare node is waited for once there are enough
+MISSING = "is missing"  # and may still join
+SPARE_S = 30.0  # how long to wait for spare nodes once there are enough
 
 
 class TooFewNodes(Stopped):
@@ -29,18 +29,18 @@ class TooFewNodes(Stopped):
 
 
 def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict[str, str]:
-    """Returns when every node of the allocation is there that can be, or, a little later, as many as the run needs.
+    """Wait until every node of the allocation that can join has joined, or until SPARE_S after enough of them have.
 
     Args:
-        allocation: of the job.
-        gpus: each node must also bring the allocation's GPUs.
-        timeout_s: for as many as the run needs.
+        allocation: the job's nodes.
+        gpus: whether each node must also have the allocation's number of GPUs.
+        timeout_s: for as many nodes as the run needs.
 
     Returns:
-        What the other nodes lack.
+        What is wrong with each of the other nodes, by name.
 
     Raises:
-        TooFewNodes: not so many are there in time, or will ever be; names those that are to blame.
+        TooFewNodes: fewer nodes than the run needs have joined in time, or ever can; names those that are to blame.
     """
     begun, enough = time.monotonic(), None
     while True:
@@ -61,7 +61,7 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
 
 
 def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
-    """What each node lacks, if anything; `there`: the GPUs of those that have joined."""
+    """What is wrong with each node that is absent or short of GPUs. `there`: the number of GPUs of each node that has joined."""
     excluded = allocation.all_excluded()
     absent = {name: excluded.get(name, MISSING) for name in allocation.nodes if name not in there}
     short = {name: f"has {has} of {gpus} GPUs" for name, has in there.items() if has < gpus}
@@ -69,18 +69,18 @@ def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dic
 
 
 def joined() -> dict[str, dict[str, Any]]:
-    """The living nodes of the session, by id."""
+    """The live nodes of the session, by id."""
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def present(allocation: Allocation) -> dict[str, str]:
-    """The ids of the allocation's living nodes by name, the head's first."""
+    """The ids of the allocation's live nodes by name, the head first."""
     there = {node["NodeName"]: node["NodeID"] for node in joined().values()}
     return {name: there[name] for name in allocation.nodes if name in there}
 
 
 def died(before: set[str]) -> dict[str, str]:
-    """Which nodes that were there `before` are dead, and how one knows. Waits until Ray would have noticed."""
+    """Return which of the nodes in `before` have died, each with that word as the reason. Waits until Ray would have noticed."""
     deadline = time.monotonic() + NOTICE_S
     while True:
         living = set[str]()
@@ -92,5 +92,5 @@ def died(before: set[str]) -> dict[str, str]:
 
 
 def tell(line: str) -> None:
-    """A line about the allocation."""
+    """Print a line about the allocation."""
     print(f"megarl: {line}", file=sys.stderr, flush=True)

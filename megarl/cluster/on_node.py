@@ -1,4 +1,4 @@
-"""Tasks and actors of Ray that run on a certain node."""
+"""Ray tasks and actors that run on a given node."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def on(node: str) -> dict[str, Any]:
-    """Options of what runs on this node, beside whatever runs there."""
+    """Ray's options for running a task or actor on this node, beside whatever else runs there."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}

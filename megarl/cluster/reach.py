@@ -1,4 +1,4 @@
-"""Which nodes of an allocation reach each other, and how fast: a short test in processes of its own."""
+"""Test which nodes of an allocation reach each other, and how fast, in short-lived processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megarl.text import one_line
 if TYPE_CHECKING:
     from megarl.parallel.links import LinkTimes
 
-LINKS_S = 120.0  # for what ranks do together once their processes are there; and a second more for each node
-FABRIC_GB_S = 20.0  # of a node, which InfiniBand exceeds and TCP does not
-SHOWN = 200  # characters of what a test failed with
+LINKS_S = 120.0  # for the ranks' joint work once their processes are up; plus one second per node
+FABRIC_GB_S = 20.0  # per node: InfiniBand exceeds it, TCP does not
+SHOWN = 200  # characters of the error of a failed test
 
 Link = tuple[str, str]  # two nodes
 
@@ -32,25 +32,25 @@ Link = tuple[str, str]  # two nodes
 def reach(
     names: Sequence[str], nodes: Mapping[str, str], needed: int, per_node: int, gpus: bool, timeout_s: float
 ) -> tuple[list[LinkTimes], dict[str, str]]:
-    """Times the links between nodes.
+    """Time the links between nodes.
 
     Args:
-        names: of the nodes, the head first.
-        nodes: Ray's, by name.
-        needed: so many must reach each other, the head among them.
-        per_node: ranks of each.
-        gpus: a GPU for each rank.
+        names: the names of the nodes, the head first.
+        nodes: Ray's ids by name.
+        needed: how many nodes, the head among them, must reach each other.
+        per_node: the number of ranks per node.
+        gpus: whether each rank has a GPU.
         timeout_s: for the start of the ranks.
 
     Returns:
-        The times of all ranks of the nodes that reach each other; and what is wrong with the others.
+        The times of all ranks of the nodes that reach each other, and what is wrong with each of the other nodes.
 
     Raises:
-        TooFewNodes: of the nodes that are needed not all reach each other, or work alone; names those that do not.
+        TooFewNodes: fewer nodes than the run needs work on their own and reach each other, or the head does not; names those that do not.
     """
     try:
         return _measured([nodes[name] for name in names], per_node, gpus, timeout_s), {}
-    except Exception as error:  # a link that hangs is another error to each backend
+    except Exception as error:  # each backend reports a hanging link as a different error
         reason = one_line(f"{type(error).__name__}: {error}", SHOWN)
         bad = _failing_alone(names, nodes, per_node, gpus, timeout_s)
         if not bad:
@@ -65,13 +65,13 @@ def reach(
 
 
 def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, within_s: float) -> dict[str, Any]:
-    """What a function gives on each node, asked of all at the same time; a text that says so where there is no answer.
+    """Call a function on all nodes at the same time, and return its results by name; a node without one gets a string that says why.
 
     Args:
         nodes: Ray's ids by name.
         ask: the function.
-        *arguments: of it.
-        within_s: for all answers.
+        *arguments: the function's arguments.
+        within_s: for all results.
     """
     task: Any = ray.remote(ask)
     asked = {name: task.options(**on(node), max_retries=0).remote(*arguments) for name, node in nodes.items()}
@@ -87,7 +87,7 @@ def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, 
 
 
 class Linked:
-    """One rank of the timing, in a process of its own."""
+    """One rank of the timing test, in a process of its own."""
 
     def __init__(self, rank: int, world: int, per_node: int, gpus: bool, timeout_s: float) -> None:
         self._given = rank, world, per_node
@@ -95,7 +95,7 @@ class Linked:
         self._store: Any = None
 
     def prepare(self) -> None:
-        """Imports torch, which takes a slow disk long."""
+        """Import torch, which takes a long time from a slow disk."""
         importlib.import_module("megarl.parallel.links")
 
     def listen(self) -> tuple[str, int]:
@@ -114,7 +114,7 @@ class Linked:
 
 
 def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> list[LinkTimes]:
-    """The times of all ranks. Raises what one of them fails with, or WorkerLate where a link hangs."""
+    """Measure the times of all ranks. Raises what one of them fails with, or WorkerLate if a link hangs."""
     world = len(nodes) * per_node
     actor: Any = ray.remote(Linked)
     limit_s = min(timeout_s, LINKS_S + len(nodes))
@@ -132,12 +132,12 @@ def _measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float)
 
 
 def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[list[int], str]:
-    """Which nodes are slow, as indices, and the times in words.
+    """Return the indices of the slow nodes, and the times in words.
 
     Args:
-        times: of all ranks.
-        nodes: how many nodes they are on.
-        factor: times the median from which a node is slow.
+        times: the times of all ranks.
+        nodes: how many nodes the ranks are on.
+        factor: how many times as long as the median node a slow node takes.
     """
     from megarl.parallel.links import slow
 
@@ -150,12 +150,12 @@ def compared(times: Sequence[LinkTimes], nodes: int, factor: float) -> tuple[lis
 
 
 def without_fabric(times: Sequence[LinkTimes], nodes: int, fabric: Path = Path("/sys/class/infiniband")) -> str | None:
-    """What is told where there is InfiniBand, and GPUs of several nodes are no faster than over TCP.
+    """Return a warning if there is InfiniBand, but GPUs of several nodes communicate no faster than over TCP; else None.
 
     Args:
-        times: of all ranks.
-        nodes: how many nodes they are on.
-        fabric: where the kernel lists its devices.
+        times: the times of all ranks.
+        nodes: how many nodes the ranks are on.
+        fabric: the directory in which the kernel lists InfiniBand devices.
     """
     per_node = len(times) // nodes
     rates = [one.megabytes / 1e3 / one.best_edge if nodes > 1 else 0.0 for one in times]
@@ -167,13 +167,13 @@ def without_fabric(times: Sequence[LinkTimes], nodes: int, fabric: Path = Path("
 
 
 def _failing_alone(names: Sequence[str], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float) -> dict[str, str]:
-    """The nodes that fail by themselves, with all their ranks, and how: one GPU is enough. Where all of them do, no node is to blame."""
+    """The nodes whose ranks fail even on their own, and why: one bad GPU is enough. Empty if all nodes fail: then none is to blame."""
     faults = _faults([(name,) for name in names], nodes, per_node, gpus, timeout_s) if len(names) > 1 else {}
     return {name: f"fails alone: {why}" for (name,), why in faults.items()} if len(faults) < len(names) else {}
 
 
 def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
-    """The neighbours that do not reach each other, where a test of all nodes together has failed."""
+    """The neighbours that do not reach each other, after a test of all nodes together has failed."""
     from megarl.parallel.links import edges
 
     rounds = [[(names[a], names[b]) for a, b in pairs] for pairs in edges(len(names))]
@@ -181,7 +181,7 @@ def _broken(names: Sequence[str], nodes: Mapping[str, str], gpus: bool, timeout_
 
 
 def _unreached(links: Sequence[Link], nodes: Mapping[str, str], gpus: bool, timeout_s: float) -> list[Link]:
-    """Those that do not work."""
+    """Those of the links that do not work."""
     faults = _faults(links, nodes, 1, gpus, timeout_s)
     return [link for link in links if link in faults]
 
@@ -189,7 +189,7 @@ def _unreached(links: Sequence[Link], nodes: Mapping[str, str], gpus: bool, time
 def _faults(
     groups: Sequence[tuple[str, ...]], nodes: Mapping[str, str], per_node: int, gpus: bool, timeout_s: float
 ) -> dict[tuple[str, ...], str]:
-    """What the test of each group fails with, if it does; all at the same time, and so no node may be in two."""
+    """What the test of each failing group fails with. All groups are tested at the same time, so no node may be in two."""
 
     def fault(group: tuple[str, ...]) -> str | None:
         try:
@@ -203,15 +203,15 @@ def _faults(
 
 
 def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[Sequence[Link]], list[Link]]) -> dict[str, str]:
-    """The nodes without which all others reach each other, as far as tests of two tell, and whom they do not reach.
+    """Find the nodes without which all others reach each other, as far as tests of pairs can show, and the nodes that they do not reach.
 
-    A node that reaches neither of its neighbours is one. Of two that only do not reach each other, each is tested with the other's next
-    neighbour: it is the one that reaches fewer, and where that does not tell them apart, the later one.
+    A node that reaches neither of its neighbours is one. If two neighbours fail only to reach each other, each is tested with the other's
+    next neighbour: the one that reaches fewer nodes is to blame, and in a tie the later one.
 
     Args:
-        names: of the nodes, as in `links.edges`.
+        names: the names of the nodes, numbered as in `links.edges`.
         broken: the neighbours that do not reach each other.
-        unreached: tests links between pairs of nodes, and gives those that do not work.
+        unreached: tests links between pairs of nodes, and returns those that do not work.
     """
     from megarl.parallel.links import edges
 

@@ -1,4 +1,4 @@
-"""Reserves places for actors in a Ray cluster."""
+"""Reserve places for actors in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megarl.cluster.actor_group import LOOK_S, WorkerLate
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.errors import Stopped
 
-POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; when the user is told that there is no room yet
+POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; after how long the user is told that there is no room yet
 NODE_LABEL = "ray.io/node-id"
 
 
 class NoNodes(Stopped):
-    """The nodes that are there cannot hold the run, and no other will join."""
+    """The nodes of the cluster cannot hold the run, and no other node will join."""
 
 
 def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list[list[PlacementGroupSchedulingStrategy]]:
-    """Reserves a place for every process, on the nodes that `place` names; waits for places that are not free yet.
+    """Reserve a place for every process on the nodes that `place` chooses, waiting for places that are not free yet.
 
     Args:
-        kinds: of the processes.
-        timeout_s: for the whole.
-        grows: other nodes may join the cluster, and are waited for.
+        kinds: the kinds of processes.
+        timeout_s: for all of it.
+        grows: whether other nodes may join the cluster; they are waited for.
 
     Returns:
-        For each kind the scheduling strategies of its processes.
+        The scheduling strategies of the processes, for each kind.
 
     Raises:
         NoNodes: there is no room, and there will not be any.
-        WorkerLate: there is none in time. Both say what is asked for, and what there is.
+        WorkerLate: there is no room in time. Both messages say what is asked for and what there is.
     """
     deadline = time.monotonic() + timeout_s
     places = _wait_for_places(kinds, deadline, timeout_s, grows)
@@ -52,13 +52,13 @@ def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list
 
 
 def lost_nodes(places: Sequence[PlacementGroupSchedulingStrategy]) -> bool:
-    """Whether a node on which places were reserved is not there any more."""
+    """Whether a node on which places were reserved is gone."""
     living = _living()
     return any(node not in living for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
 
 
 def give_back(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
-    """Frees reserved places, and ends every actor in them."""
+    """Free reserved places, and end every actor in them."""
     for group in _groups(places):
         remove_placement_group(group)
 
@@ -100,11 +100,11 @@ def _refuse_what_never_fits(kinds: Sequence[ProcessKind]) -> None:
 
 
 def _living() -> dict[str, dict[str, float]]:
-    """What each living node of the cluster has."""
+    """The resources of each live node of the cluster, by id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def free_nodes() -> list[Node]:
-    """What the living nodes of the cluster have free now."""
+    """The live nodes of the cluster, with what each has free now."""
     free = ray_state.available_resources_per_node()
     return [Node(name, int(free[name].get("CPU", 0)), int(free[name].get("GPU", 0))) for name in _living() if name in free]

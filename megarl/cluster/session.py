@@ -33,7 +33,7 @@ from megarl.cluster.watch import watched
 from megarl.errors import ConfigError, Stopped, Unfit
 from megarl.scratch import SHORT, Scratch, sweep
 
-if TYPE_CHECKING:  # a node that joins needs neither it nor torch
+if TYPE_CHECKING:  # a node that joins needs neither this module nor torch
     from megarl.config import ClusterSettings
 
 
@@ -44,11 +44,11 @@ class ClusterError(Stopped):
 NOTHING: Mapping[str, Path] = MappingProxyType({})
 LOOPBACK = {
     # Ray 2.60 maps 127.0.0.1 to the machine's address (ray/_private/services.py:786) and then listens on every interface, unless
-    # it is told that there is no cluster; with loopback as the node's address all its servers bind loopback alone.
+    # it is told that there is no cluster; with loopback as the node's address, all its servers bind to loopback only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# A node that does not answer is dead after some 15 s, and one that has lost its head ends itself; Ray's own settings take a minute.
+# A node that does not answer counts as dead after some 15 s, and one that has lost its head ends itself; Ray's defaults take a minute.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -56,21 +56,22 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
-# Where kernels that are compiled are kept: else in the home, in which the processes of all nodes would write and lock the same files.
+# Caches of compiled kernels: by default in the home directory, where the processes of all nodes would write and lock the same files.
 CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "VLLM_CACHE_ROOT": "vllm"}
-ANSWER_S = 30.0  # longest wait for a cluster that is joined to say that it is there
-SOCKET_BYTES = 107  # Linux's limit on the name of a Unix socket
+ANSWER_S = 30.0  # longest wait for an answer from the cluster that is joined
+SOCKET_BYTES = 107  # Linux's limit on the path of a Unix socket
 
 
 @contextlib.contextmanager
 def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path] = NOTHING) -> Iterator[None]:
-    """A Ray session for `actors` actors: joined where `settings.address` names one, else started here and ended on exit.
+    """Open a Ray session for `actors` actors: join the cluster that `settings.address` names, or start one here and end it on exit.
 
-    A started session listens on loopback only, and asks every peer for a token made for this run, which travels in the environment of
-    the children, to other nodes in a file that is their owner's alone, and nowhere else. With `settings.interface` the ranks listen
-    there; Ray's own servers then listen on every interface, which it offers no setting against, and the token guards them. With
-    `settings.allocation` the other nodes of a Slurm job join it, and it is open once they have, and passed a test: they must see what the
-    run reads (`read`, by dotted key), too. What a killed run of this user has left on this machine is swept first.
+    A session started here listens on loopback only, and asks every peer for a token made for this run. The token reaches child processes
+    through their environment and other nodes through a file that only its owner can read, and goes nowhere else. With `settings.interface`
+    the ranks listen on that interface; Ray's own servers then listen on every interface, which no setting of Ray's prevents, and the token
+    guards them. With `settings.allocation` the other nodes of a Slurm job join the session. It is open once they have joined and passed a
+    test, part of which is that they see what the run reads (`read`, by dotted key). Files that this user's killed runs left on this machine
+    are swept first.
     """
     if settings.allocation is not None:
         allocation = Allocation.read(settings.allocation)
@@ -78,7 +79,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
             sweep()
             with _headed(settings, allocation, read), watched(settings.still_timeout_s, own=True):
                 yield
-        except Unfit as error:  # of this node, before it had a session
+        except Unfit as error:  # this node is unfit, and was found so before it had a session
             allocation.lose({allocation.here: str(error)})
             raise ClusterError(str(error)) from error
         return
@@ -101,15 +102,15 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
 
 
 def _join(address: str) -> None:
-    """Joins a running cluster as it was started: with a token where it asks for one, without where it does not.
+    """Join a running cluster in the mode in which it was started: with a token if it asks for one, otherwise without.
 
-    Ray knows the mode from the environment alone, which whoever started the cluster had, and not whoever starts a run in it.
-    Raises ClusterError where nothing answers at the address, or the cluster asks for another token than Ray finds here.
+    Ray takes the mode from the environment alone, which was set for whoever started the cluster, but not for whoever starts a run in it.
+    Raises ClusterError if nothing answers at the address, or if the cluster asks for a different token from the one that Ray finds here.
     """
     try:
         found = services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = found.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()  # Ray would try for half a minute
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()  # Ray would try a refused one for half a minute
         token = _asks_for_token(found)
         _set_mode(token)
         ray.init(address=found, log_to_driver=True)
@@ -136,9 +137,9 @@ def _set_mode(token: bool) -> None:
 
 @contextlib.contextmanager
 def ray_settings(private: bool) -> Iterator[None]:
-    """Ray's variables in the environment, for a while; those that are there reach a private session and its processes not at all.
+    """Set Ray's environment variables for the block. Those that were set before do not reach a private session or its processes.
 
-    Any of them may lead elsewhere: RAY_ADDRESS to a cluster, RAY_AUTH_TOKEN_PATH to a token, RAY_RUNTIME_ENV_HOOK to code.
+    Any of those may lead elsewhere: RAY_ADDRESS to a cluster, RAY_AUTH_TOKEN_PATH to a token, RAY_RUNTIME_ENV_HOOK to code.
     """
     before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     if private:
@@ -146,16 +147,16 @@ def ray_settings(private: bool) -> Iterator[None]:
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
         RAY_memory_monitor_refresh_ms="0",
-        RAY_preallocate_plasma_memory="1",  # where others fill /dev/shm later, the raylet would die of SIGBUS
+        RAY_preallocate_plasma_memory="1",  # otherwise the raylet would die of SIGBUS if others fill /dev/shm later
         RAY_worker_niceness="0",  # Ray's 15 leaves its workers a thirtieth of a core that anything else wants too
         RAY_prestart_worker_first_driver="0",  # idle processes would only take cores from the start-up
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-        RAY_IGNORE_UNHANDLED_ERRORS="1",  # where an engine is lost, each of its hundred prompts would print a traceback: one is told
+        RAY_IGNORE_UNHANDLED_ERRORS="1",  # if an engine is lost, each of its hundred prompts would print a traceback
         HF_HUB_OFFLINE="1",
     )
     try:
-        Config.initialize("")  # Ray reads its settings when it is imported
+        Config.initialize("")  # Ray read its settings when it was imported
         yield
     finally:
         _forget_ray_settings()
@@ -168,7 +169,7 @@ def _forget_ray_settings() -> None:
 
 
 def _scratch() -> Scratch:
-    """The session's directory; where TMPDIR's name is too long for Unix sockets below it, as schedulers' are, in /tmp."""
+    """Create the session's directory; in /tmp if TMPDIR's path, like those of schedulers, is too long for Unix sockets below it."""
     scratch = Scratch()
     inside = len(f"/r/session_2026-11-22_13-45-17_841150_{os.getpid()}/sockets/plasma_store")
     if len(os.fsencode(scratch.path)) + inside <= SOCKET_BYTES:
@@ -178,7 +179,7 @@ def _scratch() -> Scratch:
 
 
 def _own_caches(below: Path) -> dict[str, str]:
-    """The variables that put caches on this machine, in a folder that outlives the session. None where somebody else has put one there."""
+    """The variables that put caches in a folder on this machine that outlives the session; none if the folder is somebody else's."""
     folder = below / f"megarl-kernels-{os.geteuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -190,13 +191,13 @@ def _own_caches(below: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_many: bool = False) -> Iterator[Scratch]:
-    """Inside, Ray's processes can be started on this machine; they end with the block, or with this process, and so do their files.
+    """Let Ray's processes be started on this machine inside the block; they and their files go with the block, or with this process.
 
     Args:
-        start_timeout_s: for their start.
-        interface: of their sockets, where other machines are to reach them; None: loopback.
-        token: that they ask every peer for.
-        one_of_many: other machines have a part in the session.
+        start_timeout_s: for the start of the processes.
+        interface: the interface of their sockets, if other machines are to reach them; None for loopback.
+        token: what they ask every peer for.
+        one_of_many: whether other machines take part in the session.
 
     Returns:
         The directory of their files.
@@ -212,7 +213,7 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
         temporary = os.environ.get("TMPDIR")
         for name, place in _own_caches(Path(temporary or SHORT)).items() if one_of_many else ():
             os.environ.setdefault(name, place)  # ranks and engines inherit it
-        os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind goes with the session
+        os.environ["TMPDIR"] = str(scratch.path)  # what the actors leave behind is removed with the session
         command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
         reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
         on_termination = signal.getsignal(signal.SIGTERM)
@@ -230,7 +231,7 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
 
 
 def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM in a job: Slurm ends it, and sends the same to Ray's processes, without which nothing can be saved; SIGKILL comes soon."""
+    """Handle SIGTERM in a job: Slurm is ending it. Ray's processes, needed to save anything, get SIGTERM as well; SIGKILL comes soon."""
     signal.signal(number, signal.SIG_IGN)
     tell(f"{signal.Signals(number).name}: the job ends")
     reaper.communicate()
@@ -240,7 +241,7 @@ def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number:
 
 @contextlib.contextmanager
 def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Scratch, name: str | None = None) -> Iterator[None]:
-    """A session whose head is this process."""
+    """Start a session whose head is this process."""
     on_termination = signal.getsignal(signal.SIGTERM)
     try:
         try:
@@ -257,7 +258,7 @@ def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Sc
             )
         except RayNotStarted as error:
             raise ClusterError(str(error)) from error
-        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there, which leaves without cleaning up
+        signal.signal(signal.SIGTERM, on_termination)  # Ray has installed its own handler, which exits without cleaning up
         yield
     finally:
         ray.shutdown()
@@ -265,7 +266,7 @@ def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Sc
 
 @contextlib.contextmanager
 def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> Iterator[None]:
-    """A session over the nodes of a job, this one at its head. Where it fails, the job script is told what died."""
+    """Open a session over the nodes of a job, with this one as its head. If it fails, tell the job script what died."""
     name, cpus, gpus = allocation.here, cpus_here(), gpus_here() if settings.gpus else 0
     forget_launcher()
     token = secrets.token_hex(32)
@@ -290,7 +291,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         except Exception as error:
             if isinstance(error, ConfigError) and not isinstance(error, Unfit):
                 raise
-            # Without its server Ray's client answers nothing for a minute, and then ends this process.
+            # Look at Ray's processes first: without its server, Ray's client does not answer for a minute, and then ends this process.
             ended = [kind for kind, _ in ray_worker._global_node.dead_processes()]
             if ended:
                 allocation.fail(f"Ray's {', '.join(ended)} ended\n")
@@ -304,14 +305,14 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
 
 
 def _unfit(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> dict[str, str]:
-    """The nodes that may be to blame for a failure in which none has died."""
+    """The nodes that may be to blame for a failure in which no node has died, and why."""
     with contextlib.suppress(RayError, RuntimeError):
         return unfit(present(allocation), read, settings.gpus, settings.start_timeout_s)
     return {}
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine. ConfigError where it has none."""
+    """Return the IPv4 address of a network interface of this machine. Raises ConfigError if it has none."""
     import psutil
 
     addresses = psutil.net_if_addrs()

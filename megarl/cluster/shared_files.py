@@ -1,4 +1,4 @@
-"""Whether every machine of a run sees the files of the one that started it."""
+"""Check that every machine of a run sees the files of the one that started it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
 from megarl.cluster.on_node import on
 from megarl.errors import ConfigError, Unfit
 
-SETTLE_S = 15.0  # a shared disk may show a new file to other machines so much later
+SETTLE_S = 15.0  # how much later a shared disk may show a new file to other machines
 POLL_S = 0.5
 DOING = "looking for the run's files"
 
 
 def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> dict[str, str]:
-    """The nodes that hold reserved places: id -> address."""
+    """The nodes that hold reserved places, as id -> address."""
     groups = {place.placement_group.id: place.placement_group for place in places}
     used = {node for group in groups.values() for node in placement_group_table(group)["bundles_to_node_id"].values()}
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in used}
 
 
 def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Mapping[str, Path], timeout_s: float) -> None:
-    """Looks from every node.
+    """Check from every node that it sees the run's files.
 
     Args:
         nodes: id -> address.
-        read: files and directories by their dotted key; each node must see the same.
-        written: directories likewise; each node must see a file that is made there now.
-        timeout_s: for all answers.
+        read: files and directories by their dotted key; each node must see the same as this one.
+        written: directories by their dotted key; each node must see a file that is now created there.
+        timeout_s: for the answers of all nodes.
 
     Raises:
-        ConfigError: a directory of `written` cannot be written to.
-        Unfit: naming key, path and node.
+        ConfigError: a directory in `written` cannot be written to.
+        Unfit: a node does not see the same; names the key, the path and the node.
         WorkerDied: a node was lost meanwhile.
-        WorkerLate: a node has not answered in time.
+        WorkerLate: a node did not answer in time.
     """
     with ExitStack() as made:
         wanted = {key: (path, content(path)) for key, path in read.items()}
@@ -72,9 +72,9 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
 
 @contextmanager
 def fresh_file(directory: Path) -> Iterator[Path]:
-    """A new file that other machines see too: it is on the disk. While it is open, NFS shows them no byte of one that is only flushed.
+    """Create a file for the block that other machines see too. It is synced: NFS shows them no byte of an open file that is only flushed.
 
-    Raises ConfigError where it cannot be written: a full disk or quota is no node's fault.
+    Raises ConfigError if it cannot be written: a full disk or quota is no node's fault.
     """
     with ExitStack() as made:
         try:
@@ -88,7 +88,7 @@ def fresh_file(directory: Path) -> Iterator[Path]:
 
 
 def differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
-    """The keys whose files are others on this machine. `wanted`: of each its path, and its content where it was written."""
+    """The keys whose files look different from this machine. `wanted`: the path of each key, and its `content` as the driver sees it."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         differing = [key for key, (path, known) in wanted.items() if content(path) != known]
@@ -98,7 +98,7 @@ def differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
 
 
 def content(path: Path) -> str:
-    """What is there, by sizes and a directory's names; "" where there is nothing."""
+    """A summary of what is at a path: a file's size, or the names and sizes of a directory's files; "" if there is nothing."""
     try:
         if path.is_dir():
             files = sorted((one.name, one.stat().st_size) for one in path.iterdir() if one.is_file())

@@ -1,7 +1,7 @@
-"""Sees processes of a run that stand still: stopped by a signal, or on a machine that does not answer. Ray sees only those that have ended.
+"""Detect processes of a run that stand still: stopped by a signal, or on a machine that does not answer. Ray detects only ended ones.
 
 A rank that waits for a stopped one looks healthy, so the state of every process is read from /proc: on this machine by a thread of the
-driver, on each further one by an actor.
+driver, on every other machine by an actor.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megarl.errors import Stopped
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 OWN = ("gcs_server", "raylet")
-POLLS = 4  # within the time that a process may stand still
-NOTICE_S, POLL_S = 20.0, 0.2  # in which Ray sees that a node is lost; how often it is asked
+POLLS = 4  # looks within the time that a process may stand still
+NOTICE_S, POLL_S = 20.0, 0.2  # how long Ray takes to notice that a node is lost; how often it is asked
 
 
 class StandsStill(Stopped):
-    """A process of the run, or a machine, does not move.
+    """A process of the run is stopped, or a machine does not answer.
 
     Args:
-        message: names it.
-        session: it is one of Ray's own, so that nothing can be started again.
-        seconds: how long it has been seen so.
+        message: names the process or machine.
+        session: whether it is one of Ray's own processes, so that nothing can be restarted.
+        seconds: how long it has been seen to stand still.
     """
 
     def __init__(self, message: str, *, session: bool = False, seconds: float = 0.0) -> None:
@@ -48,7 +48,7 @@ class StandsStill(Stopped):
 
 
 class WatchFailed(RuntimeError):
-    """Nobody would see any more that a process stands still."""
+    """The watch has ended, so nothing would detect a process that stands still."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Still:
 
 
 class Scan:
-    """Some processes and all that they have started, and since when they are stopped."""
+    """A repeated scan of some processes and all their descendants, which remembers since when each has been stopped."""
 
     def __init__(self, *roots: int) -> None:
         self._roots, self._since = roots, dict[int, float]()
         self._found: list[Still] = []
 
     def still(self, longest_s: float, only: Collection[int] | None = None) -> list[Still]:
-        """Those that have been stopped for longer. `only`: of these processes, and of what they have started."""
+        """Return those that have been stopped for longer. `only`: restricts them to these processes and their descendants."""
         now, found, stopped = time.monotonic(), list[Still](), dict[int, float]()
         for process in (process for root in self._roots for process in _from(root)):
             try:
@@ -90,7 +90,7 @@ class Scan:
         return found
 
     def end(self) -> None:
-        """Kills those that were found last: Ray waits for a stopped process to end itself."""
+        """Kill the processes found by the last scan: Ray would wait for a stopped process to end itself."""
         for one in self._found:
             with suppress(ProcessLookupError):
                 os.kill(one.pids[0], signal.SIGKILL)
@@ -105,7 +105,7 @@ def _from(root: int) -> list[psutil.Process]:
 
 
 class NodeScan:
-    """`Scan` of a machine's processes of Ray, as an actor there."""
+    """`Scan` of Ray's processes on a machine, as an actor on that machine."""
 
     def __init__(self) -> None:
         self._scan = Scan(os.getppid())  # Ray's raylet, which starts all of them
@@ -119,33 +119,34 @@ class NodeScan:
 
 @dataclass
 class _Seen:
-    """What the last look has found."""
+    """What the last look found."""
 
     still: list[Still] = field(default_factory=list)
     fault: str | None = None
 
 
 _Place = tuple[Callable[[Collection[int] | None], list[Still]], Callable[[], object]]
-"""What stands still on a machine, and what ends it."""
+"""Two functions for a machine: one returns what stands still there, the other ends it."""
 
 
 class Watch:
-    """Looks at every process of a session; `check` raises what it has seen.
+    """A watch over every process of a session; `check` raises what it has seen.
 
     Args:
         limit_s: how long a process may stand still.
-        own: this process has started the session: every process of it belongs to the run, and this machine's of Ray are watched too. Else
-            the cluster may be at work for others: only its nodes, and there its actors and what they have started, are looked at and ended.
+        own: whether this process started the session. Then all its processes belong to the run, and Ray's own on this machine are watched
+            too. Otherwise the cluster may also work for others: only the run's actors and their descendants are watched and ended, and only
+            the nodes they are on are looked at.
     """
 
     def __init__(self, limit_s: float, own: bool) -> None:
         self._limit_s = limit_s
         self._pids: dict[str, int] = {}
-        self._own: dict[str, Any] = {}  # Ray's processes, by kind
+        self._own: dict[str, Any] = {}  # Ray's own processes on this machine, by kind
         if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
         self._spared: Sequence[Any] = ()  # actors: see `spare`
-        self._actors = dict[str, set[int]]()  # the pids of the run's, by their node's address
+        self._actors = dict[str, set[int]]()  # pids of the run's actors, by their node's address
         self._scans = dict[str, _Place]()  # by address
         self.renew()
         self._failure: Exception | None = None  # of the watch itself
@@ -154,9 +155,9 @@ class Watch:
         self._thread.start()
 
     def renew(self) -> None:
-        """Ends the processes that stand still, forgets what was seen, and looks at the nodes that are alive now.
+        """End the processes that stand still, forget what was seen, and from now on watch the nodes that are alive.
 
-        Peers of a lost node see broken connections at once, Ray the loss some seconds later: it is waited for.
+        The peers of a lost node see broken connections at once, but Ray notices the loss some seconds later, and is waited for.
         """
         silent = set[str]()
         for place, (_, end) in dict(self._scans).items():
@@ -176,7 +177,7 @@ class Watch:
             self._scans |= {node["NodeManagerAddress"]: self._remote(node["NodeID"]) for node in others}
 
     def spare(self, actors: Sequence[Any]) -> None:
-        """These can be replaced: if one is stopped, only callers that wait for it get an error."""
+        """Mark actors as replaceable: if one is stopped, only callers that wait for it get an error."""
         self._spared = actors
 
     def _remote(self, node: str) -> _Place:
@@ -192,12 +193,12 @@ class Watch:
             while not self._ended.wait(self._limit_s / POLLS) and not self._session_is_over():
                 self._look()
         except Exception as error:
-            if not self._ended.is_set():  # else it is the session that ends under it
+            if not self._ended.is_set():  # otherwise the session is ending under the watch
                 self._failure = error
 
     def _session_is_over(self) -> bool:
-        """Whether one of Ray's own processes stands still. It is ended, since a call into Ray that waits for it would block this process
-        for ever; Ray then ends this process without a word, so the word comes first."""
+        """Whether one of Ray's own processes stands still. If so it is killed, since a call into Ray that waits for it would block this
+        process for ever. Ray then ends this process without a message, so a message is printed first."""
         own = {process.pid: process for process in self._own.values()}
         stopped = [one for one in self._seen.still if one.pids[0] in own]
         for one in stopped:
@@ -222,17 +223,17 @@ class Watch:
             self._follow(scans)
 
     def _follow(self, scans: dict[str, _Place]) -> None:
-        """From the next look on, the nodes that the run has come to are looked at."""
+        """Add the nodes that the run has newly reached to those that are looked at, from the next look on."""
         if new := self._actors.keys() - scans.keys():
-            with suppress(RpcError):  # then after the next look
+            with suppress(RpcError):  # it is tried again after the next look
                 used = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in new]
                 scans |= {node["NodeManagerAddress"]: self._remote(node["NodeID"]) for node in used}
 
     def _of_the_run(self) -> dict[str, set[int]]:
-        """The run's actors, without those of the watch."""
+        """The pids of the run's actors, without those of the watch, by their node's address."""
         try:
             table = ray_state.actor_table(None, ray_worker.global_worker.current_job_id, "ALIVE")
-        except RpcError:  # Ray's server starts again, perhaps
+        except RpcError:  # Ray's server may be restarting
             return self._actors
         found = dict[str, set[int]]()
         for actor in table.values():
@@ -241,14 +242,14 @@ class Watch:
         return found
 
     def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-        """StandsStill where something of the session stands still; named as one of the actors where it is. WatchFailed where nobody looks.
+        """Raise StandsStill if anything in the session stands still, naming the actor if it is one, or WatchFailed if the watch has ended.
 
         Args:
             doing: the work that is waited for.
-            groups: the actors that do it, by what each kind is called. Another one that is spared is passed over.
+            groups: the actors that do it, by the name of their kind. Spared actors that are not among them are ignored.
         """
         own = {process.pid for process in self._own.values()}
-        stopped = any(one.pids[0] in own for one in self._seen.still)  # and has been ended since
+        stopped = any(one.pids[0] in own for one in self._seen.still)  # one that the watch has killed since
         for kind, process in self._own.items():
             if process.poll() is not None and not stopped:
                 raise StandsStill(f"{doing}: Ray's {kind} has ended (exit code {process.returncode})", session=True)
@@ -264,15 +265,15 @@ class Watch:
             raise StandsStill(f"{doing}: {'; '.join(named)}", session=stopped, seconds=max(one.seconds for one in still))
 
     def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
-        """Which of these actors stand still, or have a process that does.
+        """Find which of these actors stand still, or have a descendant process that does.
 
         Args:
             doing: names the work in an error.
-            kind: names the actors there.
-            actors: to look at.
+            kind: names the actors in an error.
+            actors: the actors to look at.
 
         Returns:
-            The errors, by the actor's number.
+            An error for each of them, by the actor's number.
         """
         found = dict[int, StandsStill]()
         for one in self._seen.still:
@@ -282,14 +283,14 @@ class Watch:
         return found
 
     def _pid(self, actor: Any) -> int:
-        """Of an actor's process. Asked of Ray while all is well: its server may be what stands still."""
+        """The pid of an actor's process. Ray is asked for it while all is well, since its server may be what stands still later."""
         identity = actor._actor_id.hex()
         if not self._pids.get(identity):
             self._pids[identity] = int(ray_state.actor_table(identity).get("Pid", 0))
         return self._pids[identity]
 
     def close(self) -> None:
-        """Ends the watch, and what stands still of Ray's own, which a shutdown would wait for."""
+        """End the watch, and kill any of Ray's own processes that stands still, since a shutdown would wait for it."""
         for process in self._own.values():
             with suppress(psutil.Error):
                 if psutil.Process(process.pid).status() in STOPPED:
@@ -303,7 +304,7 @@ _current: Watch | None = None
 
 @contextmanager
 def watched(limit_s: float, own: bool) -> Iterator[None]:
-    """Watches the session that is open inside."""
+    """Watch the session that is open inside the block."""
     global _current
     before, _current = _current, Watch(limit_s, own)
     try:
@@ -314,24 +315,24 @@ def watched(limit_s: float, own: bool) -> Iterator[None]:
 
 
 def check(doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-    """`Watch.check` of the session that is open, and `termination.poll`."""
+    """Call `termination.poll`, and `Watch.check` of the open session."""
     termination.poll()
     if _current is not None:
         _current.check(doing, groups)
 
 
 def still(doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
-    """`Watch.still` of the session that is open."""
+    """Call `Watch.still` of the open session."""
     return {} if _current is None else _current.still(doing, kind, actors)
 
 
 def spare(actors: Sequence[Any]) -> None:
-    """`Watch.spare` of the session that is open."""
+    """Call `Watch.spare` of the open session."""
     if _current is not None:
         _current.spare(actors)
 
 
 def renew() -> None:
-    """`Watch.renew` of the session that is open."""
+    """Call `Watch.renew` of the open session."""
     if _current is not None:
         _current.renew()

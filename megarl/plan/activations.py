@@ -1,10 +1,10 @@
-"""Bytes that autograd keeps of one layer and of the head for backward, on one rank.
+"""The bytes that autograd keeps for the backward of one layer and of the head, on one rank.
 
 Two specs: Megarl's local one (CPU; plain torch operations), which the tests measure to the byte, and Transformer Engine's (CUDA), an
 estimate of what its modules keep, neither compared with its sources nor measured.
 
 Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp rows of its sequence-parallel shard, T routed tokens that a
-rank's experts take.
+rank's experts process.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ class MicroBatchShape:
     """One micro-batch on one rank."""
 
     rows: int  # R
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     layout: Layout
     dtype: str
     spec: Spec
-    imbalance: float = 1.0  # tokens of the busiest rank's experts, against the mean
+    imbalance: float = 1.0  # tokens of the busiest rank's experts, relative to the mean
 
     @property
     def shard(self) -> int:
-        """S"""
+        """S, the rows of the sequence-parallel shard."""
         return self.rows // self.layout.tp
 
     @property
     def item(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element."""
         return ITEM[self.dtype]
 
 
 def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> dict[str, int]:
-    """What one layer keeps for its backward.
+    """Return what one layer keeps for its backward.
 
     Args:
-        facts: of the model.
-        shape: of a micro-batch on a rank.
-        experts: whether the layer's MLP is a mixture.
+        facts: the model.
+        shape: a micro-batch on a rank.
+        experts: whether the layer's MLP is a mixture of experts.
 
     Returns:
         Bytes by part.
@@ -65,18 +65,18 @@ def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> dict[
 
 
 def routed(facts: Facts, shape: MicroBatchShape) -> int:
-    """T: each expert-parallel rank brings S * topk tokens, and those of an expert-tensor-parallel group are gathered."""
+    """Return T: each expert-parallel rank contributes S * topk tokens, and those of an expert-tensor-parallel group are gathered."""
     return int(shape.shard * facts.topk * shape.layout.etp * shape.imbalance)
 
 
 def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool) -> dict[str, int]:
-    """What the last norm and the head keep. The gradient is written over the logits.
+    """Return what the last norm and the head keep. The gradient overwrites the logits.
 
     Args:
-        facts: of the model.
-        shape: of a micro-batch on a rank.
-        value: a head of one number in the place of logits.
-        fp32: the head computes in float32.
+        facts: the model.
+        shape: a micro-batch on a rank.
+        value: whether the head yields one value instead of logits.
+        fp32: whether the head computes in float32.
 
     Returns:
         Bytes by part.
@@ -92,13 +92,13 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
 
 
 def working_bytes(facts: Facts, shape: MicroBatchShape, local_experts: int, *, experts: bool) -> int:
-    """Gradients of a layer's largest activations and weights while its backward runs: an estimate, for Transformer Engine.
+    """Estimate the gradients of a layer's largest activations and weights while its backward runs, for Transformer Engine.
 
     Args:
-        facts: of the model.
-        shape: of a micro-batch on a rank.
-        local_experts: of a layer on this rank.
-        experts: the layer's MLP is a mixture.
+        facts: the model.
+        shape: a micro-batch on a rank.
+        local_experts: the number of a layer's experts on this rank.
+        experts: whether the layer's MLP is a mixture of experts.
     """
     n, rows = facts.n, 2 * shape.rows * facts.n.hidden
     if not experts:
@@ -108,7 +108,7 @@ def working_bytes(facts: Facts, shape: MicroBatchShape, local_experts: int, *, e
 
 
 def _norms(width: int, count: int, shape: MicroBatchShape) -> int:
-    """`count` RMSNorms: their input (torch's: input and normalised input in float32), and their output, which a linear layer keeps."""
+    """`count` RMSNorms: their input (in torch, input and normalised input in float32), and their output, which a linear layer keeps."""
     return count * shape.shard * _norm(width, shape)
 
 
@@ -117,15 +117,15 @@ def _norm(width: int, shape: MicroBatchShape) -> int:
 
 
 def _attention(facts: Facts, shape: MicroBatchShape) -> int:
-    """Grouped-query attention between its norm and its residual, a row times R."""
+    """Grouped-query attention between its norm and its residual: bytes per row, times R."""
     n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec == "local"
     query, key, heads, groups = n.heads * n.head_dim // tp, n.groups * n.head_dim // tp, n.heads // tp, n.groups // tp
     packed = item * (query + 2 * key)  # the projection's output, of which values (and keys) are views
     turned, out = item * (query + key), item * query
-    scales = 4 * heads  # logarithms of the softmax's sums
+    scales = 4 * heads  # log-sum-exp of the softmax
     if not local:
         normed = item * (query + key) + 4 * (heads + groups) if facts.head_norm else 0
-        whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the ring's last step
+        whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the last step of the ring
         return shape.rows * (packed + turned + out + scales + normed + whole)
     mask, normed = 0, 0
     if shape.layout.cp > 1:
@@ -150,25 +150,25 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
         return shape.shard * small + shape.rows * (item * (2 * width + keys_values + value) + 4 * heads)
     small = (_norm(latents.query, shape) if latents.query else 0) + _norm(latents.key_value, shape)
     small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
-    # torch's attention of heads that differ in width: scaled queries and keys, values and probabilities in float32
+    # torch's attention, if keys and values differ in width, keeps scaled queries and keys, values and probabilities in float32
     core = 4 * (width + (width + value) * shape.layout.cp + heads * shape.longest)
     return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary)
 
 
 def _mlp(width: int, shape: MicroBatchShape) -> int:
-    """A gated MLP: both projections and what goes into the last one; plain torch also keeps the activation, its cast and the product."""
+    """A gated MLP: both projections and the input of the last one; plain torch also keeps the activation, its cast and the product."""
     return shape.rows * (width // shape.layout.tp) * (5 if shape.spec == "local" else 3) * shape.item
 
 
 def _router(facts: Facts, shape: MicroBatchShape) -> int:
-    """Scores, probabilities and the map of chosen experts; where each token goes."""
+    """The router: scores, probabilities and the map of chosen experts, and where each token goes."""
     chosen = facts.topk * (8 + 4 + 8)
     everywhere = facts.n.experts * (4 + 1 if shape.spec == "local" else 4 * 3 + 1 + 8)
     return shape.shard * (chosen + everywhere)
 
 
 def _experts(facts: Facts, shape: MicroBatchShape) -> int:
-    """The experts' tokens, both projections, the activation (plain torch: and its parts), weighted: what goes into the last projection."""
+    """The experts: their tokens, both projections and the weighted activation (in plain torch, its parts too), input of the last one."""
     width = facts.n.expert_ffn // shape.layout.etp
     kept = facts.n.hidden + width * (6 if shape.spec == "local" else 3)
     return routed(facts, shape) * (kept * shape.item + 4)

@@ -1,6 +1,6 @@
-"""What a GPU can do, as its maker says, and which part of it such work reaches: the figures that times follow from.
+"""What a GPU can do according to its maker, and what share of it this work reaches: the figures from which times are computed.
 
-Every figure is an assumption that `megarl plan` prints beside what follows from it; none was measured by megarl.
+Every figure is an assumption that `megarl plan` prints beside the results; none was measured by megarl.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1_000_000_000
-NODE = 8  # GPUs of a node
+NODE = 8  # GPUs per node
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU of a node of 8 (SXM); bytes and FLOPs a second."""
+    """One GPU of a node of 8 (SXM); rates in bytes and FLOPs per second."""
 
     name: str
     memory_gb: float
     flops: float  # dense, bfloat16
     bandwidth: float  # of its memory
-    link: float = 450e9  # to the GPUs of its node, one way
-    network: float = 50e9  # to other nodes, one way: 400 Gbit/s a GPU
+    link: float = 450e9  # to the other GPUs of its node, one way
+    network: float = 50e9  # to other nodes, one way: 400 Gbit/s per GPU
 
 
 # NVIDIA's data sheets; dense figures, without structured sparsity.
@@ -33,14 +33,14 @@ DEVICES = {
         Device("B200", 180, 2250e12, 8.0e12, 900e9),
     )
 }
-TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that matrix products of a MoE of this kind reach
+TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that the matrix products of such an MoE reach
 DECODE_SHARE, NETWORK_SHARE = 0.5, 0.6  # of `bandwidth`; of `link` and `network`
-HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and its host's pinned memory
-HOST_MEMORY = 40e9  # bytes a second of a GPU's share of its host's memory, in Adam's pass
-IMBALANCE = 1.5  # tokens of the busiest rank's experts, against the mean
+HOST_BANDWIDTH = 25e9  # bytes per second between a GPU and its host's pinned memory
+HOST_MEMORY = 40e9  # bytes per second of a GPU's share of its host's memory, in Adam's pass
+IMBALANCE = 1.5  # tokens of the busiest rank's experts, relative to the mean
 MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 
 
 def device_of(memory_gb: float) -> Device:
-    """The first GPU of the table with so much memory, or the largest."""
+    """The first GPU of the table, other than the A100, with at least this much memory, else the B200."""
     return next((one for one in DEVICES.values() if one.memory_gb >= memory_gb and one.name != "A100"), DEVICES["B200"])

@@ -1,4 +1,4 @@
-"""What a GPU of an engine (vLLM) holds: weights, cache of keys and values, and what is left to the weight update."""
+"""What a GPU of an engine (vLLM) holds: weights, buffers and the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.plan.facts import Facts, facts
 from megarl.plan.states import ITEM
 
 OVERHEAD = 4 * GB  # CUDA's context, NCCL, graphs, activations of 8,192 prompt tokens: an estimate
-VOCABULARY = 64  # rows of which vLLM makes the vocabulary a multiple (vocab_parallel_embedding.py)
+VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this many rows (vocab_parallel_embedding.py)
 
 
 @dataclass(frozen=True)
@@ -22,41 +22,41 @@ class EngineMemory:
     """One GPU of an engine, in bytes."""
 
     tp: int
-    share: float  # of the GPU that is the engine's
+    share: float  # of the GPU, for the engine
     weights: float
     overhead: float
-    token: float  # of keys and values
-    cache: float  # what is left for them; below 0: nothing fits
-    longest: int  # tokens of a sequence
+    token: float  # KV cache of one token
+    cache: float  # what is left for the KV cache; below 0: nothing fits
+    longest: int  # tokens of the longest sequence
 
     @property
     def room(self) -> bool:
-        """Whether one sequence of the greatest length has room for its keys and values."""
+        """Whether the KV cache has room for one sequence of the greatest length."""
         return self.cache >= self.token * self.longest
 
     @property
     def live(self) -> float:
-        """Sequences of the greatest length whose keys and values are there at once."""
+        """How many sequences of the greatest length the KV cache holds at once."""
         return max(0.0, self.cache) / (self.token * self.longest)
 
 
 def engine_weights(hf: dict[str, Any], tp: int, dtype: str) -> int:
-    """Bytes of weights on one rank of an engine: experts are cut across (no expert parallelism), norms, routers, latents are whole.
+    """Bytes of weights on one rank of an engine. Each expert is sharded (no expert parallelism); norms, routers and latents are replicated.
 
     Args:
         hf: config.json of the model.
-        tp: ranks of the engine.
-        dtype: of the weights.
+        tp: the number of ranks of the engine.
+        dtype: the dtype of the weights.
     """
     family, its = family_of(hf), facts(hf)
     count = 0
     for one in [*family.weight_map(hf), family.heads["lm"].mapping(hf)]:
         if one.alias and one.megatron == OUTPUT:
-            continue  # one table for both
+            continue  # embedding and output share one table
         layers = 1 if "{layer}" not in one.megatron else its.n.layers if one.layers is None else len(one.layers)
         experts = its.n.experts if "{expert}" in one.megatron else 1
         count += _elements(one.op, tp) * layers * experts * (ITEM[dtype] if not one.float32 else 4)
-    if its.latents is not None:  # the way up from the latents once more, transposed (mla_attention.py: W_UV, W_UK_T)
+    if its.latents is not None:  # the up-projection of the latents once more, transposed (mla_attention.py: W_UV, W_UK_T)
         up = its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value
         count += up * its.n.layers * ITEM[dtype]
     return count
@@ -75,12 +75,12 @@ def _elements(op: Op, tp: int) -> int:
 
 
 def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
-    """Of one token on one rank: latents are whole on each.
+    """Bytes of the KV cache for one token on one rank. Latents are replicated on every rank.
 
     Args:
-        its: facts of the model.
-        tp: ranks of the engine.
-        dtype: of keys and values.
+        its: the model.
+        tp: the number of ranks of the engine.
+        dtype: the dtype of keys and values.
     """
     if its.latents is not None:
         return its.n.layers * (its.latents.key_value + its.latents.rotary) * ITEM[dtype]
@@ -88,13 +88,13 @@ def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
 
 
 def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
-    """A GPU of one engine.
+    """Plan the memory of one GPU of an engine.
 
     Args:
-        hf: config.json.
-        settings: of the rollout.
-        dtype: of the engine.
-        memory: of the GPU, in bytes.
+        hf: config.json of the model.
+        settings: the section `rollout`.
+        dtype: the dtype of the engine.
+        memory: the GPU's memory in bytes.
     """
     its = facts(hf)
     weights = engine_weights(hf, settings.tp, dtype)

@@ -1,4 +1,4 @@
-"""The numbers of a model that its bytes and FLOPs follow from, read from config.json."""
+"""The numbers of a model that determine its bytes and FLOPs, read from config.json."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Latents:
     query: int  # rank of the queries' latent; 0: there is none
     key_value: int
     rotary: int
-    plain: int  # of a query's or key's part that is not turned
+    plain: int  # of the part of a query or key without rotary embedding
     value: int
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A model, as far as the plan must know it."""
+    """What the plan must know about a model."""
 
     n: Sizes
-    topk: int  # experts a token; 0: a dense model
-    head_norm: bool  # queries and keys are normalised
-    rotary: int  # width of the part of a head that is turned
+    topk: int  # experts per token; 0: a dense model
+    head_norm: bool  # whether queries and keys are normalised
+    rotary: int  # width of the part of a head with rotary embedding
     latents: Latents | None
     tied: bool
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture."""
+        """Whether a layer is a mixture of experts."""
         return bool(self.n.experts) and layer >= self.n.dense
 
 
 def facts(hf: dict[str, Any]) -> Facts:
-    """Of a config.json of a known family. Raises ConfigError, as the family does."""
+    """Return the facts in a config.json of a known family. Raises ConfigError, as the family does."""
     family = family_of(hf)
     n, fields = family.sizes(hf), family.fields(hf)
     latents = _latents(fields) if fields.get("multi_latent_attention") else None

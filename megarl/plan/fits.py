@@ -1,4 +1,4 @@
-"""What a check refuses because no GPU of the run could hold it, and what it warns of."""
+"""What a check refuses because no GPU of the run could hold it, and what it warns about."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megarl.plan.whole import build, models_of
 
 
 def check_fits(config: RunSettings) -> None:
-    """ConfigError, a line for each fault, where ranks or engines exceed `cluster.gpu_memory_gb`; without it nothing is known.
+    """Raise ConfigError, with a line for each fault, if ranks or engines exceed `cluster.gpu_memory_gb`; without that setting, do nothing.
 
-    The memory is a setting and is not asked of this machine: a check also runs where there is no GPU, or another one.
+    The memory is a setting, not what this machine has, since a check also runs where there is no GPU or a different one.
     """
     memory = config.cluster.gpu_memory_gb
     if not config.cluster.gpus or memory is None:
@@ -23,7 +23,7 @@ def check_fits(config: RunSettings) -> None:
 
 
 def warnings(config: RunSettings) -> list[str]:
-    """What a check lets pass, and the run would be slower for."""
+    """Warnings about what a check lets pass although it makes the run slower."""
     if not isinstance(config, TrainConfig):
         return []
     warning = payload(config, facts(models_of(config)["model"])).warning

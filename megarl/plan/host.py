@@ -1,4 +1,4 @@
-"""Host memory of a node, and what a step puts into Ray's object store."""
+"""The host memory of a node, and what a step puts into Ray's object store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
 from megarl.plan.ranks import GroupMemory
 
-EXPERT = 2  # bytes of an expert's number where a rank holds it: int16
+EXPERT = 2  # bytes of an expert's index on a rank: int16
 RANK, ENGINE = 6 * GB, 8 * GB  # a process with torch, Megatron or vLLM, and CUDA's host memory: estimates
 
 
@@ -19,14 +19,14 @@ RANK, ENGINE = 6 * GB, 8 * GB  # a process with torch, Megatron or vLLM, and CUD
 class Payload:
     """What the engines of a run put into Ray's object stores, in bytes."""
 
-    store: float  # of each node
+    store: float  # size of each node's object store
     nodes: int  # with engines
-    step: float  # of all engines, in a step
-    batches: int  # steps' worth that are there at once
+    step: float  # from all engines, in one step
+    batches: int  # how many steps' worth are held at once
 
     @property
     def warning(self) -> str | None:
-        """What is to be known where the steps that are there exceed the object stores."""
+        """A warning if the steps held at once exceed the object stores; else None."""
         together = self.step * self.batches
         if together <= self.store * self.nodes:
             return None
@@ -39,12 +39,12 @@ class Payload:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """A node, in bytes."""
+    """The host memory of a node, in bytes."""
 
     ranks: float  # processes
-    staging: float  # checkpoints on their way
-    waiting: float  # models of placement.offload
-    routes: float  # experts of the step's tokens, which the ranks hold from the old log-probs to the last update: at most
+    staging: float  # checkpoints on their way to disk
+    waiting: float  # models parked by placement.offload
+    routes: float  # upper bound: routed experts of the step's tokens, which ranks hold from the old log-probs to the last update
     engines: float
     store: float  # Ray's object store, as configured
     payload: Payload
@@ -64,16 +64,16 @@ class NodeMemory:
 def plan_host(
     config: TrainConfig, its: Facts, critic: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool
 ) -> NodeMemory:
-    """The busiest node: ranks on all its GPUs, and engines where they share these, or where there is no other node.
+    """Plan the busiest node: ranks on all its GPUs, and engines if they share these GPUs, or if it is the only node.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         its: the policy.
-        critic: of its own or of the policy's shape.
-        groups: of ranks.
-        engine_gpus: of all engines.
-        nodes: of the run.
-        shared: engines are on the ranks' GPUs.
+        critic: the critic's model, or the policy's if it has none of its own.
+        groups: the groups of ranks.
+        engine_gpus: the number of GPUs of all engines.
+        nodes: the number of nodes of the run.
+        shared: whether engines are on the ranks' GPUs.
     """
     ranks = sum(group.layout.ranks for group in groups)
     here, there = min(NODE, ranks), min(NODE, engine_gpus)
@@ -91,7 +91,7 @@ def plan_host(
 
 
 def payload(config: TrainConfig, its: Facts) -> Payload:
-    """What the engines of a run put into the object stores."""
+    """Return what the engines of a run put into the object stores."""
     rollout = config.rollout
     return Payload(
         store=config.cluster.object_store_mb << 20,
@@ -102,16 +102,16 @@ def payload(config: TrainConfig, its: Facts) -> Payload:
 
 
 def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -> int:
-    """The most bytes of experts that a rank of a group holds in a step: where all responses have the greatest length.
+    """The most bytes of routed experts that a rank of a group holds in a step, if all responses have the greatest length.
 
-    A rank has those of its own stage's layers, of all tokens of its responses on each tensor-parallel and context-parallel rank. Where a
-    sample is reported, each response of it brings a micro-batch, and all may be on one rank.
+    A rank holds the experts of its own stage's layers, for all tokens of its responses, on each tensor-parallel and context-parallel rank
+    alike. If only a sample is reported, each response in it brings a whole micro-batch, and all of them may be on one rank.
 
     Args:
-        config: of the run.
-        its: facts of the policy.
-        critic: facts of the critic.
-        group: of ranks.
+        config: the run's configuration.
+        its: the policy.
+        critic: the critic.
+        group: the group of ranks.
     """
     roles, settings, train = group.name.split("+"), config.routing, config.train
     asked = train.prompts_per_step * config.rollout.samples_per_prompt
@@ -120,7 +120,7 @@ def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -
     sampled = min(tokens, ceil(asked * settings.sample) * train.micro_batch_tokens)
 
     def chosen(model: Facts) -> list[int]:
-        """A token's experts on each stage."""
+        """The number of a token's routed experts on each stage."""
         stages = stage_layers(model.n.layers, group.layout, config.model.megatron)
         return [model.topk * sum(model.has_experts(layer) for piece in pieces for layer in piece) for pieces in stages]
 
@@ -135,12 +135,12 @@ def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -
 
 
 def batches(mode: str, max_lag: int | None) -> int:
-    """Steps' worth of responses that are there at once, at most: what the ranks learn from, and what is ahead of them."""
+    """The most steps' worth of responses held at once: the one that the ranks learn from, and those ahead of it."""
     return {"sync": 1, "ahead": 2, "budget": 3, "free": 2 + (max_lag or 0)}[mode]
 
 
 def _step(rollout: RolloutSettings, prompts: int, reported: float, its: Facts) -> float:
-    """Tokens and log-probs of all responses, and their experts as far as they are reported."""
+    """Bytes of the tokens and log-probs of all responses, and of their routed experts as far as these are reported."""
     layers = its.n.layers - its.n.dense if its.n.experts else 0
     tokens = (rollout.max_prompt_tokens + rollout.max_response_tokens) * MEAN_LENGTH
     experts = layers * its.topk * (1 if its.n.experts <= 256 else 2) * reported

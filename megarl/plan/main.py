@@ -21,13 +21,13 @@ from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
 
-MEMORY_GB = 80.0  # of a GPU that nobody has said anything of
-MOST = 1_000_000  # of --gpus and --gpu-gb
+MEMORY_GB = 80.0  # of a GPU, if nothing says otherwise
+MOST = 1_000_000  # upper limit of --gpus and --gpu-gb
 PLANNED = ("train", "sft", "rm", "dpo")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The argument parser."""
     top = argparse.ArgumentParser(
         prog="megarl plan",
         description="What a configuration needs, from config.json alone: bytes on each rank, engine and node, seconds per step, what "
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the plan. Returns 0, also where something does not fit."""
+    """Print the plan. Returns 0, even if something does not fit."""
     given = parser().parse_intermixed_args(arguments)
     for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
         if value is not None and not 0 < value <= MOST:

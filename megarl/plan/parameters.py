@@ -1,6 +1,6 @@
-"""How many parameters each rank holds: a function of config.json's weight map and of the layout.
+"""The number of parameters that each rank holds, from config.json's weight map and the layout.
 
-Ranks of one pipeline stage hold equally many, whatever their tensor- and expert-parallel place: what does not divide is padded.
+All ranks of a pipeline stage hold equally many, whatever their tensor-parallel and expert-parallel rank: what does not divide is padded.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from megarl.config import Layout
 from megarl.models.families import family_of
 from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 
-ALIGNED, BUCKET = 64, 128  # elements: where a parameter begins in Megatron's buffer, and what its end is a multiple of
+ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
 
 SizeCounts = tuple[tuple[int, int], ...]
-"""Parameters by size: (elements, how many have so many)."""
+"""Parameters by size: (elements, number of parameters of that size)."""
 
 
 @dataclass(frozen=True)
 class ChunkParameters:
-    """The parameters of one model chunk on one rank, dense ones and those of experts apart, since other ranks hold copies of them."""
+    """The parameters of one model chunk on one rank. Dense and expert parameters are apart, since different ranks hold their copies."""
 
     dense: SizeCounts
     experts: SizeCounts
-    buffers: int = 0  # float32 elements that are no parameters
+    buffers: int = 0  # float32 elements that are not parameters
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """The elements of all parameters."""
         return count(self.dense) + count(self.experts)
 
 
@@ -41,7 +41,7 @@ def count(sizes: SizeCounts) -> int:
 
 
 def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
-    """The parameters of the whole model."""
+    """The number of parameters of the whole model."""
     n = family_of(hf).sizes(hf)
     return sum(
         prod(one.op.packed_shape) * _layers(one, n.layers) * _experts(one, n.experts)
@@ -51,12 +51,12 @@ def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
 
 
 def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> list[list[range]]:
-    """The layers of each pipeline stage's chunks, as Megatron deals them out (transformer_layer.py: get_transformer_layer_offset).
+    """The layers of each pipeline stage's chunks, as Megatron assigns them (transformer_layer.py: get_transformer_layer_offset).
 
     Args:
-        layers: of the model.
-        layout: of the ranks.
-        megatron: `model.megatron`, which may make the first and the last stage shorter.
+        layers: the number of layers of the model.
+        layout: the layout of the ranks.
+        megatron: `model.megatron`, which may give the first and the last stage a number of layers of their own.
 
     Returns:
         [stage][chunk] -> layers.
@@ -72,7 +72,7 @@ def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> li
 
 
 def _number(fields: Mapping[str, Any], key: str) -> int:
-    """A number of `model.megatron`; 0 where it is not given."""
+    """A number in `model.megatron`; 0 if it is not given."""
     return int(fields.get(key) or 0)
 
 
@@ -81,8 +81,8 @@ def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping
 
     Args:
         hf: config.json of a known family, which the layout divides (`families.check_layout`).
-        head: of the model.
-        layout: of its ranks.
+        head: the kind of the model's head.
+        layout: the layout of its ranks.
         megatron: `model.megatron`, for stages of unequal size.
     """
     mappings, layers = _mappings(hf, head), family_of(hf).sizes(hf).layers
@@ -106,19 +106,19 @@ def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, la
         if "{expert}" in one.megatron:
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
         elif one.float32:
-            buffers += 2 * times * experts  # the bias, and how many tokens each expert was given
+            buffers += 2 * times * experts  # the bias, and the number of tokens that each expert was given
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
     return ChunkParameters(tuple(dense), tuple(routed), buffers)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:
-    """How many ranks hold the same dense parameters, and the same experts: over so many Megatron shards the optimizer's state."""
+    """The number of ranks that hold the same dense parameters, and the same experts; Megatron shards the optimizer's state over these."""
     return layout.ranks // (layout.tp * layout.pp), layout.ranks // (layout.etp * layout.ep * layout.pp)
 
 
 def buffer_elements(parameters: SizeCounts, copies: int) -> int:
-    """The length of Megatron's buffer of these parameters (param_and_grad_buffer.py: _ParamAndGradBuffer): alignment, and equal shards."""
+    """The length of Megatron's buffer for these parameters, aligned and in equal shards (param_and_grad_buffer.py: _ParamAndGradBuffer)."""
     aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
     unit = lcm(copies, BUCKET)
     return -(-aligned // unit) * unit

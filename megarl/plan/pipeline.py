@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps of all micro-batches that are in flight, with the recomputation chosen."""
+"""What a pipeline stage keeps for all micro-batches in flight, with the chosen recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.plan.facts import Facts
 
 @dataclass(frozen=True)
 class Recompute:
-    """`model.recompute`, and how many layers are recomputed together."""
+    """`model.recompute`, and the number of layers that are recomputed together."""
 
     kind: str  # none, selective, full
     together: int = 1
@@ -21,19 +21,19 @@ class Recompute:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What stands on the last stage."""
+    """The head on the last stage."""
 
     value: bool = False
     fp32: bool = False
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
-    """How many micro-batches of each chunk a stage holds at most (schedules.py: 1F1B, and the interleaved schedule's warm-up).
+    """The most micro-batches of each chunk that a stage holds at once (schedules.py: 1F1B, and the interleaved schedule's warm-up).
 
     Args:
-        layout: of the ranks.
-        stage: of the pipeline.
-        micro_batches: of a mini-batch.
+        layout: the layout of the ranks.
+        stage: the pipeline stage.
+        micro_batches: the number of micro-batches of a mini-batch.
     """
     if layout.vpp is None:
         return [min(layout.pp - stage, micro_batches)]
@@ -45,15 +45,15 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
 def stage_bytes(
     facts: Facts, shape: MicroBatchShape, chunks: list[range], flying: list[int], recompute: Recompute, head: OutputHead | None
 ) -> dict[str, int]:
-    """Bytes by part at the stage's peak.
+    """Return the bytes by part at the stage's peak.
 
     Args:
         facts: the model.
-        shape: of a micro-batch.
-        chunks: the stage's layers.
-        flying: of `in_flight`.
-        recompute: what is computed again.
-        head: None on all stages but the last.
+        shape: a micro-batch.
+        chunks: the layers of each of the stage's chunks.
+        flying: the result of `in_flight`.
+        recompute: what is recomputed.
+        head: the head; None on all stages but the last.
     """
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
     layers = {
@@ -71,7 +71,7 @@ def stage_bytes(
     inputs = sum(times * -(-len(part) // recompute.together) for part, times in zip(chunks, flying, strict=True)) * entry
     again = {part: recompute.together * size for part, size in max(layers.values(), key=lambda parts: sum(parts.values())).items()}
     if shape.spec == "te" or shape.item == 4:
-        again["norms"] -= entry  # a layer's first norm keeps the very input that was stored
+        again["norms"] -= entry  # a layer's first norm keeps the same tensor as the stored layer input
     largest = max(again, heads, key=lambda parts: sum(parts.values()))
     return {"layer inputs": inputs, **largest}
 
@@ -82,10 +82,10 @@ def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts
 
 
 def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: str, size: int) -> int:
-    """What selective recomputation leaves of a part."""
+    """The bytes of a part that selective recomputation still keeps."""
     n, tp = facts.n, shape.layout.tp
     if part == "attention" and "core_attn" in recompute.modules:
-        out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # which the output projection keeps in any case
+        out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # the output projection keeps it in any case
         if facts.latents is not None and shape.spec == "local":
             width = facts.latents.plain + facts.latents.rotary
             out = n.heads // tp * ((4 - shape.item) * (2 * width + facts.latents.value) + 4 * shape.longest - 4)

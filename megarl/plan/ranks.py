@@ -1,4 +1,4 @@
-"""What each rank of a group needs in each phase of a step: weights, gradients, optimizer, activations, what is on its way."""
+"""What each rank of a group needs in each phase of a step: weights, gradients, optimizer, activations, and buckets of weight updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.plan.pipeline import OutputHead, Recompute, in_flight, stage_bytes
 from megarl.plan.states import States, states
 
 CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
-LOGPROB_CHUNKS = 64 << 20  # megarl.parallel.logprobs.CHUNK_ELEMENTS_ELSEWHERE, two buffers
+LOGPROB_CHUNKS = 64 << 20  # two buffers of megarl.parallel.logprobs.CHUNK_ELEMENTS_ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ class PlannedModel:
     name: str
     hf: Mapping[str, Any] = field(repr=False)
     trained: bool
-    value: bool  # a scalar head
+    value: bool  # whether it has a scalar head
     micro_batch_tokens: int
-    offloaded: float = 0.0  # share of the parameters whose moments lie in host memory
+    offloaded: float = 0.0  # share of the parameters whose moments are in host memory
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A rank of one pipeline stage, the busiest: bytes by part, at the phase that needs most."""
+    """The busiest rank of one pipeline stage: bytes by part, in the phase that needs most."""
 
     stage: int
     rank: int  # the first of the stage
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    resident: float  # of the models on the device: weights, gradients and optimizer, with what CUDA takes
-    waiting: float  # of all roles, but for gradients: what lies in host memory while engines have the GPU
-    host: float  # of what waits in host memory by `placement.offload`
+    resident: float  # of the models on the device: weights, gradients and optimizer, with CUDA's context
+    waiting: float  # of all roles, without gradients: what is in host memory while engines use the GPU
+    host: float  # of models that wait in host memory by `placement.offload`
     offloaded: float  # of optimizers that work in host memory
 
     @property
@@ -51,7 +51,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Ranks that hold models together."""
+    """A group of ranks that hold models together."""
 
     name: str
     layout: Layout
@@ -66,20 +66,20 @@ class GroupMemory:
 class Work:
     """What the ranks of a run do, as far as memory depends on it."""
 
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     micro_batches: int  # of a mini-batch on one data-parallel rank
-    sync_bytes: int  # of a weight update on rank 0
-    kept_bytes: int = 0  # of the weight updates on rank 0's GPU, meanwhile
-    offload: bool = False  # models that wait lie in host memory
-    gpu: bool = True  # else the layers are the CPU's, and there is no CUDA context
+    sync_bytes: int  # what a weight update takes on rank 0
+    kept_bytes: int = 0  # what rank 0's GPU keeps between weight updates
+    offload: bool = False  # whether models that wait are in host memory
+    gpu: bool = True  # otherwise the layers are those for CPUs, and there is no CUDA context
 
 
 def plan_group(roles: Sequence[PlannedModel], layout: Layout, settings: ModelSettings, work: Work) -> GroupMemory:
-    """The memory of a group of ranks.
+    """Plan the memory of a group of ranks.
 
     Args:
         roles: its models.
-        layout: which divides them.
+        layout: the layout of the ranks, which divides the models.
         settings: the section `model`.
         work: what the ranks do.
     """
@@ -90,7 +90,7 @@ def plan_group(roles: Sequence[PlannedModel], layout: Layout, settings: ModelSet
 
 
 class _Model:
-    """A role with what follows from its config.json and the layout."""
+    """A role, with what follows from its config.json and the layout."""
 
     def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
         self.role, self.facts = role, facts(dict(role.hf))
@@ -135,7 +135,7 @@ def _parts(held: States) -> dict[str, float]:
 
 
 def recompute_of(settings: ModelSettings) -> Recompute:
-    """What `model` says is computed again; `model.megatron` may say it more exactly."""
+    """What the section `model` says is recomputed, with the details that `model.megatron` may give."""
     fields = settings.megatron
     together = int(fields.get("recompute_num_layers") or 1) if settings.recompute == "full" else 1
     return Recompute(settings.recompute, together, tuple(fields.get("recompute_modules") or ("core_attn",)))
@@ -148,7 +148,7 @@ def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: 
         -(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, IMBALANCE if cuda else 1.0
     )
     head = OutputHead(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
-    # Without gradients one layer's activations are there at a time, as where all but the layers' inputs is recomputed.
+    # Without gradients, one layer's activations exist at a time, as when everything but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")
     flying = in_flight(layout, stage, work.micro_batches)
     kept: dict[str, float] = {**stage_bytes(its, shape, layers, flying, recompute, head)}

@@ -1,4 +1,4 @@
-"""What makes a run fit where it does not: settings that spare memory, or GPUs, and cost time."""
+"""Remedies for a run that does not fit: settings that save memory or GPUs, and cost time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
 def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
-    """The configuration as it is, and with one remedy and more of them, the quicker ones first.
+    """Return the configuration as it is, and with one or more remedies, the quicker ones first.
 
     Args:
-        config: of the run; of `megarl train` engines and ranks take turns from the start where there are too few GPUs for both.
-        gpus: how many there are.
+        config: the run's configuration. In `megarl train`, engines and ranks take turns from the start if there are too few GPUs for both.
+        gpus: the number of GPUs.
     """
     few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.tp
     found = [sharing(config) if few else config]
@@ -26,7 +26,7 @@ def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
 
 
 def sharing(config: RunSettings) -> RunSettings:
-    """Engines take turns with the ranks on their GPUs, unless they are to respond while these learn."""
+    """Let engines take turns with the ranks on the ranks' GPUs, unless engines must generate while the ranks learn."""
     if not isinstance(config, TrainConfig) or config.rollout.mode != "sync":
         return config
     transport = "cuda_ipc" if config.cluster.gpus else config.sync.transport
@@ -35,12 +35,12 @@ def sharing(config: RunSettings) -> RunSettings:
 
 
 def recomputed(config: RunSettings) -> RunSettings:
-    """Of a layer's activations its input alone is kept."""
+    """Keep only the input of each layer, and recompute its activations."""
     return config.model_copy(update={"model": config.model.model_copy(update={"recompute": "full"})})
 
 
 def offloaded(config: RunSettings) -> RunSettings:
-    """The moments of every optimizer lie in host memory, where they are updated; of a model in float32 a check refuses that."""
+    """Keep and update the moments of every optimizer in host memory; not for a model in float32, where a check refuses this."""
     if config.model.dtype == "float32" or not config.cluster.gpus:
         return config
 
@@ -54,14 +54,14 @@ def offloaded(config: RunSettings) -> RunSettings:
 
 
 def parked(config: RunSettings) -> RunSettings:
-    """Models that share ranks take turns on the device."""
+    """Let models that share ranks take turns on the device."""
     if not isinstance(config, TrainConfig):
         return config
     return config.model_copy(update={"placement": config.placement.model_copy(update={"offload": True})})
 
 
 def overrides(config: RunSettings, other: RunSettings) -> tuple[str, ...]:
-    """What makes another configuration of one, as it is written on a command line."""
+    """The overrides, as written on a command line, that turn one configuration into another."""
     return tuple(_differences(config.model_dump(mode="json"), other.model_dump(mode="json")))
 
 

@@ -1,4 +1,4 @@
-"""Layouts and engines for a number of GPUs, each planned; those that fit, ranked."""
+"""Plan layouts and engines for a number of GPUs, and rank those that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.plan.remedies import overrides, ways
 from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
-ENGINES = (1, 2, 4, 8)  # GPUs of an engine
+ENGINES = (1, 2, 4, 8)  # GPUs per engine
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class FittingLayout:
     replicas: int  # engines; 0: a stage without them
     engine_tp: int
     bytes: float  # of the worst rank
-    host: float  # bytes of host memory of a node; 0: not planned
-    live: float  # sequences of the greatest length in an engine
+    host: float  # bytes of host memory on a node; 0: not planned
+    live: float  # sequences of the greatest length that an engine's KV cache holds
     seconds: float  # of a step
-    changes: tuple[str, ...]  # overrides that make it of the configuration
+    changes: tuple[str, ...]  # overrides that turn the configuration into it
 
 
 def search(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, *, most: int = 8) -> list[FittingLayout]:
-    """The quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
+    """Return the quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
-    As the configuration is, and where nothing fits so, with the first of the remedies (`ways`) with which something does.
+    The configuration is tried as it is; if nothing fits, with the first of the remedies (`ways`) with which something does.
 
     Args:
-        config: of the run, whose batch and engines' share of memory stay.
-        models: of `models_of`.
-        device: whose speed the times follow from.
-        memory_gb: of each GPU.
-        gpus: how many there are: each a rank's or an engine's, or where these take turns, both.
-        most: how many are returned.
+        config: the run's configuration, whose batch and engines' share of memory stay.
+        models: the result of `models_of`.
+        device: the GPU from whose speed the times are computed.
+        memory_gb: the memory of each GPU.
+        gpus: the number of GPUs, each for a rank or an engine, or for both if they take turns.
+        most: the number of layouts to return.
     """
     engines = [tp for tp in ENGINES if _has_room(config, models["model"], memory_gb, tp)]
     for way in ways(config, gpus):
@@ -67,16 +67,16 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
 
 
 def nearest(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str | None:
-    """Of the layouts that do not fit the one that needs the least of a GPU: its overrides, and what it needs; None where there is none.
+    """Return the overrides of the layout that needs the least of a GPU, and what it needs, if none fits; None if there is no layout.
 
     Args:
-        config: of the run.
-        models: of `models_of`.
-        device: whose speed the times follow from.
-        memory_gb: of each GPU.
-        gpus: how many there are.
+        config: the run's configuration.
+        models: the result of `models_of`.
+        device: the GPU from whose speed the times are computed.
+        memory_gb: the memory of each GPU.
+        gpus: the number of GPUs.
     """
-    last = ways(config, gpus)[-2:]  # with all that spares memory, engines apart and not
+    last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
     plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, ENGINES)]
     if not plans:
         return None
@@ -86,7 +86,7 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
 
 
 def _has_room(config: RunSettings, hf: dict[str, Any], memory_gb: float, tp: int) -> bool:
-    """Whether engines over so many GPUs could do anything, whatever the ranks are."""
+    """Whether engines of `tp` GPUs each have room for a sequence, whatever the ranks are."""
     if not isinstance(config, TrainConfig):
         return False
     rollout = config.rollout.model_copy(update={"tp": tp})
@@ -99,12 +99,12 @@ def _plans(
     for tried in _candidates(config, models["model"], gpus, engines):
         try:
             yield tried, build(tried, models, device, memory_gb, gpus, remedies=False)
-        except ConfigError:  # does not divide the model
+        except ConfigError:  # the layout does not divide the model
             continue
 
 
 def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[int]) -> Iterator[TrainConfig | LearnConfig]:
-    """The configuration with other layouts on so many GPUs, and other engines."""
+    """The configuration with every layout and every set of engines to be tried on so many GPUs."""
     n = family_of(hf).sizes(hf)
     experts = n.experts or 1
 
@@ -118,7 +118,7 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Seq
         return
     assert isinstance(config, TrainConfig)
     if config.placement.critic or config.placement.reference or config.placement.reward:
-        return  # the ranks of several groups are not dealt out here
+        return  # the search does not split ranks among several groups
     shared = config.placement.engines == "shared"
     splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))
     sequences = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.mini_batches
@@ -133,7 +133,7 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Seq
 
 
 def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:
-    """The layouts of so many ranks, of which each has a sequence."""
+    """The layouts of so many ranks in which each data-parallel rank has a sequence."""
     sizes = [[size for size in POWERS if size <= most] for most in (NODE, 16, NODE, experts)]
     for tp, pp, cp, ep in product(*sizes):
         try:
@@ -145,7 +145,7 @@ def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:
 
 
 def _stages(megatron: Mapping[str, Any], pp: int, layout: Layout, layers: int) -> dict[str, Any]:
-    """`model.megatron`, given for `pp` stages, with the pipeline's ends shortened where the layout's stages do not divide the layers."""
+    """`model.megatron`, given for `pp` stages, with the first and last stage shortened if the layout's stages do not divide the layers."""
     fields = dict(megatron)
     if layout.pp == pp:
         return fields

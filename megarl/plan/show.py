@@ -18,9 +18,9 @@ def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = Non
     """What `megarl plan` prints, from top to bottom.
 
     Args:
-        plan: of the configuration.
-        found: of `search`.
-        closest: of `nearest`, where nothing fits.
+        plan: the plan of the configuration.
+        found: the result of `search`.
+        closest: the result of `nearest`, if nothing fits.
     """
     ranks = sum(group.layout.ranks for group in plan.groups)
     where = f"{ranks} for ranks" + (f", {plan.engines} for engines" if plan.engines else "") + (", the same ones" if plan.shared else "")

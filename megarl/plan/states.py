@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer on a rank, as Megatron's distributed optimizer holds them."""
+"""The bytes of weights, gradients and optimizer on a rank, as Megatron's distributed optimizer holds them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config import Layout
 from megarl.plan.parameters import ChunkParameters, SizeCounts, buffer_elements, count, replicas
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes
-MOMENTS = 8  # bytes an element: Adam's two, in float32
+MOMENTS = 8  # bytes per element: Adam's two moments in float32
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class States:
 
     weights: int
     gradients: int = 0  # in float32, on every copy
-    optimizer: int = 0  # moments, and beside bfloat16 weights their float32 copies: this rank's share
-    host: int = 0  # of an optimizer that is offloaded
+    optimizer: int = 0  # this rank's share of the moments, and for bfloat16 weights of their float32 copies
+    host: int = 0  # of an offloaded optimizer, in host memory
 
     @property
     def total(self) -> int:
@@ -32,14 +32,14 @@ class States:
 
 
 def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool) -> States:
-    """What a rank holds of a model that is trained or frozen.
+    """Return what a rank holds of a model that is trained or frozen.
 
     Args:
         chunks: the rank's parameters.
-        layout: of the model's ranks.
-        dtype: of the weights.
-        offloaded: share of the parameters whose moments lie in host memory, beside pinned copies of the main weights and the gradients.
-        trained: with gradients and optimizer.
+        layout: the layout of the model's ranks.
+        dtype: the dtype of the weights.
+        offloaded: share of the parameters whose moments are in host memory, beside pinned copies of the main weights and the gradients.
+        trained: whether the model is trained, and so has gradients and an optimizer.
     """
     held = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
     return sum(held, States(0))
@@ -58,7 +58,7 @@ def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, 
 
 
 def _pinned(parameters: SizeCounts) -> float:
-    """Bytes an element of pinned float32 copies of these parameters, whose memory torch rounds up to a power of two each
+    """Bytes per element of pinned float32 copies of these parameters: torch rounds the memory of each up to a power of two
     (CachingHostAllocatorImpl::allocate)."""
     taken = sum((1 << (4 * size - 1).bit_length()) * times for size, times in parameters)
     return taken / max(1, count(parameters))

@@ -1,4 +1,4 @@
-"""Seconds of a step from FLOPs, bytes and the assumptions of `devices`: to compare layouts, not to promise."""
+"""Seconds of a step from FLOPs, bytes and the assumptions of `devices`: for comparing layouts, not as a promise."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
 
-TAIL = 1 / 8  # of an engine's sequences still run while the longest responses end
+TAIL = 1 / 8  # share of an engine's sequences that still run while the longest responses finish
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the phases of a step. They follow each other, but that engines that are ahead generate while ranks score and update."""
+    """Seconds of the phases of a step. They are sequential, except that engines that run ahead generate while ranks score and update."""
 
     generate: float
     score: float  # old log-probs, reference, values
     update: float
     sync: float
-    park: float  # models that take turns
-    ahead: bool  # engines are
+    park: float  # of models that take turns
+    ahead: bool  # whether engines run ahead
 
     @property
     def step(self) -> float:
@@ -31,31 +31,31 @@ class StepTimes:
 
 
 def active_parameters(its: Facts, elements: int) -> float:
-    """Parameters that a token is multiplied with: without the embedding, and of the experts those it is sent to."""
+    """The number of parameters that a token is multiplied with: without the embedding, and only the experts that it is routed to."""
     n = its.n
     inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - its.topk) if n.experts else 0
     return elements - inactive - (0 if its.tied else n.vocab * n.hidden)
 
 
 def forward_flops(its: Facts, elements: int, length: float) -> float:
-    """Of one token: two for each active parameter, and causal attention.
+    """FLOPs of one token's forward pass: two for each active parameter, and causal attention.
 
     Args:
         its: the model.
-        elements: its parameters.
-        length: tokens of the sequence.
+        elements: the number of its parameters.
+        length: the number of tokens of the sequence.
     """
     n, width = its.n, its.n.head_dim if its.latents is None else (its.n.head_dim + its.latents.value) / 2
     return 2 * active_parameters(its, elements) + 4 * n.layers * n.heads * width * length / 2
 
 
 def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout) -> int:
-    """Of a mini-batch on one data-parallel rank, at the mean length.
+    """The number of micro-batches of a mini-batch on one data-parallel rank, at the mean length.
 
     Args:
         train: the section `train`.
         rollout: the section `rollout`, which has the lengths.
-        layout: of the ranks.
+        layout: the layout of the ranks.
     """
     return max(1, round(_tokens(train, rollout) / train.mini_batches / layout.dp / train.micro_batch_tokens))
 
@@ -63,17 +63,17 @@ def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout)
 def plan_times(
     config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, offloaded: float, *, ahead: bool
 ) -> StepTimes:
-    """The phases of a step of `megarl train`.
+    """Estimate the phases of a step of `megarl train`.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         its: the policy.
-        elements: its parameters.
+        elements: the number of its parameters.
         engine: a GPU of its engines.
-        device: every GPU.
+        device: the type of every GPU.
         waiting: bytes of a rank's models that wait in host memory.
-        offloaded: bytes of its optimizers that work there.
-        ahead: engines respond while ranks work.
+        offloaded: bytes of a rank's optimizers that work in host memory.
+        ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
     tokens = _tokens(train, rollout)
@@ -89,19 +89,19 @@ def plan_times(
         score=forward * passes * bubble,
         update=updates,
         sync=2 * elements / (device.network * NETWORK_SHARE),
-        park=4 * waiting / HOST_BANDWIDTH,  # out and in, for the scores and for the update
+        park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )
 
 
 def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
-    """The phases of a step of a supervised stage.
+    """Estimate the phases of a step of a supervised stage.
 
     Args:
-        config: of the stage.
+        config: the configuration of the stage.
         its: the model.
-        elements: its parameters.
-        device: every GPU.
+        elements: the number of its parameters.
+        device: the type of every GPU.
         offloaded: bytes of a rank's optimizer that works in host memory.
     """
     layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
@@ -135,9 +135,9 @@ def _tokens(train: StepSettings, rollout: RolloutSettings) -> float:
 
 
 def _exchanged(its: Facts, layout: Layout, device: Device) -> float:
-    """Seconds a token of a data-parallel replica spends in tensor, expert and context parallel collectives, forward, bfloat16."""
+    """Seconds per token of a data-parallel replica in tensor-, expert- and context-parallel collectives, forward, bfloat16."""
     n, stages = its.n, layout.pp
-    rows = 1 / layout.cp  # of a token on each context-parallel rank
+    rows = 1 / layout.cp  # the share of a token on each context-parallel rank
     link = device.link * NETWORK_SHARE
     far = device.network * NETWORK_SHARE
     tensor = 4 * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp / (link if layout.tp <= NODE else far)
@@ -148,7 +148,7 @@ def _exchanged(its: Facts, layout: Layout, device: Device) -> float:
 
 
 def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float:
-    """Seconds of the gradients' reduction and of the gathering of new weights."""
+    """Seconds of reducing gradients and gathering new weights."""
     n = its.n
     experts = 3 * n.hidden * n.expert_ffn * n.experts * (n.layers - n.dense) if n.experts else 0
     dense, routed = replicas(layout)
@@ -159,14 +159,14 @@ def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float
 
 
 def _in_host_memory(offloaded: float) -> float:
-    """Seconds of Adam's step there: of the 16 bytes an element, 8 (moments) are read and written, 4 (weights) too, and 4 (gradients) read;
-    gradients come from the GPU, and weights go back.
+    """Seconds of Adam's step in host memory: of the 16 bytes per element, 8 (moments) are read and written, 4 (weights) too, and 4
+    (gradients) read; gradients come from the GPU, and weights go back.
     """
     return offloaded * (28 / 16 / HOST_MEMORY + 8 / 16 / HOST_BANDWIDTH)
 
 
 def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
-    """Prompts by FLOPs; responses by what each step of an engine reads: weights, keys and values."""
+    """Seconds of generation: prompts by their FLOPs, responses by what an engine reads in each decoding step, weights and KV cache."""
     n = its.n
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
@@ -179,7 +179,7 @@ def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int,
         return max(read / (device.bandwidth * DECODE_SHARE), 2 * active * running / rollout.tp / (device.flops * PREFILL_MFU))
 
     full = sequences * response / live
-    tail = max(0.0, rollout.max_response_tokens - full)  # the longest responses alone
-    reading = prompts / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH  # tokens
+    tail = max(0.0, rollout.max_response_tokens - full)  # while only the longest responses run
+    reading = prompts / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH  # tokens of prompts
     read_s = reading * forward_flops(its, elements, 0) / rollout.tp / (device.flops * PREFILL_MFU)
     return full * each(live) + tail * each(live * TAIL) + read_s

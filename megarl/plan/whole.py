@@ -1,4 +1,4 @@
-"""The plan of a run: its groups of ranks, its engines, its nodes, its times, and what of it does not fit."""
+"""The plan of a run: its groups of ranks, its engines, its nodes, its times, and whatever does not fit."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes
 from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_learning, plan_times
 from megarl.rollout.registry import check_engine
 
-ASLEEP = 2 * GB  # of a process on a GPU that another one uses: CUDA's context, an engine's buffers
+ASLEEP = 2 * GB  # of a process on a GPU while another one uses it: CUDA's context, an engine's buffers
 
 Models = Mapping[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs, in bytes and seconds, against what a GPU has."""
+    """What a run needs, in bytes and seconds, compared with what a GPU has."""
 
     architecture: str
     parameters: int
-    active: float  # of them in the product with a token
+    active: float  # parameters that a token is multiplied with
     device: Device
     memory: float  # bytes of a GPU
     gpus: int
-    shared: bool  # engines and ranks take turns on the same GPUs
+    shared: bool  # whether engines and ranks take turns on the same GPUs
     groups: list[GroupMemory]
     engine: EngineMemory | None
     engines: int
-    receiver: float  # bytes of a weight update on a GPU of an engine
-    beside: float  # of a rank that shares this GPU, meanwhile
-    kept: float  # of the weight updates on rank 0's GPU, at all times
+    receiver: float  # bytes that a weight update takes on a GPU of an engine
+    beside: float  # bytes of a rank that shares this GPU, meanwhile
+    kept: float  # bytes that weight updates keep on rank 0's GPU at all times
     host: NodeMemory | None
     times: StepTimes | None
-    notes: list[str]  # what is assumed, and no run of this release has
+    notes: list[str]  # assumptions that no run of this release meets
     faults: list[str]
 
     @property
     def asleep(self) -> float:
-        """Bytes that a process takes of a GPU while another one has its turn on it."""
+        """Bytes that a process takes on a GPU while another one has its turn there."""
         return ASLEEP if self.shared else 0
 
     @property
     def update(self) -> float:
-        """Bytes on a GPU of an engine in a weight update."""
+        """Bytes in use on a GPU of an engine during a weight update."""
         if self.engine is None:
             return 0
         held = self.engine.weights + self.engine.overhead + self.beside if self.shared else self.memory * self.engine.share
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def need(self) -> float:
-        """Bytes of the GPU that ranks and engines would fit on."""
+        """Bytes that a GPU must have for ranks and engines to fit on it."""
         needs = [group.worst.total + self.asleep for group in self.groups]
         if self.engine is not None:
             one = self.engine.weights + self.engine.overhead + self.engine.token * self.engine.longest
@@ -73,7 +73,7 @@ class Plan:
 
 
 def models_of(config: RunSettings) -> Models:
-    """The config.json of each role's model that is not the policy's, and under "model" the policy's. Raises ConfigError."""
+    """Read the policy's config.json, as "model", and that of each role with another model, by role. Raises ConfigError."""
     found = {"model": read_config(config.model.path)}
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
@@ -84,15 +84,15 @@ def models_of(config: RunSettings) -> Models:
 
 
 def build(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int | None = None, *, remedies: bool = True) -> Plan:
-    """The plan of a run.
+    """Plan a run.
 
     Args:
-        config: of `megarl train`, or of a supervised stage.
-        models: of `models_of`.
-        device: whose speed the times follow from.
-        memory_gb: of each GPU.
-        gpus: how many there are; None: as many as the configuration asks for.
-        remedies: a rank that does not fit is planned anew with what would make it smaller, and its fault says what it then needs.
+        config: the configuration of `megarl train`, or of a supervised stage.
+        models: the result of `models_of`.
+        device: the GPU from whose speed the times are computed.
+        memory_gb: the memory of each GPU.
+        gpus: the number of GPUs; None: as many as the configuration asks for.
+        remedies: whether a rank that does not fit is also planned with settings that save memory; its fault then says what it would need.
 
     Raises:
         ConfigError: a layout that does not divide a model.
@@ -109,7 +109,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         check_engine(hf, dtype, config.rollout, gpu=True)
         engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.tp
         receiver = receiver_bytes(hf, config.sync, dtype, config.rollout.tp)
-        if shared:  # rank 0 sends from a GPU that an engine receives on
+        if shared:  # rank 0 sends from a GPU on which an engine receives
             receiver += sender_bytes(hf, config.sync, config.model.dtype)
             beside = max(stage.resident for stage in groups[0].stages)
             kept = kept_bytes(hf, config.sync, config.model.dtype)
@@ -188,7 +188,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
 
 
 def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) -> list[str]:
-    """A line for each thing that does not fit, with both numbers."""
+    """A line for each thing that does not fit, with what it needs and what there is."""
     has = f"and a GPU has {plan.memory / GB:g} GB"
     found = [
         f"layout: rank {stage.rank} (pipeline stage {stage.stage}) of {group.name} needs {(stage.total + plan.asleep) / GB:.1f} GB in the "
@@ -205,7 +205,7 @@ def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) 
 
 
 def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> str:
-    """What the worst rank of a group would need with each of the settings that spare memory, and with all of them where that is less."""
+    """What the worst rank of a group would need with each of the settings that save memory, and with all of them if that is less."""
 
     def needs(tried: RunSettings) -> float:
         return _groups(tried, models)[number].worst.total + plan.asleep

@@ -1,4 +1,4 @@
-"""What can be refused before a job is submitted."""
+"""Checks that refuse a job before it is submitted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
 from megarl.text import one_line
 
-MOST = 100_000  # of anything that is counted
-EARLY_S = 60  # Slurm may warn so much earlier
+MOST = 100_000  # upper limit of any number
+EARLY_S = 60  # how much earlier Slurm may warn
 REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")
 
 
@@ -38,18 +38,18 @@ class Partition:
 
 
 def check(job: Job, config: RunSettings, asked: bool) -> Job:
-    """Refuses a job that could not run as it is asked for.
+    """Refuse a job that could not run as requested.
 
     Args:
         job: what is asked of Slurm.
-        config: of the run.
-        asked: the script is only printed; it then needs no Slurm here.
+        config: the run's configuration.
+        asked: whether the script is only printed, which needs no Slurm on this machine.
 
     Returns:
-        The job as this cluster's Slurm takes it.
+        The job in the form that this cluster's Slurm accepts.
 
     Raises:
-        ConfigError: with the numbers.
+        ConfigError: the job is refused; the message gives the numbers.
     """
     check_texts(job)
     check_numbers(job)
@@ -81,7 +81,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
 
 
 def check_numbers(job: Job) -> None:
-    """ConfigError for a number out of its range."""
+    """Raise ConfigError for a number that is out of range."""
     lowest = {"nodes": 1, "gpus_per_node": 0, "spare": 0, "grace": 10, "max_restarts": 0, "chain": 1}
     for name, least in lowest.items():
         value = getattr(job, name)
@@ -98,7 +98,7 @@ def check_numbers(job: Job) -> None:
 
 
 def check_texts(job: Job) -> None:
-    """ConfigError for a text that is none of a script's: a second line of it would be an option of its own."""
+    """Raise ConfigError for text that cannot go into the script: a second line of it would be an option of its own."""
     texts: dict[str, object] = {
         "--partition": job.partition,
         "--account": job.account,
@@ -113,7 +113,7 @@ def check_texts(job: Job) -> None:
 
 
 def check_container(job: Job) -> None:
-    """ConfigError for an image or a mount that is not there."""
+    """Raise ConfigError for an image or a mount that does not exist."""
     if job.container is None:
         if job.mount:
             raise ConfigError(f"slurm: --mount {job.mount[0]}: needs --container")
@@ -126,13 +126,13 @@ def check_container(job: Job) -> None:
 
 
 def check_python(job: Job, torch: str) -> None:
-    """ConfigError where GPUs would be given to this very Python, and it has torch's CPU build. `torch`: its version."""
+    """Raise ConfigError if the job would use GPUs with this very Python, which has torch's CPU build. `torch`: torch's version."""
     if job.gpus_per_node and job.container is None and job.python == sys.executable and torch.endswith("+cpu"):
         raise ConfigError("slurm: this Python has torch's CPU build: bash tools/setup.sh --gpu, then .venv-gpu/bin/megarl slurm ...")
 
 
 def partition_of(job: Job) -> Partition:
-    """The job's partition, or the default one. ConfigError where there is none; NoAnswer where Slurm says what is not understood."""
+    """Return the job's partition, or the default one. Raises ConfigError if there is none, NoAnswer if Slurm's output is not understood."""
     rows = [
         dict(part.partition("=")[::2] for part in line.split()) for line in call("scontrol", "--oneliner", "show", "partition").splitlines()
     ]
@@ -156,12 +156,12 @@ def _gpus(resources: str) -> int:
 
 
 def counts_gpus() -> bool:
-    """Whether Slurm knows of its nodes' GPUs. NoAnswer where it cannot be asked."""
+    """Whether Slurm knows about its nodes' GPUs. Raises NoAnswer if it cannot be asked."""
     return bool(re.search(r"^GresTypes\s*=.*\bgpu\b", call("scontrol", "show", "config"), re.MULTILINE))
 
 
 def check_partition(job: Job, partition: Partition) -> None:
-    """ConfigError where the partition has not so many nodes, or not so many GPUs in each."""
+    """Raise ConfigError if the partition has too few nodes, or too few GPUs in each."""
     fitting = partition.nodes - sum(gpus < job.counted_gpus for _, gpus in partition.sizes)
     if not fitting and partition.sizes:
         most = max(gpus for _, gpus in partition.sizes)
@@ -173,12 +173,12 @@ def check_partition(job: Job, partition: Partition) -> None:
 
 
 def check_filled(job: Job, kinds: Sequence[ProcessKind], cpus: int | None) -> None:
-    """ConfigError where the run's processes do not fit on the nodes, or leave GPUs or nodes without work.
+    """Raise ConfigError if the run's processes do not fit on the nodes, or leave GPUs or nodes without work.
 
     Args:
         job: what is asked of Slurm.
-        kinds: the run's, of `demand`.
-        cpus: of a node, as far as it is known.
+        kinds: the run's processes, from `demand`.
+        cpus: the number of CPUs of a node; None if unknown.
     """
     try:
         places = place(kinds, [Node(f"node {n}", cpus or sys.maxsize, job.gpus_per_node) for n in range(job.nodes)])

@@ -1,4 +1,4 @@
-"""Slurm's commands."""
+"""Call Slurm's commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ANSWER_S = 60.0
 
 
 class NoAnswer(ConfigError):
-    """A command is not there, or has failed."""
+    """A command does not exist, or has failed."""
 
 
 def call(*command: str) -> str:
-    """What a command prints. Raises NoAnswer with its message where it fails."""
+    """Run a command and return what it prints. Raises NoAnswer with the command's message if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:

@@ -15,16 +15,16 @@ CLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """The options of `megarl slurm`, and what they are about."""
+    """The options of `megarl slurm`, and the run that they are for."""
 
     name: str
     directory: Path  # of the run
-    here: Path  # where the run starts, and finds functions by their module
+    here: Path  # where the run starts, and from where it imports the user's modules
     reads: tuple[Path, ...]
     verb: str
     nodes: int
     gpus_per_node: int
-    counts_gpus: bool  # Slurm knows of the nodes' GPUs, and is asked for them
+    counts_gpus: bool  # whether Slurm knows about the nodes' GPUs, and so must be asked for them
     spare: int
     partition: str | None
     account: str | None
@@ -42,19 +42,19 @@ class Job:
 
     @property
     def counted_gpus(self) -> int:
-        """What Slurm is asked for, of each node."""
+        """The number of GPUs per node that Slurm is asked for."""
         return self.gpus_per_node if self.counts_gpus else 0
 
     @property
     def size(self) -> str:
-        """In words."""
+        """The size of the job in words."""
         gpus = f" of {self.gpus_per_node} GPUs" if self.gpus_per_node else ""
         spare = f", {self.spare} more to spare" if self.spare else ""
         return f"{self.nodes} node{'s' if self.nodes > 1 else ''}{gpus}{spare}"
 
     @property
     def seconds(self) -> int | None:
-        """The time limit; None without one. Raises ConfigError where Slurm would not understand it."""
+        """The time limit; None without one. Raises ConfigError if Slurm would not understand it."""
         if self.time is None or self.time in ("0", "UNLIMITED", "INFINITE"):
             return None
         match = CLOCK.fullmatch(self.time)

@@ -20,7 +20,7 @@ from megarl.stdout import say
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of a submission."""
+    """The argument parser of a submission."""
     top = argparse.ArgumentParser(
         prog="megarl slurm",
         description="Submits a run as a Slurm job: checks it against the cluster, writes the script and its configuration into the run's "
@@ -55,13 +55,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Submits a run, or shows how one stands."""
+    """Submit a run, or show the state of one."""
     if arguments and arguments[0] == "status":
         return _status(arguments[1:])
     given = parser().parse_intermixed_args(list(arguments))
     root: Any = find(VERBS[given.verb].config)
     config: RunSettings = load(given.config, given.overrides, root)
-    if config.cluster.address == "auto":  # whatever cluster is there: in a job its own
+    if config.cluster.address == "auto":  # whatever cluster is there, which in a job is its own
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
     options = {name: value for name, value in vars(given).items() if name not in ("config", "overrides", "dry_run", "container")}
     image = given.container
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _reads(config: RunSettings) -> tuple[Path, ...]:
-    """What the run's processes read and write, for the mounts of a container."""
+    """The paths that the run's processes read and write, to be mounted in a container."""
     from megarl.cluster.demand import files
 
     read, _ = files(config)

@@ -1,4 +1,4 @@
-"""The script of a job, from the template in `slurm/`."""
+"""Render the script of a job from the template in `slurm/`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
 
 
 def templates() -> Path:
-    """The folder of the scripts: beside this package's, or where an installation without the repository has put it."""
+    """The folder of the scripts: beside the package's folder, or where an installation without the repository has put it."""
     beside = Path(__file__).parents[2] / "slurm"
     return beside if (beside / TEMPLATE).is_file() else Path(sysconfig.get_path("data")) / "share" / "megarl" / "slurm"
 
 
 def render(job: Job, scripts: Path) -> str:
-    """The script, which will lie in `scripts` with what it starts."""
+    """Render the script, which will lie in the folder `scripts` together with the scripts that it starts."""
     lines, skipping = list[str](), False
     for line in (templates() / TEMPLATE).read_text().splitlines():
         if line.startswith(OPTIONS):
@@ -35,7 +35,7 @@ def render(job: Job, scripts: Path) -> str:
 
 
 def options(job: Job) -> list[str]:
-    """Those of sbatch."""
+    """The options of sbatch."""
     named = {
         "job-name": job.name,
         "chdir": job.here,
@@ -53,13 +53,13 @@ def options(job: Job) -> list[str]:
         "dependency": "singleton" if job.chain > 1 else None,
     }
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
-    # --no-kill: one lost node does not end the job. No number of tasks: Slurm would give as few nodes as hold them, and none to spare.
-    # --propagate: the limits of the machine it is submitted from (files, locked memory) are none of the nodes'.
+    # --no-kill: one lost node does not end the job. No number of tasks: Slurm would allocate as few nodes as hold them, and no spare ones.
+    # --propagate: the limits of the submitting machine (files, locked memory) must not apply to the nodes.
     return [*given, "--exclusive", "--no-kill", "--propagate=NONE", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
 
 
 def settings(job: Job, scripts: Path) -> list[str]:
-    """The variables of the script."""
+    """The lines that set the variables of the script."""
     named = {
         "scripts": scripts,
         "logs": job.directory / "slurm",
@@ -83,7 +83,7 @@ def _quoted(word: str) -> str:
 
 
 def container(job: Job) -> tuple[list[str], list[str]]:
-    """Options of srun, and the words before a command, that make it run inside the job's container, if it has one."""
+    """The options of srun, and the words before a command, that run it inside the job's container; both empty without one."""
     if job.container is None:
         return [], []
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*map(str, dict.fromkeys((job.here, *job.reads))), *job.mount)]

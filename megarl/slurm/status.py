@@ -1,4 +1,4 @@
-"""How a run, and its jobs in Slurm, stand: from the files of the run and squeue."""
+"""Report the state of a run and of its Slurm jobs, from the run's files and squeue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 20  # of a script
 
 
 def show(run: Path) -> list[str]:
-    """The lines about a run's directory."""
+    """Return the lines that describe the run in a directory."""
     return [*_progress(run), *_saves(run), *_jobs(run)]
 
 
@@ -72,13 +72,13 @@ def _jobs(run: Path) -> list[str]:
 
 
 def queued(run: Path, *options: str) -> list[list[str]]:
-    """What squeue says of the jobs whose script lies in the run's directory: number, state, time used, its limit, nodes, reason."""
+    """List squeue's jobs whose script lies in the run's directory, each as number, state, time used, time limit, nodes, reason."""
     rows = [line.split("|", 6) for line in call("squeue", "--noheader", "--me", *options, "--format=%i|%T|%M|%l|%D|%R|%o").splitlines()]
     return [said for *said, script in rows if Path(script).resolve().is_relative_to((run / "slurm").resolve())]
 
 
 def _submitted(run: Path, pattern: str) -> str | None:
-    """What the script of the last submission says, at the pattern's group."""
+    """Search the script of the last submission, and return the pattern's group; None if it is not found."""
     found = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
     script = read_plain(max(found)[1], MOST_BYTES).decode() if found else ""
     match = re.search(pattern, script, re.MULTILINE)
@@ -99,9 +99,9 @@ def _config(run: Path) -> dict[str, Any]:
 
 
 def _total(run: Path) -> int | None:
-    """Steps of the whole run; None where its files do not say."""
+    """The number of steps of the whole run; None if its files do not say."""
     config = _config(run)
-    verb = _submitted(run, r"^verb=(\w+)$") or next((name for name in VERBS if name in config), "")  # the section of its steps
+    verb = _submitted(run, r"^verb=(\w+)$") or next((name for name in VERBS if name in config), "")  # else from its section
     try:
         root: Any = find(VERBS[verb].config)
         return total_steps(load(run / "config.yaml", [], root))
@@ -110,6 +110,6 @@ def _total(run: Path) -> int | None:
 
 
 def _count(section: Any, key: str) -> int | None:
-    """A positive integer of a section; None where there is none."""
+    """The positive integer under a key of a section; None if there is none."""
     value = section.get(key) if isinstance(section, dict) else None
     return value if type(value) is int and value > 0 else None

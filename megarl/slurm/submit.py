@@ -1,4 +1,4 @@
-"""Hands a run to Slurm."""
+"""Submit a run to Slurm."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megarl.slurm.status import queued
 
 
 def submit(job: Job, config: RunSettings) -> list[str]:
-    """Writes script and configuration into the run's directory, and submits as many jobs as `job.chain`.
+    """Write the script and the configuration into the run's directory, and submit `job.chain` jobs.
 
-    The job runs the configuration as it is now, whatever becomes of the file that it was read from.
+    The job runs the configuration as it is now, even if the file that it was read from changes later.
 
     Returns:
         The numbers of the jobs.
 
     Raises:
-        ConfigError: a job of this run is in the queue already, with which this one would share its directory; or Slurm refuses the script,
-            and where it has taken others of a chain before, their numbers are named.
+        ConfigError: a job of this run is already in the queue, and this one would share its directory; or Slurm refuses the script. If it
+            has already accepted other jobs of the chain, the message names their numbers.
     """
     for number, state, *_ in queued(config.directory):
         if state != "COMPLETING":
@@ -53,7 +53,7 @@ def submit(job: Job, config: RunSettings) -> list[str]:
 
 
 def _new(logs: Path) -> Path:
-    """A directory for one submission."""
+    """Create a directory for one submission."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.name.partition("-")[2]) for path in logs.glob("submitted-[0-9]*")), default=0)
