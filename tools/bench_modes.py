@@ -124,7 +124,7 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
     with (here / "log").open("w") as log:
         command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
         job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, preexec_fn=end_with_parent)
-        cpu, begun, ended = _Cpu(job.pid), (0.0, 0.0), (0.0, 0.0)
+        cpu, begun, ended, measured = _Cpu(job.pid), (0.0, 0.0), (0.0, 0.0), 0
         while job.poll() is None:
             done = len(updates(metrics))
             if done <= FILLING:
@@ -137,6 +137,8 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
     if job.returncode or len(rows) != steps or lost:
         said = (here / "log").read_text()[-3000:]
         raise RuntimeError(f"{command}: exit status {job.returncode}, {len(rows)} steps, {lost:g} episodes lost; see\n{said}")
+    if not measured:
+        raise RuntimeError(f"{command}: its {steps} steps were over before one could be measured; --steps must be larger")
     engines, ranks = ((late - early) / measured for early, late in zip(begun, ended, strict=True))
     walls = [row["perf/time_per_step"] for row in rows]
     rollouts = [row.get("timing_s/rollout", 0.0) for row in rows]  # a pipeline may have had nothing to wait for

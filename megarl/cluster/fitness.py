@@ -30,8 +30,8 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
         timeout_s: for the GPUs of a node.
 
     Returns:
-        What is wrong with each unfit node, by name. Empty where all nodes fail: then none of them is to blame, and a message says so. The
-        exception is a faulty GPU of the only node, which is returned.
+        What is wrong with each unfit node, by name. Empty where all nodes fail in the same way: then none of them is to blame, and a message
+        says so. The exception is a faulty GPU of the only node, which is returned.
     """
     wanted = {f"{key}={path}": (path, content(path)) for key, path in read.items()}
     lost = [what for what, (_, known) in wanted.items() if not known]
@@ -41,7 +41,8 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
         return {next(iter(nodes)): f"does not see {', '.join(lost)}"}
     said = answers(nodes, fitness, wanted, gpus, timeout_s, within_s=timeout_s + ANSWER_S)
     found = {name: why for name, why in said.items() if why is not None}
-    if len(found) == len(nodes) and (len(nodes) > 1 or not any(why.startswith(GPU) for why in found.values())):
+    faults = {GPU if why.startswith(GPU) else why for why in found.values()}
+    if len(found) == len(nodes) and len(faults) == 1 and (len(nodes) > 1 or GPU not in faults):
         tell(f"no node is to blame for what all of them lack: {next(iter(found.values()))}")
         return {}
     return found

@@ -167,6 +167,7 @@ ANSWERS: list[tuple[dict[str, str | None], dict[str, str]]] = [
     ({"a": None, "b": "GPU 3: ECC error"}, {"b": "GPU 3: ECC error"}),
     ({**ALL}, {}),  # what all of several nodes lack is the fault of none
     ({**ALL, "c": None}, ALL),
+    ({"a": "GPU 0: no driver", "b": "does not see x"}, {"a": "GPU 0: no driver", "b": "does not see x"}),  # each has a fault of its own
     ({"a": "GPU 3: ECC error"}, {"a": "GPU 3: ECC error"}),
     ({"a": "transformer-engine: does not load"}, {}),  # of one node nobody can tell
     ({}, {}),
