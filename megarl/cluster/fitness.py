@@ -30,8 +30,8 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
         timeout_s: for the GPUs of a node.
 
     Returns:
-        What is wrong with each unfit node, by name. Empty where all nodes fail in the same way: then none of them is to blame, and a message
-        says so. The exception is a faulty GPU of the only node, which is returned.
+        What is wrong with each unfit node, by name. Empty where all nodes fail in the same way: then none of them is to blame, and a
+        message says so. The exception is a faulty GPU of the only node, which is returned.
     """
     wanted = {f"{key}={path}": (path, content(path)) for key, path in read.items()}
     lost = [what for what, (_, known) in wanted.items() if not known]
