@@ -1,6 +1,6 @@
-"""The one typed configuration tree: every default lives in this folder (an algorithm's in its file).
+"""The typed configuration tree: every default lives in this folder (an algorithm's, in the algorithm's own file).
 
-A tree for each verb is in `stages` and `inference`; `load` makes it from a YAML file and overrides; `megarl config VERB` prints its keys.
+`stages` and `inference` define a tree for each verb; `load` builds it from a YAML file and overrides; `megarl config VERB` prints its keys.
 """
 
 from megarl.config.data import (

@@ -11,7 +11,7 @@ from megarl.config.where import Where
 
 
 class ReasoningGymSource(Section):
-    """Procedural prompts of reasoning-gym."""
+    """Procedurally generated prompts from reasoning-gym."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
@@ -21,16 +21,16 @@ class ReasoningGymSource(Section):
     seed: NonNegativeInt
     """Seed of the items."""
     items: Annotated[int, Field(gt=0, le=1_000_000)]
-    """How many items are drawn."""
+    """How many items to draw."""
     exclude: ReasoningGymSource | None = None
-    """Questions of this other source, which has the same keys, are left out (by text)."""
+    """Another source, with the same keys as this one; questions that it contains (compared by text) are left out."""
 
 
 class FileSource(Section):
-    """A .jsonl or .parquet file, or a directory of `datasets` (save_to_disk), in the columns of DAPO and verl.
+    """A .jsonl or .parquet file, or a directory written by `datasets` (save_to_disk), with the columns that DAPO and verl use.
 
-    These are `prompt` (text or chat messages) and `reward_model.ground_truth`. Of 100,000 rows of Parquet or `datasets` on, prompts are
-    tokenised when they are drawn, and before the start those alone that could be refused.
+    These are `prompt` (text or chat messages) and `reward_model.ground_truth`. With 100,000 rows or more of Parquet or `datasets`, prompts
+    are tokenised when they are drawn; only those that might be refused are tokenised before the start.
     """
 
     type: Literal["file"] = "file"
@@ -43,7 +43,7 @@ class FileSource(Section):
     skip: NonNegativeInt = 0
     """Rows to skip at the beginning, such as those that another source holds out."""
     rows: PositiveInt | None = None
-    """Most rows to read, before `where` selects among them; null: all."""
+    """Maximum number of rows to read, before `where` selects among them; null: all."""
     where: Where = {}
 
 
@@ -51,16 +51,16 @@ MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
 
 
 class PromptPart(Section):
-    """One source of several."""
+    """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
     weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
 class MixtureSource(Section):
-    """Several sources as one. With `data.shuffle=false` they follow one another: parts selected by `where` make a curriculum."""
+    """Several sources as one. With `data.shuffle=false` they follow one another, so parts selected by `where` make a curriculum."""
 
     type: Literal["mixture"] = "mixture"
     parts: Annotated[list[PromptPart], Field(min_length=1, max_length=1024)]
@@ -70,7 +70,7 @@ class MixtureSource(Section):
 
 
 class EpisodeSource(Section):
-    """Episodes of the run's environment, which makes each opening from a seed."""
+    """Episodes of the run's environment, which generates each opening from a seed."""
 
     type: Literal["episodes"] = "episodes"
     seed: NonNegativeInt
@@ -83,12 +83,12 @@ PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource | Episo
 
 
 class PromptFormat(Section):
-    """How the text of a prompt becomes what the model reads."""
+    """How a prompt's text is turned into the model's input."""
 
     chat: bool = True
-    """Wrap each prompt in the tokenizer's chat template; false feeds `template` instead."""
+    """Wrap each prompt in the tokenizer's chat template; false: fill in `template` instead."""
     template: str = "{prompt}"
-    """Used when `chat` is false."""
+    """Text around each prompt when `chat` is false."""
     system: str | None = None
     """With `chat`: a system message for every prompt and conversation that does not begin with one."""
 
@@ -100,10 +100,11 @@ class PromptFormat(Section):
 
 
 class SourceFormat(PromptFormat):
-    """The same, of what is read from sources."""
+    """The format of prompts that are read from sources."""
 
     overlong: Literal["refuse", "drop"] = "refuse"
-    """An item with more tokens than it may have: refused with its place, or left out of its source, which says how many were."""
+    """What to do with an item that exceeds the token limit. refuse: report where it is, and stop; drop: leave it out, and report how many
+    items were."""
 
 
 class DataSettings(SourceFormat):
@@ -112,15 +113,15 @@ class DataSettings(SourceFormat):
     train: PromptSource
     """What the policy learns from."""
     eval: PromptSource | None = None
-    """Evaluation set `heldout`: one sampled and one greedy response to each prompt. null: only the sets in `eval`."""
+    """The evaluation set `heldout`: one sampled and one greedy response to each prompt. null: only the sets in `eval`."""
     shuffle: bool = True
     """Draw the prompts of an epoch in random order."""
 
 
 class ConversationSource(Section):
-    """A .jsonl or .parquet file, or a directory of `datasets`, of conversations, lists of chat messages.
+    """A .jsonl or .parquet file, or a directory written by `datasets`, of conversations, which are lists of chat messages.
 
-    The assistant's messages are learned, the others only read.
+    The model learns the assistant's messages; the others are only context.
     """
 
     type: Literal["conversations"] = "conversations"
@@ -129,19 +130,19 @@ class ConversationSource(Section):
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
     skip: NonNegativeInt = 0
-    """So many rows at the beginning are left out, say those that another source holds out."""
+    """Rows to skip at the beginning, such as those that another source holds out."""
     rows: PositiveInt | None = None
-    """At most so many rows are taken, before `where` takes some of them; null: all."""
+    """Maximum number of rows to read, before `where` selects among them; null: all."""
     where: Where = {}
 
 
 class SftPart(Section):
-    """One source of several."""
+    """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
     weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
 class SftMixture(Section):
@@ -158,18 +159,18 @@ SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | Sft
 
 
 class SftData(SourceFormat):
-    """What supervised training learns: conversations, or prompts with their reference answers as responses."""
+    """The data of supervised training: conversations, or prompts with their reference answers as responses."""
 
     train: SftSource
     """What the model learns from."""
     eval: SftSource | None = None
-    """Held-out data, on which loss and token accuracy are measured."""
+    """Held-out data on which loss and token accuracy are measured."""
     shuffle: bool = True
     """Draw the conversations of an epoch in random order; false: in the order of the file."""
 
 
 class PreferenceSource(Section):
-    """A .jsonl or .parquet file, or a directory of `datasets`, of pairs: `prompt`, `chosen` and `rejected`, each a text or chat messages.
+    """A .jsonl or .parquet file, or a directory written by `datasets`, of pairs: `prompt`, `chosen`, `rejected` (text or chat messages).
 
     `chosen` and `rejected` may be whole conversations that end with the assistant's message; the prompt is then what comes before it.
     """
@@ -186,19 +187,19 @@ class PreferenceSource(Section):
     margin_key: str = "margin"
     """Reward model: column with the margin by which the chosen response is better (0 if missing); a dot looks inside dictionaries."""
     skip: NonNegativeInt = 0
-    """Rows to leave out at the beginning, such as those that another source holds out."""
+    """Rows to skip at the beginning, such as those that another source holds out."""
     rows: PositiveInt | None = None
-    """The most rows to take, before `where` selects some of them; null: all."""
+    """Maximum number of rows to read, before `where` selects among them; null: all."""
     where: Where = {}
 
 
 class PreferencePart(Section):
-    """One source of several."""
+    """One source of a mixture."""
 
     source: PreferenceSource
     """Its pairs."""
     weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 is twice, 0.25 takes a quarter of them, drawn once."""
+    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
 class PreferenceMixture(Section):
@@ -235,14 +236,14 @@ class EvalData(SourceFormat):
 
 
 class EvalSet(Section):
-    """A set of prompts for every evaluation, rendered as `data` says and scored like the others."""
+    """A set of prompts used in every evaluation, rendered as `data` says and scored like the others."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]\w{0,63}$")]
     """Name in the metrics: eval/<name>/avg@n and so on."""
     source: PromptSource
     """The prompts."""
     n: Annotated[int, Field(gt=0, le=65_536)] = 1
-    """Sampled responses to each prompt: avg@n, and if scores are 0 or 1 the unbiased pass@k for k = 2, 4, 8, ... and n."""
+    """Sampled responses to each prompt, for avg@n and, if scores are 0 or 1, the unbiased pass@k for k = 2, 4, 8, ... and n."""
     temperature: Annotated[float, Field(gt=0)] | None = None
     """Temperature of these responses; null: rollout.temperature."""
     greedy: bool = False
@@ -250,7 +251,7 @@ class EvalSet(Section):
 
 
 def check_sets(data: DataSettings | EvalData, sets: list[EvalSet]) -> None:
-    """ValueError where there is nothing to evaluate on, or two sets have one name."""
+    """Raise ValueError if there is nothing to evaluate on, or if a set's name is taken or reserved (it ends in `_base`)."""
     names = [one.name for one in sets] + (["heldout"] if data.eval is not None else [])
     if not names:
         raise ValueError("data.eval: required, but missing (or list sets in eval)")
@@ -269,4 +270,4 @@ class PairsData(SourceFormat):
 
 
 class ServeData(PromptFormat):
-    """The prompts that a client sends."""
+    """The format of the prompts that a client sends."""

@@ -1,4 +1,4 @@
-"""Environments: what answers the policy's turns."""
+"""Environments, which answer the policy's turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FunctionEnvironment(Section):
 
 
 class GymnasiumEnvironment(Section):
-    """A gymnasium-style environment whose observations and actions are texts (such as GEM's)."""
+    """A gymnasium-style environment whose observations and actions are text (such as GEM's)."""
 
     type: Literal["gymnasium"] = "gymnasium"
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
@@ -32,7 +32,7 @@ class GymnasiumEnvironment(Section):
 
 
 class GymEnvironment(Section):
-    """A data set of reasoning-gym, each question an episode of one turn."""
+    """A reasoning-gym data set; each question is an episode of one turn."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
@@ -40,7 +40,7 @@ class GymEnvironment(Section):
     params: dict[str, Any] = {}
     """Parameters of that data set."""
     threshold: Fraction = 1.0
-    """A response with at least this score earns 1, else 0."""
+    """A response earns 1 if its score is at least this, else 0."""
 
 
 class TextArenaEnvironment(Section):
@@ -52,7 +52,7 @@ class TextArenaEnvironment(Section):
 
 
 class HttpEnvironment(Section):
-    """A server that plays episodes; protocol: megarl.environments.http."""
+    """A server that runs episodes; for the protocol see megarl.environments.http."""
 
     type: Literal["http"] = "http"
     url: Annotated[str, AfterValidator(web_address)]
@@ -60,7 +60,7 @@ class HttpEnvironment(Section):
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
     connections: PositiveInt = 64
-    """Most requests of one engine at a time."""
+    """Maximum number of concurrent requests of one engine."""
 
 
 def _tool(given: str) -> str:
@@ -74,13 +74,13 @@ class ToolsEnvironment(Section):
 
     type: Literal["tools"] = "tools"
     tools: Annotated[list[Annotated[str, AfterValidator(_tool)]], Field(min_length=1)]
-    """Which ones: `calculator`, `python` (in a new sandbox for each call), your own functions as module:function."""
+    """The tools: `calculator`, `python` (in a new sandbox for each call), your own functions as module:function."""
     output_chars: PositiveInt = 2000
-    """Most characters of a call's output; the rest is cut off."""
+    """Maximum length of a call's output, in characters; the rest is cut off."""
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The functions among the tools."""
+        """The user's own functions among the tools."""
         return tuple(tool for tool in self.tools if ":" in tool)
 
 
@@ -94,19 +94,21 @@ class EnvironmentSettings(Section):
     """Episodes of several turns instead of single responses."""
 
     source: EnvironmentSource
-    """What answers."""
+    """What answers the policy's turns."""
     max_turns: PositiveInt = 8
-    """Most turns of the policy in one episode; it is cut off after that."""
+    """Maximum number of the policy's turns in one episode, which is cut off after that."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest turn of the policy; null: what is left of rollout.max_response_tokens, which covers all turns and answers."""
+    """Maximum length of one turn of the policy, in tokens; null: what is left of rollout.max_response_tokens, which covers all turns and
+    answers."""
     step_s: Seconds = 30.0
-    """Longest time for an answer or a tool call; a late environment ends its episode, a late tool gives the model an error."""
+    """Time limit of an answer or a tool call. An environment that exceeds it ends its episode; a tool that does returns an error to the
+    model."""
     max_concurrent: PositiveInt | None = None
-    """Most episodes per engine at a time, from reset to close; null: no limit."""
+    """Maximum number of concurrent episodes per engine, from reset to close; null: no limit."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 2
     """Processes per engine for environments or tools; each computes one answer at a time."""
     sandbox: SandboxSettings = SandboxSettings()
-    """What such a process may do."""
+    """What these processes may do."""
 
     @model_validator(mode="after")
     def _tools_once(self) -> EnvironmentSettings:

@@ -1,4 +1,4 @@
-"""What follows the refusal of an unknown key: the key that was meant, also where it is verl's, TRL's, slime's or OpenRLHF's name."""
+"""Hints for the refusal of an unknown key: the key that was meant, even if it was given by its name in verl, TRL, slime or OpenRLHF."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 PASSES = "counted in steps, not in passes over the data"
 OFFLOAD = "optimizer.megatron: {optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
-# Names of other systems, with the section above where that makes a difference, and what they are here, of what the verb has: a key, and
-# after a colon what else is to be known, such as another unit.
+# Keys of other systems (with the enclosing section where it matters), and their counterparts here, of which those that the verb has are
+# named: a key, then after a colon anything else worth knowing, such as a different unit.
 ALIASES: dict[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr", "critic.optimizer.lr"),
@@ -150,23 +150,23 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "colocate": ("placement.engines",),
     "use_rollout_routing_replay": ("routing.replay",),
 }
-# Names of other systems for what has no key, and why.
+# Keys of other systems that have no counterpart here, and why.
 NO_KEY = {
     "use_remove_padding": "always so: no batch has padding",
     "trust_remote_code": "code in a model directory is never run",
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_dropout", "use_peft", "peft_config"), "not here: all weights are trained"),
 }
-MOST_LEAVES = 1000  # of an unknown section that are looked at
+MOST_LEAVES = 1000  # keys of an unknown section that are looked up
 
 
 def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str], value: Any = None) -> str:
-    """What follows "unknown key": the key that was meant, why there is none, or nothing.
+    """Return the text that follows "unknown key": the key that was meant, or why there is none; empty if neither is known.
 
     Args:
         key: the parts of the dotted key.
         section: the names in its section.
         everywhere: all dotted keys of the verb.
-        value: what is given there; of a mapping, as verl's `actor_rollout_ref`, the keys inside are looked at too.
+        value: the value given for the key; if it is a mapping, such as verl's `actor_rollout_ref`, the keys inside are looked up too.
     """
     name = key[-1]
     if _plain(name) in NO_KEY:
@@ -188,7 +188,7 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
 
 
 def _inside(path: Sequence[str], everywhere: Sequence[str]) -> str:
-    """What a key inside an unknown section is here; empty where nothing is known of it."""
+    """Return the hint for a key inside an unknown section; empty if nothing is known about it."""
     key, there = ".".join(path), _meant(path, everywhere)
     if _plain(path[-1]) in NO_KEY:
         return f"{key}: {NO_KEY[_plain(path[-1])]}"
@@ -196,7 +196,7 @@ def _inside(path: Sequence[str], everywhere: Sequence[str]) -> str:
 
 
 def _meant(path: Sequence[str], everywhere: Sequence[str]) -> tuple[str, str] | None:
-    """What another system's key is here: keys, two at most, and what else is to be known of them."""
+    """Return the counterparts of another system's key (at most two), and anything else worth knowing; None if there are none."""
     names = [_plain(name) for name in path]
     aliases = ALIASES.get(".".join(names[-2:]), ALIASES.get(names[-1], ()))
     found = [(key, colon + more) for key, colon, more in (alias.partition(": ") for alias in aliases) if key in everywhere][:2]
@@ -208,6 +208,6 @@ def _plain(name: str) -> str:
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
-    """The keys of a mapping that lead to a value."""
+    """Yield the path of keys to each value in a nested mapping."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield from ((name, *path) for path in _leaves(inner)) if isinstance(inner, dict) else [(str(name),)]

@@ -1,4 +1,4 @@
-"""The tree of each verb that trains nothing."""
+"""The configuration tree of each verb that trains nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EvalConfig(RunSettings):
     """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
 
     data: EvalData = EvalData()
-    """How prompts are rendered, and those of the set `heldout`."""
+    """How prompts are rendered, and the prompts of the set `heldout`."""
     eval: list[EvalSet] = []
     """More sets of prompts."""
     environment: EnvironmentSettings | None = None
@@ -35,18 +35,18 @@ class EvalConfig(RunSettings):
 
 
 class PairsSettings(Section):
-    """What becomes of the responses to one prompt."""
+    """How the responses to one prompt become pairs."""
 
     per_prompt: PositiveInt = 1
-    """Most pairs of a prompt."""
+    """Maximum number of pairs per prompt."""
     answers: bool = False
-    """Score and pair the prompt's answer, as the data has it, like a response."""
+    """Also score and pair the prompt's reference answer from the data, as if it were a response."""
     prompts_per_call: PositiveInt = 256
-    """Prompts that are sampled and scored together."""
+    """Number of prompts that are sampled and scored together."""
 
 
 class PairsConfig(RunSettings):
-    """`megarl pairs`: pairs of a policy's own responses, the better scored one first, for `megarl rm` and `megarl dpo`."""
+    """`megarl pairs`: pairs of a policy's own responses, with the better one first, for `megarl rm` and `megarl dpo`."""
 
     leaves: ClassVar[tuple[str, ...]] = ("train.jsonl", "eval.jsonl")
     data: PairsData
@@ -56,7 +56,7 @@ class PairsConfig(RunSettings):
     rollout: RolloutSettings = RolloutSettings()
     """Engines and sampling."""
     pairs: PairsSettings = PairsSettings()
-    """What becomes of the responses."""
+    """How the responses become pairs."""
 
     @model_validator(mode="after")
     def _responses_can_differ(self) -> PairsConfig:
@@ -66,18 +66,18 @@ class PairsConfig(RunSettings):
 
 
 class ServeSettings(Section):
-    """Where a reward model listens, and for what; the protocol is that of megarl.rewards.http."""
+    """Where a reward model listens, and which requests it accepts; for the protocol see megarl.rewards.http."""
 
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 8000
     """TCP port on loopback, or on cluster.interface; 0: any free one."""
     path: Annotated[str, Field(pattern=r"^/\S*$")] = "/score"
     """The URL's path."""
     token_env: EnvironmentVariable | None = None
-    """The environment variable with the token to require; mandatory if other machines can reach the port (cluster.interface)."""
+    """The environment variable with the token that clients must send; required if other machines can reach the port (cluster.interface)."""
     max_tokens: PositiveInt = 2048
-    """Longest prompt + response."""
+    """Maximum length of prompt + response, in tokens."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of one micro-batch on one context-parallel group."""
+    """Maximum number of tokens in one micro-batch on one context-parallel group."""
 
 
 class ServeConfig(RunSettings):
@@ -86,7 +86,7 @@ class ServeConfig(RunSettings):
     data: ServeData = ServeData()
     """How prompts are rendered."""
     serve: ServeSettings = ServeSettings()
-    """Where it listens."""
+    """Where it listens, and which requests it accepts."""
 
     @model_validator(mode="after")
     def _asks_for_a_token(self) -> ServeConfig:

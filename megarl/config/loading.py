@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a validated tree, and back. Every refusal is one line that starts with the dotted key."""
+"""Load a YAML file and overrides as a validated tree, and dump it back. Every refusal is one line that starts with the dotted key."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from megarl.config.run import RunSettings
 from megarl.errors import ConfigError
 
 Root = TypeVar("Root", bound=RunSettings)
-MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files under each other; lines of a refusal; characters of what was given
-MOST_TYPES = 4  # of those that have a key
-MOST_FLOAT = 3.4028235e38  # float32's
+MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files in a chain of `base`; errors reported; characters shown of a given value
+MOST_TYPES = 4  # named of the types that have a key
+MOST_FLOAT = 3.4028235e38  # the largest float32
 
 
 def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
-    """The validated tree of a YAML file with overrides.
+    """Return the validated tree of a YAML file with overrides.
 
-    A file may name another one, relative to itself, in the key `base`: the file is then laid over that one, key by key; a mapping that
-    says its `type` takes the place of the base's as a whole. Relative paths in the tree become absolute, from this process's directory.
+    A file may name another one, relative to itself, in the key `base`: the file is then merged over that one, key by key, except that a
+    mapping with a `type` replaces the base's mapping as a whole. Relative paths in the tree become absolute, relative to this process's
+    working directory.
 
     Args:
         path: the file.
-        overrides: each `a.b=c`, whose value is YAML.
-        root: the tree's class, that of the verb.
+        overrides: each of the form `a.b=c`, where the value is YAML.
+        root: the tree's class, which is that of the verb.
 
     Raises:
         ConfigError: with one line per fault: the dotted key, what was given, what was expected.
@@ -40,7 +41,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
     for override in overrides:
         _apply(tree, override)
     try:
-        # As JSON, of which a strict model takes no number for a boolean and no text for a number, but a text for a path.
+        # As JSON: pydantic's strict mode then refuses a number for a boolean and a string for a number, but accepts a string for a path.
         config = root.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         lines = [line for fault in error.errors()[:MOST_FAULTS] for line in _line(fault, root).splitlines()]
@@ -53,7 +54,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
 
 
 def absolute(config: Root) -> Root:
-    """The tree with every path made absolute, from this process's directory: ranks and engines run in others."""
+    """Return the tree with every path made absolute from this process's working directory, since ranks and engines run in others."""
     found: Root = _absolute(config)
     return found
 
@@ -67,12 +68,12 @@ def _absolute(value: Any) -> Any:
 
 
 def dump(config: RunSettings) -> str:
-    """The resolved tree as YAML, defaults included."""
+    """Return the resolved tree as YAML, including defaults."""
     return yaml_text.write(config.model_dump(mode="json"))
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a file laid over that of its `base`. `above`: the files that led here."""
+    """Return the tree of a file merged over that of its `base`. `above`: the files whose chain of `base` led here."""
     kind, named = ("base", f" (named in {above[-1]})") if above else ("config", "")
     key = f"{kind}: {path}{named}"
     if len(above) > MOST_BASES:
@@ -127,7 +128,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _check_numbers(value: Any, key: str) -> None:
-    """ConfigError for a number that no device holds, wherever it stands."""
+    """Raise ConfigError for any number in the tree that exceeds float32 or a 64-bit integer."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(inner, f"{key}.{name}" if key else str(name))
@@ -159,14 +160,15 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
 
 
 def _between(tree: dict[str, Any], error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """The contradictions between values that pydantic has not looked for, as others are at fault: found where those have their defaults.
+    """Return the lines for contradictions between values, which pydantic does not look for while single values are invalid.
 
-    What speaks of a value that is at fault itself is left out: its default may contradict what its own value would not.
+    The tree is validated again with the invalid values at their defaults. Lines that mention one of these are dropped, since its default
+    may contradict what its own value would not.
     """
     rest, faulty = json.loads(json.dumps(tree)), set[str]()
     for fault in error.errors():
         keys, _ = _place([str(part) for part in fault["loc"]], root)
-        keys = list(takewhile(lambda key: not key.isdigit(), keys))  # an item of a list takes the list with it
+        keys = list(takewhile(lambda key: not key.isdigit(), keys))  # for an item of a list, remove the whole list
         if not keys:
             return []
         faulty.add(keys[-1])
@@ -185,14 +187,14 @@ def _between(tree: dict[str, Any], error: ValidationError, root: type[BaseModel]
 
 
 def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The keys that lead to a fault, and the sections that may be there; a tag that chooses one of several is no key of the file."""
+    """Return the keys that lead to a fault, and the section classes possible there. A union's tag in `location` is no key of the file."""
     keys, kinds, chosen = list[str](), [root], True
     for part in location:
         if not chosen:
             kinds, chosen = [kind for kind in kinds if part in _tags(kind)], True
             continue
         keys.append(part)
-        if not part.isdigit():  # an item of a list is of the list's kinds
+        if not part.isdigit():  # an item of a list has the same possible classes as the list
             fields = [kind.model_fields[part] for kind in kinds if part in kind.model_fields]
             kinds = [section for field in fields for section in sections(field.annotation)]
         chosen = len(kinds) < 2
@@ -200,11 +202,11 @@ def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[
 
 
 def _other_types(above: list[str], name: str, root: type[BaseModel]) -> str:
-    """The types that have a key, where it stands in a section of another type; empty where none has it.
+    """Return text that names the types which do have a key given in a section of another type; empty if none has it.
 
     Args:
-        above: the place of the section, which ends with its type if it may be one of several.
-        name: the key's.
+        above: pydantic's location of the section, which ends with its type if it may be one of several.
+        name: the key's name.
         root: the tree's class.
     """
     keys, kinds = _place(above[:-1], root)
@@ -216,7 +218,7 @@ def _other_types(above: list[str], name: str, root: type[BaseModel]) -> str:
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
-    """Every BaseModel class inside an annotation (unions, Annotated, containers)."""
+    """Return every BaseModel class inside an annotation (unions, Annotated, containers)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections(part)]
@@ -224,13 +226,13 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 
 @cache
 def _dotted(root: type[BaseModel]) -> tuple[str, ...]:
-    """Every key, those of all variants of a section, but not those inside a list."""
+    """Return every dotted key, including those of all variants of a section, but not those inside a list."""
 
     def below(section: type[BaseModel], above: str, inside: tuple[type[BaseModel], ...]) -> Iterator[str]:
         for name, field in section.model_fields.items():
             yield above + name
             for inner in [] if get_origin(field.annotation) is list else sections(field.annotation):
-                if inner not in inside:  # a source may leave out the questions of another one
+                if inner not in inside:  # sections can be recursive: a source's `exclude` is another source
                     yield from below(inner, f"{above}{name}.", (*inside, inner))
 
     return tuple(dict.fromkeys(below(root, "", (root,))))

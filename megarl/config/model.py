@@ -1,4 +1,4 @@
-"""The models of a run: weights, layout over the ranks, optimizer."""
+"""The models of a run: weights, parallel layout, optimizer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsO
 
 
 class ModelSettings(Section):
-    """Which weights, in which precision."""
+    """A model's weights and their precision."""
 
     path: Place
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
     weights: Place | None = None
-    """A step directory of `megarl convert` or of a run: its policy's weights are used instead of those in `path`."""
+    """A step directory of `megarl convert` or of a run; its policy's weights are used instead of those in `path`."""
     base: Place | None = None
-    """`megarl train` also evaluates these weights (of the same shape, with the same tokenizer and end tokens), for comparison."""
+    """Weights that `megarl train` also evaluates, for comparison; same shapes, same tokenizer and end tokens."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations; the optimizer keeps float32 main weights. Routers score in float32."""
     fp32_head: bool = False
@@ -26,20 +26,20 @@ class ModelSettings(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's TransformerConfig that megarl does not set itself, checked against its fields."""
+    """Any fields of megatron.core's TransformerConfig that megarl does not set itself; their names are checked."""
     drop_mtp: bool = False
     """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
 
 
 class Layout(Section):
-    """How the model ranks share one model. The data-parallel size is the rest: ranks / (tp * pp * cp)."""
+    """How ranks divide one model among them. The data-parallel size follows: ranks / (tp * pp * cp)."""
 
     ranks: Annotated[int, Field(gt=0, le=1 << 20)] = 1
-    """GPUs that train the model, with a process on each (on a CPU: processes); dp = ranks / (tp * pp * cp)."""
+    """GPUs that train the model, with one process on each (on a CPU: processes); dp = ranks / (tp * pp * cp)."""
     tp: PositiveInt = 1
     """Tensor parallel size, with sequence parallelism if tp > 1."""
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline parallel size: the number of stages."""
     vpp: Annotated[int, Field(ge=2)] | None = None
     """Model chunks per pipeline stage (interleaved schedule)."""
     cp: PositiveInt = 1
@@ -47,7 +47,7 @@ class Layout(Section):
     ep: PositiveInt = 1
     """Expert parallel size."""
     etp: PositiveInt = 1
-    """Tensor parallel size inside an expert."""
+    """Tensor parallel size within an expert."""
 
     @property
     def dp(self) -> int:
@@ -55,7 +55,7 @@ class Layout(Section):
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def dp_rank(self, rank: int) -> int:
-        """Which of the `dp` parts of a batch a rank works on."""
+        """Which of a batch's `dp` parts a rank works on."""
         return rank // (self.tp * self.cp) % self.dp
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class OptimizerSettings(Section):
     """AdamW through Megatron's distributed optimizer."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate at the end of the warm-up, its maximum."""
+    """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of Adam's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -82,26 +82,26 @@ class OptimizerSettings(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global norm of the gradient; a longer one is scaled down to it."""
+    """Maximum global gradient norm; a gradient with a larger norm is scaled down to it."""
     warmup_steps: StepsOrNone = 0
-    """Optimizer steps over which the learning rate rises linearly to `lr`; the first takes lr / warmup_steps."""
+    """Optimizer steps over which the learning rate rises linearly to `lr`; the first step uses lr / warmup_steps."""
     decay: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
-    """Schedule of the learning rate after the warm-up, over all steps; wsd (warm-up, stable, decay) falls only over the last ones."""
+    """Schedule of the learning rate after the warm-up, over all steps; wsd (warm-up, stable, decay) decays only over the last ones."""
     min_lr_fraction: Fraction = 0.1
     """Final learning rate, as a share of `lr`."""
     anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """wsd: the share of all steps over which it falls."""
+    """wsd: the share of all steps over which the learning rate decays."""
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """wsd: how it falls."""
+    """wsd: the shape of the decay."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's OptimizerConfig, checked against its fields; `{optimizer_cpu_offload: true, optimizer_offload_fraction:
-    1.0}` holds the moments in host memory."""
+    """Any fields of megatron.core's OptimizerConfig; their names are checked. `{optimizer_cpu_offload: true, optimizer_offload_fraction:
+    1.0}` keeps the moments in host memory."""
     ddp: dict[str, Any] = {}
-    """Any fields of megatron.core's DistributedDataParallelConfig, checked against its fields; `{overlap_grad_reduce: true, ...}`."""
+    """Any fields of megatron.core's DistributedDataParallelConfig, such as `{overlap_grad_reduce: true}`; their names are checked."""
 
     @property
     def offloaded(self) -> float:
-        """Share of the parameters that are updated in host memory."""
+        """The share of the parameters that are updated in host memory."""
         return float(self.megatron.get("optimizer_offload_fraction", 0.0)) if self.megatron.get("optimizer_cpu_offload") else 0.0
 
 
@@ -109,51 +109,52 @@ class CriticOptimizer(OptimizerSettings):
     """AdamW of the critic."""
 
     lr: Annotated[float, Field(gt=0)] = 2e-6
-    """Learning rate at the end of the warm-up, its maximum."""
+    """Peak learning rate, reached at the end of the warm-up."""
 
 
 class RewardModelOptimizer(OptimizerSettings):
     """AdamW of a reward model."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """Learning rate at the end of the warm-up, its maximum."""
+    """Peak learning rate, reached at the end of the warm-up."""
 
 
 class CriticSettings(Section):
     """The value model of the value-based algorithms: the policy's architecture with a scalar head."""
 
     path: Place | None = None
-    """Backbone, and head if it is a reward model or an earlier critic. null: `model.path` with a fresh head."""
+    """The backbone, and the head too if this is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
-    """Its own AdamW."""
+    """The critic's own AdamW."""
     aggregation: Averaging = "token-mean"
     epochs: Passes = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of one of its micro-batches; null: `train.micro_batch_tokens`.
+    """Maximum number of tokens in one of the critic's micro-batches; null: `train.micro_batch_tokens`.
 
-    It may be larger than the policy's, since a critic produces no logits. Where both share ranks, the critic takes several of the
-    policy's micro-batches as one.
+    It may be larger than the policy's, since a critic produces no logits. If both share ranks, the critic combines several of the
+    policy's micro-batches into one.
     """
     pretrain_steps: StepsOrNone = 0
     """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
-    """Value pretraining ends early when 10 steps have lowered the value loss by less than this share."""
+    """Value pretraining ends early once 10 steps have lowered the value loss by less than this share."""
 
 
 class Placement(Section):
-    """Which models have ranks of their own, laid out as said here; the others share the policy's (`layout`).
+    """Layouts of the models that have ranks of their own; the others share the policy's ranks (`layout`).
 
-    Policy and critic are trained at the same time where they share no ranks.
+    Policy and critic are trained at the same time if they share no ranks.
     """
 
     critic: Layout | None = None
-    """Ranks of the critic."""
+    """Layout of the critic on its own ranks."""
     reference: Layout | None = None
-    """Ranks of the reference model."""
+    """Layout of the reference model on its own ranks."""
     reward: Layout | None = None
-    """Ranks of the reward model."""
+    """Layout of the reward model on its own ranks."""
     engines: Literal["apart", "shared"] = "apart"
-    """shared: engines take turns with the policy's ranks on their GPUs (rollout.tp consecutive ranks per engine), and sleep in between."""
+    """apart: engines have GPUs of their own; shared: they take turns with the policy's ranks on the same GPUs (rollout.tp consecutive ranks
+    per engine), and sleep in between."""
     offload: bool = False
-    """Models that share ranks take turns on the device; idle ones are kept in host memory (on a CPU: in files)."""
+    """Let models that share ranks take turns on the device; idle ones are kept in host memory (on a CPU: in files)."""

@@ -1,4 +1,4 @@
-"""Where rewards come from, and what is done to them."""
+"""Where rewards come from, and how they are transformed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megarl.config.section import EnvironmentVariable, Fraction, Place, Seconds,
 
 
 class ReasoningGymReward(Section):
-    """reasoning-gym's own scorer; a score of at least `threshold` counts 1, less counts 0."""
+    """reasoning-gym's own scorer; a score of at least `threshold` counts as 1, a lower one as 0."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     threshold: Fraction = 1.0
-    """A response with at least this score counts 1, else 0."""
+    """A score of at least this counts as 1, a lower one as 0."""
     extract: str | None = None
     """Regular expression whose last match (its first group) is the answer; null: the whole response, stripped."""
 
 
 class MathReward(Section):
-    """math-verify: 1 where the answer in the response equals the ground truth symbolically: a number, an expression, or a worked answer.
+    """math-verify: 1 if the response's answer is symbolically equal to the ground truth, which is a number, expression or worked solution.
 
-    Of a worked answer that is what stands in \\boxed{}, as in MATH, or after ####, as in GSM8K.
+    The answer of a worked solution is the contents of its \\boxed{}, as in MATH, or what follows ####, as in GSM8K.
     """
 
     type: Literal["math_verify"] = "math_verify"
@@ -38,25 +38,25 @@ class FunctionReward(Section):
 
 
 class HttpReward(Section):
-    """A server that scores batches of responses; protocol: megarl.rewards.http."""
+    """A server that scores batches of responses; for the protocol see megarl.rewards.http."""
 
     type: Literal["http"] = "http"
     url: Annotated[str, AfterValidator(web_address)] | None = None
     """Its address, such as http://127.0.0.1:8000/score."""
     url_file: Place | None = None
-    """A file that holds the address when the run starts, in the place of `url`: of a server that is a job itself."""
+    """A file that holds the address when the run starts, instead of `url`; for a server that is itself a job."""
     token_env: EnvironmentVariable | None = None
     """The environment variable that holds a bearer token."""
     batch_size: PositiveInt = 64
-    """Most responses in one request."""
+    """Maximum number of responses in one request."""
     timeout_s: Seconds = 30.0
-    """Longest time for one request and its answer."""
+    """Time limit of one request, including its answer."""
     attempts: Annotated[int, Field(gt=0, le=1_000_000)] = 5
-    """Attempts of one request."""
+    """Maximum number of attempts per request."""
     backoff_s: Annotated[float, Field(ge=0, le=86_400)] = 1.0
     """Pause before the second attempt; doubles before each further one, up to 30 s."""
     deadline_s: Seconds = 300.0
-    """Longest time for all responses of a step, including retries."""
+    """Time limit for scoring all responses of a step, including retries."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> HttpReward:
@@ -72,7 +72,7 @@ class EnvironmentReward(Section):
 
 
 class ModelReward(Section):
-    """A reward model on Megatron ranks (`megarl rm` trains one): its score of the response's last token."""
+    """A reward model on Megatron ranks (`megarl rm` trains one); the reward is its score at the response's last token."""
 
     type: Literal["reward_model"] = "reward_model"
     path: Place
@@ -82,16 +82,16 @@ class ModelReward(Section):
 
 
 class RewardPart(Section):
-    """One reward of several."""
+    """One reward of a sum."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,31}$")]
-    """Its own value is reported as reward/<name>/mean."""
+    """Name in the metrics: this part's own value is reported as reward/<name>/mean."""
     source: Annotated[
         ReasoningGymReward | MathReward | FunctionReward | HttpReward | EnvironmentReward | ModelReward, Field(discriminator="type")
     ]
-    """What scores."""
+    """What computes this reward."""
     weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
-    """Factor of its value in the sum."""
+    """Factor of this reward in the sum."""
 
 
 class SumReward(Section):
@@ -114,14 +114,14 @@ class SumReward(Section):
 
 
 def alone(source: Section, key: str = "reward.source") -> dict[str, Section]:
-    """The rewards that a source is made of, by their dotted keys: itself, or the parts of a sum. `key`: the source's own."""
+    """Return a source's rewards by their dotted keys: the source itself, or the parts of a sum. `key`: the source's own key."""
     if isinstance(source, SumReward):
         return {f"{key}.parts.{number}.source": part.source for number, part in enumerate(source.parts)}
     return {key: source}
 
 
 def model_of(source: Section) -> tuple[str, ModelReward] | None:
-    """The reward model of `reward.source` with its dotted key; None where it has none."""
+    """Return the reward model of `reward.source` and its dotted key; None if it has none."""
     return next(((key, one) for key, one in alone(source).items() if isinstance(one, ModelReward)), None)
 
 
@@ -137,19 +137,19 @@ class OverlongSettings(Section):
     """DAPO's soft penalty for answers that run into the length limit (see megarl.rewards.shaping)."""
 
     buffer_tokens: PositiveInt
-    """The penalty grows from 0 to `scale` over the last tokens, this many, before rollout.max_response_tokens."""
+    """The penalty grows from 0 to `scale` over this many tokens before rollout.max_response_tokens."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """The largest penalty."""
 
 
 class NormaliseSettings(Section):
-    """Rewards relative to those of the policy that the run starts from (see megarl.rewards.scale).
+    """Normalise rewards by those of the policy that the run starts from (see megarl.rewards.scale).
 
-    All that comes after them is on this scale: overlong.scale, and thresholds of an algorithm (RAFT's, VAPO's positive_above).
+    Everything downstream is on the normalised scale: overlong.scale, and an algorithm's thresholds (RAFT's, VAPO's positive_above).
     """
 
     prompts: Annotated[int, Field(ge=2)] = 256
-    """Prompts drawn from data.train, with one response each, whose rewards determine mean and standard deviation."""
+    """Number of prompts from data.train, with one response each, whose rewards determine the mean and the standard deviation."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Clip normalised rewards to this many standard deviations on both sides; null: no clipping."""
 
@@ -162,13 +162,13 @@ class RewardSettings(Section):
     normalise: NormaliseSettings | None = None
     """Normalise rewards relative to the initial policy's."""
     eval: TextReward | None = None
-    """What evaluations use instead of `source`: pass rates, when a reward model gives the training reward."""
+    """What evaluations use instead of `source`, for example to report pass rates where the training reward is a reward model's."""
     overlong: OverlongSettings | None = None
     """Soft penalty for overlong answers."""
     require_finished: bool = True
-    """A response cut off by the length limit scores 0; an episode keeps the environment's rewards (source.type=environment)."""
+    """Score a response cut off by the length limit 0; an episode keeps the environment's rewards (source.type=environment)."""
     timeout_s: Seconds = 10.0
-    """Longest time for one sample; a late sample scores 0 (a server has source.timeout_s instead)."""
+    """Time limit for scoring one response; one that exceeds it scores 0 (a server has source.timeout_s instead)."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 1
     """Scoring processes, or connections to a server."""
     sandbox: SandboxSettings = SandboxSettings()

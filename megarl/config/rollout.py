@@ -15,7 +15,7 @@ class VllmSettings(Section):
 
     type: Literal["vllm"] = "vllm"
     args: dict[str, Any] = {}
-    """Any of vLLM's engine arguments that megarl does not set itself, checked against the fields of its AsyncEngineArgs."""
+    """Any fields of vLLM's AsyncEngineArgs that megarl does not set itself; their names are checked."""
 
 
 class RolloutSettings(Section):
@@ -26,61 +26,62 @@ class RolloutSettings(Section):
     replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
-    """Tensor parallel size inside one engine."""
+    """Tensor parallel size of one engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the engine's weights and activations; null: model.dtype."""
     fp32_head: bool = False
     """Compute the engine's logits in float32, as model.fp32_head does in the trainer."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
-    """Responses to each prompt: the group."""
+    """Responses to each prompt (the group size)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are those at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that together have this probability; in training, below 1 only with algorithm.correction."""
     top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens, 0: from all; in training only with algorithm.correction."""
+    """Sample from this many of the most likely tokens; 0: from all. In training, above 0 only with algorithm.correction."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample from tokens at least this share as likely as the most likely one; in training, above 0 only with algorithm.correction."""
     stop_token_ids: list[NonNegativeInt] = []
     """Tokens that end a response, besides the model's end token; they are part of its tokens, but not of its text."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a response; they are part of its tokens and of its text."""
+    """Strings that end a response; they are part of its tokens and of its text."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt; a longer one is refused."""
+    """Maximum length of a prompt, in tokens; `data.overlong` says what happens to a longer one."""
     max_response_tokens: PositiveInt = 1024
-    """Longest response, including its end token."""
+    """Maximum length of a response, in tokens, including its end token."""
     max_num_seqs: BatchSize = 256
-    """Sequences that an engine decodes together."""
+    """Maximum number of sequences that an engine decodes together."""
     kv_cache_mb: Megabytes | None = None
-    """Size of the KV cache: CPU engines need it, GPU engines use gpu_memory_fraction."""
+    """Size of the KV cache; required by CPU engines (GPU engines use gpu_memory_fraction)."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
-    """Longest time for an engine to return the responses to a prompt."""
+    """Time limit for an engine to return the responses to a prompt."""
 
     @property
     def cut(self) -> str | None:
-        """The setting that leaves tokens out of the draw, for a message; None where every token may be drawn."""
+        """The first setting that excludes tokens from sampling, as text for a message; None if every token may be sampled."""
         wide = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return next((f"rollout.{name}={getattr(self, name):g}" for name, all_ in wide.items() if getattr(self, name) != all_), None)
 
 
 class TrainRolloutSettings(RolloutSettings):
-    """The engines of a run that trains: they can be ahead of the ranks."""
+    """The engines of a run that trains, which can run ahead of the ranks."""
 
     mode: Literal["sync", "ahead", "budget", "free"] = "sync"
     """sync: the engines generate, then the ranks learn. ahead: the engines generate the next step while the ranks learn, with the weights
-    that the ranks started from: every batch but the first is one update old. budget: the same, but responses not finished after
+    that the ranks started from, so that every batch but the first is one update old. budget: the same, but responses not finished after
     budget_tokens continue with the next weights. free: the engines never wait, and unfinished responses continue with new weights as they
     arrive; no two runs are the same. All but sync need algorithm.correction for the older weights, or train.old_logp=rollout."""
     budget_tokens: PositiveInt | None = None
-    """budget: most tokens of a response in one round. No token is older than ceil(max_response_tokens / budget_tokens) + 1 updates."""
+    """budget: maximum number of tokens that a response gains in one round. No token is older than
+    ceil(max_response_tokens / budget_tokens) + 1 updates."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """free: most updates by which a token may lag behind the weights trained on it."""
+    """free: maximum number of updates by which a token may lag behind the weights that train on it."""
 
     @property
     def most_lag(self) -> int:
-        """Most updates by which a token is older than the weights that learn from it, in each mode."""
+        """The maximum number of updates by which a token can be older than the weights that train on it, in the chosen mode."""
         if self.mode == "budget":
             assert self.budget_tokens is not None
             return math.ceil(self.max_response_tokens / self.budget_tokens) + 1
@@ -91,12 +92,12 @@ class SyncSettings(Section):
     """How new weights reach the engines."""
 
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
-    """nccl and gloo send over a process group; shm shares memory of one machine, cuda_ipc of one GPU."""
+    """nccl and gloo send over a process group; shm uses the shared memory of one machine, cuda_ipc the memory of one GPU."""
     bucket_mb: Megabytes = 256
-    """Tensors are sent in buckets of at most this size (or one tensor)."""
+    """Maximum size of the buckets in which tensors are sent (a larger tensor has one of its own)."""
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
+    """Maximum mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
     timeout_s: Seconds = 600.0
-    """Longest time of one sync."""
+    """Time limit of one sync."""

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a mixture-of-experts model are sent to."""
+"""Routing replay: the experts to which a mixture-of-experts model sends tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from megarl.config.section import Fraction, Section
 
 
 class RoutingSettings(Section):
-    """The experts of the responses' tokens: replayed, and compared."""
+    """How the experts chosen for the responses' tokens are replayed and compared."""
 
     replay: Literal["off", "r2", "r3"] = "off"
-    """Experts in the policy's updates. off: as its routers choose; r2: those of the old log-probs; r3: the engine's, for both."""
+    """The experts that the policy's updates use. off: those that its routers choose; r2: those chosen in the forward pass that computed the
+    old log-probs; r3: the engine's, in that pass and in the updates."""
     reference: bool = False
     """With r3: the reference uses the engine's experts too."""
     critic: bool = False
@@ -19,11 +20,12 @@ class RoutingSettings(Section):
     sample: Fraction = 0.01
     """Share of the responses whose experts the engine reports for the metrics, at least one per rollout; 0: none. With r3 it is 1."""
     alarm: Fraction = 0.1
-    """Share of choices in which engine and trainer, or old and new policy, differ, above which an alarm names the remedy."""
+    """Raise an alarm, which names the remedy, if engine and trainer, or old and new policy, differ in more than this share of their
+    choices of experts."""
 
     @property
     def follows(self) -> bool:
-        """Whether the policy's routers are followed at all."""
+        """Whether the policy's expert choices are recorded at all."""
         return self.replay != "off" or self.sample > 0
 
     @property

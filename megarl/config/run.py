@@ -1,4 +1,4 @@
-"""What every run has: a name, a place, a model on ranks, checkpoints, a cluster."""
+"""The settings that all runs have: a name, a directory, a model on ranks, checkpoints, a cluster."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ class CheckpointSettings(Section):
     """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
 
     every: NonNegativeInt = 0
-    """Steps between two saves; 0: only if a run is stopped early (an alarm, a lost reward server)."""
+    """Steps between two saves; 0: save only if a run is stopped early (an alarm, a lost reward server)."""
     keep_last: PositiveInt = 2
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints to keep."""
     keep_every: NonNegativeInt = 0
-    """Also keep every N-th step's checkpoint; 0: no others."""
+    """Also keep the checkpoint of every step divisible by this; 0: no others."""
     asynchronous: bool = True
     """Write in the background, while the next steps run."""
     staging_mb: Megabytes = 8192
     """Host memory per rank for tensors waiting to be written; beyond that, the save waits."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a save fails: end the run, or raise an alarm and continue."""
+    """If a save fails: end the run, or raise an alarm and continue."""
     rolling: Literal["off", "local", "peer"] = "off"
-    """After every step, copy its state into the memory of its machine (peer: and of the next one), for restarts inside the run: they then
-    lose only the current step. Keeps the last two steps, so it takes memory for two (peer: four)."""
+    """After every step, copy each rank's state into the memory of its machine (peer: and of the next one), so that a restart inside the run
+    loses only the current step. Keeps the last two steps, so it takes memory for two copies (peer: four)."""
     resume: bool = True
-    """Resume from the run's newest intact checkpoint; false: move what is there aside, and start over."""
+    """Resume from the run's newest intact checkpoint; false: move any earlier run of this name aside, and start over."""
 
 
 class ClusterSettings(Section):
-    """Ray and the sockets."""
+    """Ray, GPUs, memory, network and time limits."""
 
     address: str | None = None
-    """An existing Ray cluster; null starts one on this machine."""
+    """Address of an existing Ray cluster; null: start one on this machine."""
     allocation: Place | None = None
     """The directory of a Slurm job (set by `megarl slurm`), whose nodes then make up the cluster, with this machine as its head."""
     interface: str | None = None
-    """Network interface of the sockets between machines; null keeps every listening socket on loopback (one machine)."""
+    """Network interface of the sockets between machines; null: keep every listening socket on loopback (one machine)."""
     gpus: bool = True
-    """One GPU for every model rank and every engine rank; false runs everything on the CPU."""
+    """One GPU for every model rank and every engine rank; false: run everything on the CPU."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Memory of each GPU, such as 80 for an H100: lets a check refuse what `megarl plan` says does not fit; null: not checked."""
+    """Memory of each GPU, such as 80 for an H100; a check then refuses a run that does not fit according to `megarl plan`. null: not
+    checked."""
     host_memory_gb: Annotated[float, Field(gt=0, le=100_000)] | None = None
-    """Host memory of each node: together with gpu_memory_gb, lets a check also refuse what exceeds it; null: not checked."""
+    """Host memory of each node; with gpu_memory_gb, a check then also refuses a run that exceeds it. null: not checked."""
     deterministic: bool = False
-    """GPUs: use only deterministic algorithms, as far as torch, Transformer Engine and vLLM have them; slower. A CPU always does."""
+    """GPUs: use only deterministic algorithms, as far as torch, Transformer Engine and vLLM have them; slower. CPUs always do so."""
     object_store_mb: Annotated[int, Field(ge=80, le=1 << 30)] = 200
     """Size of Ray's object store on each node, reserved at the start; Ray itself needs 75 MB. It holds a step's responses, and with
     routing.replay=r3 their experts."""
     start_timeout_s: Seconds = 900.0
-    """Longest time for Ray, ranks and engines to start: on GPUs an engine compiles for minutes at its first start."""
+    """Time limit for Ray, ranks and engines to start; on GPUs, an engine compiles for minutes at its first start."""
     phase_timeout_s: Seconds = 3600.0
-    """Longest time that any phase may take."""
+    """Time limit of any one phase."""
     still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
-    """Longest time that a process of the run may be stopped (SIGSTOP, a debugger), or a machine not answer, before it counts as lost."""
+    """How long a process of the run may be stopped (SIGSTOP, a debugger), or a machine may not answer, before it counts as lost."""
     restarts: NonNegativeInt = 3
     """How many times a day engines or ranks that died, hang or lost their node are restarted inside the run; after that, or with 0, the
     run ends."""
@@ -76,39 +77,39 @@ class ClusterSettings(Section):
 
 
 class LogSettings(Section):
-    """What is kept of a run besides metrics.jsonl, and who is told."""
+    """What a run records besides metrics.jsonl, and where it is reported."""
 
     tensorboard: bool = True
     """Write TensorBoard files into the run's directory."""
     wandb: bool = False
     """Report to Weights & Biases."""
     wandb_project: Annotated[str, Field(min_length=1)] = "megarl"
-    """The project there."""
+    """The Weights & Biases project."""
     wandb_entity: str | None = None
-    """The user or team that has it; null: the default of whose key it is."""
+    """The user or team that owns the project; null: the default entity of the API key."""
     samples: NonNegativeInt = 8
     """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation; 0: none of either."""
 
 
 class RunSettings(Section):
-    """What every stage has."""
+    """The settings that all stages have."""
 
-    leaves: ClassVar[tuple[str, ...]] = ()  # files of its own in the run's directory
+    leaves: ClassVar[tuple[str, ...]] = ()  # files that the stage itself writes into the run's directory
 
     name: Annotated[str, Field(pattern=r"^\w[\w.\-]*(/\w[\w.\-]*)*$"), AfterValidator(lambda name: str(nameable(Path(name))))]
     """The run's directory, as a path below run_dir."""
     run_dir: Place = Path("runs")
-    """Where all runs are."""
+    """The directory that contains all runs."""
     seed: Seed = 1
     """Seed of everything random, except in data sources with their own seeds."""
     model: ModelSettings
     """The model to train, evaluate or serve."""
     layout: Layout = Layout()
-    """How its ranks share it (`megarl eval` and `megarl pairs` have none)."""
+    """How the model is divided among its ranks (`megarl eval` and `megarl pairs` have none)."""
     cluster: ClusterSettings = ClusterSettings()
-    """Ray and the sockets."""
+    """Ray, GPUs, memory, network and time limits."""
     log: LogSettings = LogSettings()
-    """Where the metrics go."""
+    """What is recorded, and where the metrics go."""
 
     @property
     def directory(self) -> Path:
@@ -117,7 +118,7 @@ class RunSettings(Section):
 
 
 class TrainingSettings(RunSettings):
-    """What every stage that trains has besides."""
+    """The settings that all stages that train have in addition."""
 
     save: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""

@@ -1,4 +1,4 @@
-"""What a process that handles responses may do."""
+"""What a process that runs scorers, environments or tools may do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megarl.config.section import EnvironmentVariable, Place, Section
 
 
 class SandboxSettings(Section):
-    """The sandbox in which responses are scored (see megarl/sandbox/README.md for what it guarantees on which kernel)."""
+    """The sandbox of scorers, environments and tools (see megarl/sandbox/README.md for what it guarantees on which kernel)."""
 
     require: Literal["limits", "landlock", "namespaces"] = "limits"
     """Refuse to start if the machine cannot isolate processes at least this well."""
     memory_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 8.0
-    """Largest address space of one process."""
+    """Maximum address space of one process."""
     network: bool = False
-    """Let your own function use the network, and with it every service that trusts this machine."""
+    """Let your own function use the network, and thus reach every service that trusts this machine."""
     readable: list[Place] = []
     """Files and directories that your own function may read, besides its code."""
     env: list[EnvironmentVariable] = []
-    """Environment variables to pass to it."""
+    """Environment variables to pass to your own function."""

@@ -1,4 +1,4 @@
-"""The tree of each verb that trains."""
+"""The configuration tree of each verb that trains."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megarl.errors import refuse_all
 
 
 class StepSettings(Section):
-    """One RL step, and how often things happen."""
+    """One RL step, and how often evaluations take place."""
 
     steps: Steps
     """Steps of the policy; those of critic.pretrain_steps come before them."""
     prompts_per_step: PositiveInt
     """Prompts of one rollout."""
     mini_batches: PositiveInt = 1
-    """Parts of a rollout, with an optimizer step on each."""
+    """Number of mini-batches into which a rollout is divided, with one optimizer step on each."""
     epochs: Passes = 1
-    """Passes of the policy over these parts of one rollout (PPO's epochs), not over the data, which `steps` counts."""
+    """Passes of the policy over a rollout's mini-batches (PPO's epochs), not over the data (training ends after `steps`)."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
-    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates; auto: the same, but skipped
-    after the first step if a single update follows, whose own log-probs they then are, and nothing else needs them (a reference, a
-    correction, routing.replay=r2); rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but after the
+    first step the pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a
+    correction, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of one micro-batch on one context-parallel group."""
+    """Maximum number of tokens in one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
-    """Drop groups of equal rewards, and draw prompts at most this many times to fill the step; null: keep all groups."""
+    """Drop groups whose rewards are all equal, and draw prompts at most this many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
-    """Overlong filter: a response cut off by the length limit gets no loss."""
+    """Overlong filter: exclude responses cut off by the length limit from the loss."""
     eval_every: NonNegativeInt = 0
     """Steps between two evaluations; 0: only before the first and after the last step."""
     eval_at_start: bool = True
@@ -47,7 +47,7 @@ class StepSettings(Section):
     on_alarm: Literal["continue", "stop"] = "continue"
     """stop: end the run at the first alarm, with a checkpoint."""
     best: str | None = None
-    """Metric of evaluations, such as eval/heldout/avg@1: keep the policy of the evaluation with the highest; null: the last policy."""
+    """Keep the policy with the highest value of this evaluation metric, such as eval/heldout/avg@1; null: keep the last policy."""
     patience: NonNegativeInt = 0
     """End the run after this many evaluations in a row that do not raise `best`; 0: never."""
 
@@ -60,9 +60,9 @@ class TrainConfig(TrainingSettings):
     algorithm: Algorithm
     """The algorithm of the update, by its `type`, and its settings."""
     critic: CriticSettings | None = None
-    """The value model: required by the algorithms that have one, refused by the others."""
+    """The value model: required by algorithms that use one, refused by the others."""
     placement: Placement = Placement()
-    """Models with their own ranks."""
+    """Models with their own ranks, and whether engines share the policy's GPUs."""
     data: DataSettings
     """Prompts."""
     eval: list[EvalSet] = []
@@ -76,13 +76,13 @@ class TrainConfig(TrainingSettings):
     sync: SyncSettings = SyncSettings()
     """How new weights reach the engines."""
     routing: RoutingSettings = RoutingSettings()
-    """An MoE's experts: replay and metrics."""
+    """Experts of an MoE model: replay and metrics."""
     train: StepSettings
-    """One step, and how often things happen."""
+    """One step, and how often evaluations take place."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
-        """All that contradicts each other, at once."""
+        """Run every check between sections, and report all contradictions at once."""
         refuse_all(
             lambda: check_sets(self.data, self.eval),
             self._check_batch,
@@ -101,7 +101,7 @@ class TrainConfig(TrainingSettings):
         return self
 
     def _check_batch(self) -> None:
-        """ValueError where mini-batches and groups are not what ranks and algorithm need."""
+        """Raise ValueError if the mini-batches do not suit the ranks, or the groups do not suit the algorithm."""
         sequences, mini_batch = self._sequences
         if sequences % self.train.mini_batches:
             raise ValueError(
@@ -121,19 +121,19 @@ class TrainConfig(TrainingSettings):
 
     @property
     def _sequences(self) -> tuple[int, int]:
-        """Of a step, and of a mini-batch."""
+        """The number of sequences in a step, and in a mini-batch."""
         sequences = self.train.prompts_per_step * self.rollout.samples_per_prompt
         return sequences, sequences // self.train.mini_batches
 
     def _check_critic(self) -> None:
-        """ValueError where the algorithm has a critic and the run has not, or the other way round."""
+        """Raise ValueError if the algorithm needs a critic and the configuration has none, or vice versa."""
         if self.algorithm.needs_critic and self.critic is None:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} needs a critic; give this section")
         if self.critic is not None and not self.algorithm.needs_critic:
             raise ValueError(f"critic: algorithm.type={self.algorithm.type} has no critic; leave this section out")
 
     def _check_lengths(self) -> None:
-        """ValueError where the longest response does not fit."""
+        """Raise ValueError if the overlong buffer exceeds a response, or the longest prompt and response exceed a micro-batch."""
         if self.reward.overlong is not None and self.reward.overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} is more than "
@@ -150,7 +150,7 @@ class TrainConfig(TrainingSettings):
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
     def _check_best(self) -> None:
-        """ValueError where no evaluation has the metric that decides."""
+        """Raise ValueError if no evaluation during training reports the metric that `best` and `patience` need."""
         train = self.train
         known = ["eval/heldout/avg@1", "eval/heldout/greedy"] if self.data.eval is not None else []
         for one in self.eval:
@@ -163,7 +163,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"train.best={train.best}: train.eval_every=0 runs no evaluations during training")
 
     def _check_placement(self) -> None:
-        """ValueError where a model that the run has not is given ranks, or more data-parallel ranks than a mini-batch has sequences."""
+        """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""
         _, sequences = self._sequences
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
@@ -180,7 +180,7 @@ class TrainConfig(TrainingSettings):
                 )
 
     def _check_shared(self) -> None:
-        """ValueError where engines cannot share the devices of the policy's ranks."""
+        """Raise ValueError if the engines cannot share the devices of the policy's ranks as configured."""
         engines, ranks = self.rollout.replicas * self.rollout.tp, self.layout.ranks
         if self.placement.engines == "apart":
             return
@@ -195,7 +195,7 @@ class TrainConfig(TrainingSettings):
             )
 
     def _check_routing(self) -> None:
-        """ValueError where experts are to be replayed in a model that the run has not, or that nobody reports."""
+        """Raise ValueError if experts are to be replayed in a model that the run does not have, or if nothing reports them."""
         if self.routing.reference and self.routing.replay != "r3":
             raise ValueError(f"routing.reference=true with routing.replay={self.routing.replay}: only r3 has experts for the reference")
         if self.routing.reference and not self.algorithm.needs_reference:
@@ -204,7 +204,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"routing.critic=true: algorithm.type={self.algorithm.type} has no critic")
 
     def _check_old_logp(self) -> None:
-        """ValueError where the engine's log-probs as old ones contradict another setting."""
+        """Raise ValueError if using the engine's log-probs as the old ones contradicts another setting."""
         if self.train.old_logp == "rollout" and self.algorithm.correction is not None:
             raise ValueError(
                 f"train.old_logp=rollout: algorithm.correction.type={self.algorithm.correction.type} weights old by rollout log-probs, "
@@ -214,7 +214,7 @@ class TrainConfig(TrainingSettings):
             raise ValueError("train.old_logp=rollout: routing.replay=r2 replays the forward pass that this skips; use r3")
 
     def _check_cut(self) -> None:
-        """ValueError where responses come from a part of the distribution, and nothing corrects for it."""
+        """Raise ValueError if responses are sampled from a truncated distribution and nothing corrects for it."""
         if self.rollout.cut is not None and self.algorithm.correction is None:
             raise ValueError(
                 f"{self.rollout.cut}: responses then come from a truncated policy distribution, but the loss would take it for the whole "
@@ -222,7 +222,7 @@ class TrainConfig(TrainingSettings):
             )
 
     def _check_mode(self) -> None:
-        """ValueError where engines are to be ahead of the ranks and cannot be, or nothing corrects for their older weights."""
+        """Raise ValueError if the engines cannot run ahead of the ranks as configured, or nothing corrects for their older weights."""
         rollout, mode = self.rollout, f"rollout.mode={self.rollout.mode}"
         for key, needs in (("budget_tokens", "budget"), ("max_lag", "free")):
             value = getattr(rollout, key)
@@ -240,7 +240,7 @@ class TrainConfig(TrainingSettings):
             )
 
     def _check_under_way(self) -> None:
-        """ValueError where responses are to be under way over several steps, and something of the step cannot be."""
+        """Raise ValueError if responses may span several steps and a setting does not allow it."""
         mode, algorithm = self.rollout.mode, self.algorithm
         cut = mode == "budget"
         cannot = {
@@ -254,14 +254,14 @@ class TrainConfig(TrainingSettings):
 
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
-        """Where the old log-probs of a step come from: a pass of their own, the update's own pass, or the engine."""
+        """Where the old log-probs of a step come from: a forward pass of their own, the update's own pass, or the engine."""
         alone = self.algorithm.correction is None and not self.algorithm.needs_reference and self.routing.replay != "r2"
         if self.train.old_logp == "auto":
             return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
         return self.train.old_logp
 
     def _check_critic_tokens(self) -> None:
-        """ValueError where the critic's micro-batches are too small for a response, or for one of the policy's where they share ranks."""
+        """Raise ValueError if the critic's micro-batches are smaller than a response, or (on shared ranks) than the policy's."""
         given, longest = None if self.critic is None else self.critic.micro_batch_tokens, self._longest
         if given is None:
             return
@@ -275,28 +275,28 @@ class TrainConfig(TrainingSettings):
 
 
 class LearnSettings(Section):
-    """The steps of a supervised stage, and how often it looks at its held-out source."""
+    """The steps of a supervised stage, and how often it is evaluated on its held-out data."""
 
     steps: StepsOrNone
-    """Steps of the stage; 0: the held-out numbers of model.path alone."""
+    """Steps of the stage; 0: only evaluate model.path on the held-out data."""
     batch_size: BatchSize = 64
-    """Responses of one step, or pairs of them."""
+    """Responses, or pairs of responses, in one step."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of one micro-batch on one context-parallel group."""
+    """Maximum number of tokens in one micro-batch on one context-parallel group."""
     max_tokens: PositiveInt = 2048
-    """Longest prompt + response."""
+    """Maximum length of prompt + response, in tokens."""
     eval_every: NonNegativeInt = 0
-    """Steps between two measurements; 0: only before the first and after the last step."""
+    """Steps between two evaluations; 0: only before the first and after the last step."""
     patience: NonNegativeInt = 0
-    """This many measurements in a row without a better one end the stage, with the model of the best one; 0: all steps are taken."""
+    """End the stage after this many evaluations in a row without an improvement, with the model of the best one; 0: take all steps."""
 
 
 class ValueConfig(TrainConfig):
-    """`megarl value`: the critic of an RL run alone. train.steps is not read."""
+    """`megarl value`: only the critic of an RL run is trained. train.steps is ignored."""
 
 
 class LearnConfig(TrainingSettings):
-    """What the supervised stages have in common."""
+    """The settings that the supervised stages have in common."""
 
     section: ClassVar[str]  # key of the stage's LearnSettings
 
@@ -346,7 +346,7 @@ class RmSettings(LearnSettings):
 
 
 class RmConfig(LearnConfig):
-    """`megarl rm`: a reward model from pairs, started from a language model (with a fresh head) or from a reward model."""
+    """`megarl rm`: a reward model trained on pairs, starting from a language model (with a fresh head) or from a reward model."""
 
     section: ClassVar[str] = "rm"
     optimizer: RewardModelOptimizer = RewardModelOptimizer()
@@ -358,13 +358,13 @@ class RmConfig(LearnConfig):
 
 
 class DpoConfig(LearnConfig):
-    """`megarl dpo`: a policy from pairs, against itself as it was (`model.path`) as the reference."""
+    """`megarl dpo`: a policy trained on pairs, with the initial policy (`model.path`) as the reference."""
 
     section: ClassVar[str] = "dpo"
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of the policy."""
     algorithm: PreferenceLoss = Dpo()
-    """The preference loss, by its `type` (dpo unless it is said), and its settings."""
+    """The preference loss, by its `type` (default: dpo), and its settings."""
     data: PreferenceData
     """Pairs."""
     dpo: LearnSettings
@@ -372,7 +372,7 @@ class DpoConfig(LearnConfig):
 
 
 def total_steps(config: RunSettings) -> int:
-    """Steps of a whole run, or of its critic: with value pretraining, and with those of the policy, where it learns."""
+    """Return the total number of steps of a run: those of value pretraining, and those of the policy unless only the critic is trained."""
     if isinstance(config, TrainConfig):
         pretraining = 0 if config.critic is None else config.critic.pretrain_steps
         return pretraining + (0 if isinstance(config, ValueConfig) else config.train.steps)
@@ -380,7 +380,7 @@ def total_steps(config: RunSettings) -> int:
 
 
 def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
-    """The optimizers of a run, by their keys."""
+    """Return the optimizers of a run, by their keys."""
     if isinstance(config, SftConfig | RmConfig | DpoConfig):
         return {"optimizer": config.optimizer}
     if not isinstance(config, TrainConfig):

@@ -1,4 +1,4 @@
-"""Conditions on the columns of rows: a value, a list of values of which it must be one, or {min, max} of a number."""
+"""Conditions on the columns of rows: a value, a list of accepted values, or the range {min, max} of a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 
 def _checked(where: dict[str, Any]) -> dict[str, Any]:
-    """The conditions by column. ValueError for one that is malformed."""
+    """Return the conditions, by column. Raise ValueError for a malformed one."""
     for column, condition in where.items():
         if not isinstance(condition, Mapping):
             values = condition if isinstance(condition, list) else [condition]
@@ -32,7 +32,7 @@ Where = Annotated[dict[str, Any], Field(max_length=64, description=MEANING), Aft
 
 
 def takes(condition: Any, value: object) -> bool:
-    """Whether a condition takes the value of a row; None, where the row has none, is not taken. 1 is 1.0, and neither is true or "1"."""
+    """Return whether a condition accepts a row's value. None (a missing value) is never accepted; 1 equals 1.0, but not true or "1"."""
     if isinstance(condition, Mapping):
         return _is_number(value) and condition.get("min", -math.inf) <= value <= condition.get("max", math.inf)
     values = condition if isinstance(condition, list) else [condition]

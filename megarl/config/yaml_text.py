@@ -1,7 +1,7 @@
-"""YAML as a configuration has it: the core schema of YAML 1.2, whose values are JSON's, each key once, within bounds.
+"""The YAML of configurations: YAML 1.2's core schema, restricted to values that JSON has, unique keys, and bounded size.
 
-PyYAML reads YAML 1.1, which takes `010` for 8, `1:30` for 90, `no` for false and `1e-6` for a text. Here a number or a boolean is what JSON
-takes for one (and .inf, .nan, True); the rest is text, which a key that holds a number refuses.
+PyYAML implements YAML 1.1, in which `010` is 8, `1:30` is 90, `no` is false, and `1e-6` a string. Here only what JSON reads as a number or
+boolean is one (plus .inf, .nan, True and the like); anything else is a string, which a numeric key refuses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from megarl.errors import ConfigError
 from megarl.text import one_line
 
-MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # of a file or an override; aliases count as what they stand for
+MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # limits of a file or an override; an alias counts as what it refers to
 _CORE = {
     "null": (r"~|null|Null|NULL|", "~nN"),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -28,7 +28,7 @@ _CORE = {
 
 
 class _Reader(yaml.SafeLoader):
-    """Refuses what is no tree of JSON's values: a key that is given twice or is no text, tags, an anchor inside itself."""
+    """A loader that refuses what is no tree of JSON values: duplicate or non-string keys, tags, an alias inside its own anchor."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
@@ -38,7 +38,7 @@ class _Reader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}  # values in a node, by its id
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Counts levels and values while they are read, before anything is made of them."""
+        """Count levels and values while the text is parsed, before any object is constructed."""
         before, event, alias = self._values, self.peek_event(), self.check_event(yaml.AliasEvent)
         self._level += 1
         if self._level > MOST_LEVELS:
@@ -67,18 +67,18 @@ class _Reader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def text(self, node: ScalarNode) -> str:
-        """A text that can be a file's name, an argument, JSON."""
+        """Return a string that can be used as a file name, an argument or JSON."""
         if re.search("[\0\ud800-\udfff]", node.value):
             raise _fault("a NUL or half a surrogate pair in a text", node.start_mark)
         return str(node.value)
 
     def integer(self, node: ScalarNode) -> int:
-        """Without YAML 1.1's octals, sexagesimals and underscores."""
+        """Return an integer, without YAML 1.1's octals, sexagesimals and underscores."""
         return int(node.value)
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes each text that either version of YAML would take for something else."""
+    """A dumper that quotes every string that either version of YAML would read as something else."""
 
 
 _Reader.add_constructor("tag:yaml.org,2002:str", _Reader.text)
@@ -89,7 +89,7 @@ for _name, (_pattern, _first) in _CORE.items():
 
 
 def read(text: str) -> Any:
-    """The value of a YAML text. Raises ConfigError, as one line that says what is wrong and where, without a key."""
+    """Return the value of a YAML text. Raise ConfigError with one line that says what is wrong and where, without a key."""
     if len(text) > MOST_BYTES:
         raise ConfigError(f"{len(text):,} characters, more than {MOST_BYTES:,}")
     try:
@@ -106,5 +106,5 @@ def _fault(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def write(tree: Any) -> str:
-    """The YAML text of a tree of JSON's values."""
+    """Return the YAML text of a tree of JSON values."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False)
