@@ -1,7 +1,7 @@
-"""The name of each parameter in a Megatron checkpoint, and its index on the axes that stack layers and experts there.
+"""The name of each parameter in a Megatron checkpoint, and its index on the axes along which layers and experts are stacked there.
 
-The names are those of Megatron's models with Transformer Engine's layers (`te_names`), whatever layers a model at hand is made of: a
-checkpoint is the same on every machine, and any program on Megatron-core finds what it looks for.
+The names are those of Megatron models built from Transformer Engine's layers (`te_names`), whichever layers a given model is built from.
+Checkpoints are thus the same on every machine, and any program based on Megatron-core finds the names it expects.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from megarl.models.te_names import to_te
 from megarl.models.weight_map import OUTPUT, Family, HeadKind, Op, Shape, Weight
 
-HEAD = "score.weight"  # of a scalar head, which has a name of its own on the disk
+HEAD = "score.weight"  # a scalar head's name in checkpoints, which differs from its name in the model
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """A parameter is `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
+    """Where a parameter is stored: at `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
 
     key: str
-    index: tuple[int, ...]  # layer and expert, where the checkpoint stacks them
-    extents: tuple[int, ...]  # of these axes
-    shape: Shape  # of the parameter, without padding
+    index: tuple[int, ...]  # layer and expert, if the checkpoint stacks them
+    extents: tuple[int, ...]  # lengths of the stacked axes
+    shape: Shape  # the parameter's shape, without padding
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class Box:
 
 
 def checkpoint_names(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, CheckpointName]]:
-    """Every parameter of a model that a checkpoint holds, with its name there.
+    """Return every parameter of a model that a checkpoint holds, with its name there.
 
     Args:
-        family: the model's.
+        family: the model's family.
         hf: its config.json.
-        head: what stands on the backbone, whichever head `hf` names.
+        head: the head on the backbone, whichever head `hf` names.
 
     Returns:
-        (parameter, name) in the model's order, tied copies left out.
+        (parameter, name) pairs in the model's order, without tied copies.
 
     Raises:
-        ConfigError: as the family does.
+        ConfigError: the family does not support this config.json.
     """
     weights = [weight for weight in family.weights(hf, head) if not weight.alias]
-    # Where layers differ, Megatron stores each under its number (transformer_block.py: a list of moe_layer_freq).
+    # If layers differ (moe_layer_freq is a list), Megatron stores each under its number (transformer_block.py).
     alike = not isinstance(family.fields(hf).get("moe_layer_freq"), list)
     renamed = to_te([weight.name for weight in weights])
     sizes = family.sizes(hf)
@@ -70,20 +70,20 @@ def checkpoint_names(family: Family, hf: dict[str, Any], head: HeadKind) -> list
 
 
 def parameter_shape(op: Op) -> Shape:
-    """The shape of the parameter: the packed tensor's, its leading axes made one."""
-    own = len(op.shapes[0]) - 1  # axes that stay
+    """Return the parameter's shape: the packed tensor's shape with its leading axes merged into one."""
+    own = len(op.shapes[0]) - 1  # trailing axes that are not merged
     packed = op.packed_shape
     return (math.prod(packed[: len(packed) - own]), *packed[len(packed) - own :])
 
 
 def boxes(op: Op, ranks: int) -> list[Box]:
-    """The parameter cut for `ranks` tensor-parallel ranks: rectangles that one rank holds whole (every rank, where it is replicated)."""
+    """Split the parameter among `ranks` tensor-parallel ranks into boxes that each lie within one rank's shard (one box if replicated)."""
     shape, packed, axis = parameter_shape(op), op.packed_shape, op.axis
     if axis is None or ranks == 1:
         return [Box((0,) * len(shape), shape)]
     units, own = op.units(ranks), len(shape) - 1
-    cuts = [(min(rank * units, packed[axis]), min((rank + 1) * units, packed[axis])) for rank in range(ranks)]  # padding is in none
-    if axis >= len(packed) - own:  # an axis that stays: columns
+    cuts = [(min(rank * units, packed[axis]), min((rank + 1) * units, packed[axis])) for rank in range(ranks)]  # without padding
+    if axis >= len(packed) - own:  # the axis is not merged: split columns
         return [_box(shape, axis - (len(packed) - len(shape)), start, stop) for start, stop in cuts if start < stop]
     outer, inner = math.prod(packed[:axis]), math.prod(packed[axis + 1 : len(packed) - own])
     rows = [(part * packed[axis] + start, part * packed[axis] + stop) for start, stop in cuts if start < stop for part in range(outer)]

@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json may say: the kinds of their values. Which of them a family needs, its own file says."""
+"""The types of the values in config.json and generation_config.json. Which keys a family requires is defined in the family's file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Config(_Section):
 
 
 def check_kinds(config: dict[str, Any], name: str) -> None:
-    """ConfigError, with the file's `name`, for the first value that is none of its kind: a text for a number, a true, a NaN."""
+    """Raise ConfigError, naming the file `name`, for the first value of the wrong type, such as a string, true or NaN for a number."""
     try:
         _Config.model_validate(config)
     except ValidationError as error:

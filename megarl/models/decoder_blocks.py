@@ -1,6 +1,6 @@
-"""The blocks that families build their decoders from: weight maps of embedding, attention, MLP and experts, and their Megatron fields.
+"""Building blocks of the families' decoders: weight maps of embedding, attention, MLP and experts, and the matching Megatron fields.
 
-A family's file says which of these it has and under which names, what it refuses, and what is its own.
+A family's file states which of these it uses and under which names, what it refuses, and whatever is specific to the family.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from megarl.config import ConfigError
 from megarl.models.rope import Rope
 from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
 
-LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's, Hugging Face's
+LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
-_MOST = (1 << 31) - 1  # of any number: Megatron and CUDA count with 32 bits
+_MOST = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
 
 
 # --- config.json ---
 
 
 def number(hf: Mapping[str, Any], key: str) -> int:
-    """A positive integer of config.json. Raises ConfigError."""
+    """Return a positive integer from config.json. Raise ConfigError if it is missing, not a positive integer or too large."""
     if key not in hf:
         raise ConfigError(f"model.path: config.json lacks {key}")
     if type(hf[key]) is not int or hf[key] < 1:
@@ -32,14 +32,14 @@ def number(hf: Mapping[str, Any], key: str) -> int:
 
 
 def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
-    """ConfigError for a key of config.json that is there and neither null nor what the family's weight map and Megatron hold.
+    """Raise ConfigError for a key of config.json whose value is not null and that the family's weight map and Megatron do not support.
 
-    For every family: another activation than silu, quantized weights, sliding windows.
+    Refused for every family: activations other than silu, quantized weights, sliding windows.
 
     Args:
-        family: for the message.
+        family: its name, for the message.
         hf: config.json.
-        **expected: of further keys, the value that is held.
+        **expected: the only supported value of further keys.
     """
     always = {"hidden_act": "silu", "quantization_config": None, "use_sliding_window": False}
     for key, value in {**always, **expected}.items():
@@ -50,7 +50,7 @@ def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
 
 
 def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
-    """The numbers of a decoder with grouped-query attention; `mlp`: those of its MLPs and experts. Raises ConfigError."""
+    """Return the sizes of a decoder with grouped-query attention; `mlp`: those of its MLPs and experts. Raise ConfigError if invalid."""
     hidden, heads = number(hf, "hidden_size"), number(hf, "num_attention_heads")
     groups = heads if hf.get("num_key_value_heads") is None else number(hf, "num_key_value_heads")
     if heads % groups:
@@ -70,17 +70,17 @@ def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
 
 
 def embedding(n: Sizes) -> WeightMapping:
-    """The vocabulary's, which tensor parallelism may pad."""
+    """Return the mapping of the vocabulary's embedding, which tensor parallelism may pad."""
     return WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary(n))
 
 
 def final_norm(n: Sizes) -> WeightMapping:
-    """The norm behind the last layer."""
+    """Return the mapping of the norm after the last layer."""
     return WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Plain((n.hidden,)))
 
 
 def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
-    """The norms before the attention and before the MLP."""
+    """Return the mappings of the norms before the attention and before the MLP."""
     return (
         WeightMapping(LAYER + "input_layernorm.weight", (BLOCK + "input_layernorm.weight",), Plain((n.hidden,))),
         WeightMapping(LAYER + "pre_mlp_layernorm.weight", (BLOCK + "post_attention_layernorm.weight",), Plain((n.hidden,))),
@@ -88,12 +88,12 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
 
 
 def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool = False) -> list[WeightMapping]:
-    """Grouped-query attention between its norms.
+    """Return the mappings of grouped-query attention and of the norms before and after it.
 
     Args:
-        n: the model's numbers.
-        bias: of query, key and value.
-        norm: of each head's query and key.
+        n: the model's sizes.
+        bias: query, key and value have biases.
+        norm: each head's query and key are normalised.
         fused: query, key and value are one tensor.
     """
     before, after = norms(n)
@@ -114,14 +114,14 @@ def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool =
 def gated_mlp(
     n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None, *, fused: bool = False
 ) -> list[WeightMapping]:
-    """A gated MLP that tensor parallelism cuts: the dense one, or the shared experts.
+    """Return the mappings of a gated MLP that tensor parallelism splits: a dense MLP, or the shared experts.
 
     Args:
-        n: the model's numbers.
-        ffn: units.
-        ours: Megatron's name inside the layer.
-        theirs: Hugging Face's.
-        layers: that have it; None: all.
+        n: the model's sizes.
+        ffn: number of hidden units.
+        ours: Megatron's name prefix inside the layer.
+        theirs: Hugging Face's name prefix inside the layer.
+        layers: layers that have it; None: all.
         fused: gate and up projection are one tensor.
     """
     ours, theirs = LAYER + ours, BLOCK + theirs
@@ -140,13 +140,13 @@ def gated_mlp(
 def experts(
     n: Sizes, theirs: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), layers: range | None = None
 ) -> list[WeightMapping]:
-    """The router and the routed experts.
+    """Return the mappings of the router and the routed experts.
 
     Args:
-        n: the model's numbers.
-        theirs: Hugging Face's name of the mixture inside the layer.
-        names: of an expert's gate, up and down projections there.
-        layers: that have it; None: all.
+        n: the model's sizes.
+        theirs: Hugging Face's name prefix of the mixture inside the layer.
+        names: Hugging Face's names of an expert's gate, up and down projections.
+        layers: layers that have it; None: all.
     """
     router, expert = BLOCK + theirs + "gate.weight", BLOCK + theirs + "experts.{expert}."
     gate, up, down = (f"{expert}{name}.weight" for name in names)
@@ -158,7 +158,10 @@ def experts(
 
 
 def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
-    """DeepSeek-V3's MLPs, GLM-4.5's too: the first layers dense, then routed experts chosen by score plus a bias, and shared ones."""
+    """Return the mappings of DeepSeek-V3's and GLM-4.5's MLPs.
+
+    The first layers are dense; the others have routed experts, chosen by score plus a bias, and shared experts.
+    """
     rest = range(n.dense, n.layers)
     bias = (BLOCK + "mlp.gate.e_score_correction_bias",)
     return [
@@ -170,23 +173,23 @@ def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
 
 
 def logits(n: Sizes, hf: Mapping[str, Any]) -> WeightMapping:
-    """The output layer, which may be the embedding once more."""
+    """Return the mapping of the output layer, which may be tied to the embedding."""
     tied = bool(hf.get("tie_word_embeddings"))
     return WeightMapping(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
 
 
 def lm_head(architecture: str, sizes: Any) -> Head:
-    """The head of a language model."""
+    """Return the head of a language model."""
     return Head(architecture, lambda hf: logits(sizes(hf), hf), {})
 
 
 def tied_twice(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """A tied output layer that a checkpoint stores all the same."""
+    """Return the name of a tied output layer, which a checkpoint may store even so."""
     return ("lm_head.weight",) if hf.get("tie_word_embeddings") else ()
 
 
 def predictors(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """The layers behind the last that predict further tokens (multi-token prediction)."""
+    """Return the name prefixes of the multi-token prediction layers, which follow the last regular layer."""
     count = hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0
     return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(count))
 
@@ -204,17 +207,17 @@ def _qkv(n: Sizes, fused: bool, *rest: int) -> Op:
 
 
 def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
-    """Fields of the TransformerConfig of a dense decoder with the blocks above.
+    """Return the TransformerConfig fields of a dense decoder built from the blocks above.
 
     Args:
         hf: config.json.
-        n: the model's numbers.
+        n: the model's sizes.
         rope: its rotary embedding.
-        bias: of query, key and value.
-        norm: of each head's query and key.
+        bias: query, key and value have biases.
+        norm: each head's query and key are normalised.
 
     Raises:
-        ConfigError: config.json lacks a number, or Megatron lacks this rotary embedding.
+        ConfigError: config.json lacks rms_norm_eps, or the rotary embedding is not supported.
     """
     if "rms_norm_eps" not in hf:
         raise ConfigError("model.path: config.json lacks rms_norm_eps")
@@ -236,13 +239,13 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
         "activation_func": "silu",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Cosine and sine times f, of queries and keys alike, are scores times f^2.
+        # Scaling cosine and sine by f, for queries and keys alike, scales the attention scores by f^2.
         "softmax_scale": n.head_dim**-0.5 * rope.attention_factor**2 if rope.attention_factor != 1.0 else None,
     }
 
 
 def _chosen(hf: Mapping[str, Any], n: Sizes) -> int:
-    """Experts that a token is sent to. Raises ConfigError where there are fewer."""
+    """Return the number of experts that each token is sent to. Raise ConfigError if the model has fewer."""
     topk = number(hf, "num_experts_per_tok")
     if topk > n.experts:
         raise ConfigError(f"model.path: config.json's num_experts_per_tok={topk} is more than its {n.experts} experts")
@@ -250,12 +253,12 @@ def _chosen(hf: Mapping[str, Any], n: Sizes) -> int:
 
 
 def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict[str, Any]:
-    """Fields of a router that chooses by softmax.
+    """Return the TransformerConfig fields of a softmax router.
 
     Args:
         hf: config.json.
-        n: the model's numbers.
-        normalized: the chosen probabilities are scaled to a sum of 1, which is a softmax over the chosen alone.
+        n: the model's sizes.
+        normalized: the chosen experts' probabilities are scaled to a sum of 1, which equals a softmax over the chosen experts only.
     """
     return {
         "num_moe_experts": n.experts,
@@ -267,22 +270,22 @@ def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict
 
 
 def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, Any]:
-    """Fields of the router and the MLPs of `sigmoid_experts`.
+    """Return the TransformerConfig fields of the router and the MLPs of `sigmoid_experts`.
 
     Args:
         family: its name, for the message.
         hf: config.json.
-        n: the model's numbers.
+        n: the model's sizes.
 
     Raises:
-        ConfigError: Megatron's router would choose other experts.
+        ConfigError: Megatron's router would choose different experts than the model's own.
     """
     topk, groups, chosen = _chosen(hf, n), hf.get("n_group") or 1, hf.get("topk_group") or 1
     if topk == 1 or not hf.get("norm_topk_prob", True):
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
     if n.experts % groups or chosen > groups:
         raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
-    if groups > chosen and topk // chosen != 2:  # moe_utils.py:559 scores a group by its best topk // topk_group experts, the model by two
+    if groups > chosen and topk // chosen != 2:  # moe_utils.py:559 scores a group by its topk // topk_group best experts, the model by two
         raise ConfigError(
             f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron scores each group by two experts"
         )
@@ -301,7 +304,7 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
 
 
 def sigmoid_sizes(hf: Mapping[str, Any]) -> dict[str, int | None]:
-    """The numbers of the MLPs of `sigmoid_experts`, for `Sizes`. Raises ConfigError."""
+    """Return the sizes of the MLPs of `sigmoid_experts`, as arguments of `Sizes`. Raise ConfigError if they are missing or invalid."""
     dense, layers, inner = hf.get("first_k_dense_replace", 0), number(hf, "num_hidden_layers"), number(hf, "moe_intermediate_size")
     if type(dense) is not int or not 0 <= dense < layers:
         raise ConfigError(f"model.path: config.json's first_k_dense_replace={dense!r} is not between 0 and {layers - 1}")

@@ -1,9 +1,9 @@
-"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): attention through low-rank latents (MLA), dense first layers, then
-shared and routed experts that a sigmoid router chooses by score plus bias, within groups.
+"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): attention through low-rank latents (MLA), dense first layers, then shared experts
+and routed experts, which a sigmoid router chooses by score plus bias, within groups.
 
-What they predict beyond the next token (multi-token prediction, one further layer) is not trained here. Refused: FP8 weights, as
-published (convert them to bfloat16 first), other routers than the sigmoid one (DeepSeek-V2), groups that Megatron would rate otherwise,
-and what every family refuses (`decoder_blocks.refuse`).
+Their multi-token prediction (one further layer) is not trained here. Refused: the FP8 weights that are published (convert them to bfloat16
+first), routers other than the sigmoid one (DeepSeek-V2), groups that Megatron would score differently, and what every family refuses
+(`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAME = "DeepSeek-V3"
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map and Megatron's MLA do not hold."""
+    """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
     blocks.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     heads = number(hf, "num_attention_heads")
     if hf.get("num_key_value_heads") not in (None, heads):
         raise ConfigError(f"model.path: config.json's num_key_value_heads={hf['num_key_value_heads']!r} is not num_attention_heads={heads}")
-    if hf.get("rms_norm_eps") != 1e-6:  # transformers norms the latents with 1e-6 whatever config.json says, Megatron with this number
+    if hf.get("rms_norm_eps") != 1e-6:  # transformers always normalises the latents with 1e-6, Megatron with config.json's value
         raise ConfigError(f"model.path: config.json's rms_norm_eps={hf.get('rms_norm_eps')!r} is not supported for {NAME}, which has 1e-06")
     return Sizes(
         layers=number(hf, "num_hidden_layers"),
@@ -39,14 +39,14 @@ def sizes(hf: dict[str, Any]) -> Sizes:
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     before, after = blocks.norms(n)
     return [blocks.embedding(n), before, *_latents(hf, n), after, *blocks.sigmoid_experts(n), blocks.final_norm(n)]
 
 
 def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
-    """Projections down to the latents are whole on every tensor-parallel rank, those up to the heads are cut by head."""
+    """Return the mappings of MLA: down-projections to the latents are replicated on all tensor-parallel ranks, the others split by head."""
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     query, latent, value = n.heads * n.head_dim, number(hf, "kv_lora_rank"), number(hf, "v_head_dim")
     keys_values = n.heads * (number(hf, "qk_nope_head_dim") + value)
@@ -70,7 +70,7 @@ def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's MLATransformerConfig."""
+    """Return the fields of Megatron's MLATransformerConfig."""
     n = sizes(hf)
     turned = rope(hf)
     return {
@@ -89,7 +89,10 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_fields(rope: Rope) -> dict[str, Any]:
-    """MLA makes its own frequencies in Megatron, plain or YaRN's, by transformers' formulas. Raises ConfigError where it could not."""
+    """Return the RoPE fields of Megatron's MLA, which computes its own frequencies, plain or YaRN's, with the formulas of transformers.
+
+    Raises ConfigError for a RoPE that it cannot compute.
+    """
     common = {"rotary_base": rope.theta, "rotary_percent": 1.0}
     if rope.kind == "default":
         return {**common, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
@@ -97,7 +100,7 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
     one, two = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
     if rope.kind != "yarn" or rope.fraction != 1.0 or given.get("attention_factor") is not None or not given.get("truncate", True):
         raise ConfigError(f"model.path: config.json's RoPE {dict(given)} is not supported for {NAME}: 'default' and plain 'yarn' are")
-    if two and not one:  # scores take mscale_all_dim alone, cosine and sine then do not: Megatron has no such setting
+    if two and not one:  # mscale_all_dim then scales the scores but not cosine and sine, which Megatron cannot do
         raise ConfigError(f"model.path: config.json's RoPE has mscale_all_dim={two:g} without mscale, which is not supported for {NAME}")
     return {
         **common,
@@ -112,7 +115,7 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
 
 
 def layer_spec(layer: Any, backend: Any) -> None:
-    """The projections down to the latents are whole on every tensor-parallel rank, as the weights above have them."""
+    """Replicate the down-projections to the latents on every tensor-parallel rank, as the weight map above does."""
     attention = layer.submodules.self_attention.submodules
     attention.linear_q_down_proj = attention.linear_kv_down_proj = backend.replicated_linear
 

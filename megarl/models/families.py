@@ -1,4 +1,4 @@
-"""The model families that megarl knows, and the checks of a checkpoint and of a layout that need no process."""
+"""The model families that megarl supports, and the checks of checkpoints and layouts that need no worker processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megarl.models.weight_map import Family, HeadKind
 
 _MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, phi3, mixtral, deepseek_v3, glm4_moe)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
-# config.json's model_type, by which transformers and vLLM choose their code: the name of the family's file.
+# config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file.
 _MODEL_TYPES = {head.architecture: module.__name__.rpartition(".")[2] for module in _MODULES for head in module.FAMILY.heads.values()}
-_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # of Megatron's TransformerConfig
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}
 
 
 def family_of(hf: dict[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError for an architecture that megarl does not know."""
+    """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
     architectures = hf.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name not in FAMILIES:
@@ -31,20 +31,20 @@ def family_of(hf: dict[str, Any]) -> Family:
 
 
 def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> dict[str, Any]:
-    """The config.json of a checkpoint that holds exactly the tensors of its architecture, in their shapes, and can fill a model.
+    """Check that a checkpoint holds exactly the tensors of its architecture, with the right shapes, and can initialise a model.
 
     Args:
         path: the Hugging Face directory.
-        head: that of the model to fill. One with a scalar head ("value": critic, reward model) may start from a language model, too.
+        head: the head of the model to initialise. A scalar head ("value": critic, reward model) may also start from a language model.
         key: the setting that gave the path, for messages.
-        drop_mtp: layers that predict further tokens (multi-token prediction) may be there; they are left out.
+        drop_mtp: the checkpoint may contain multi-token prediction layers, which are left out.
 
     Returns:
-        The mapping of `hf.read_config`.
+        The config.json, as returned by `hf.read_config`.
 
     Raises:
-        ConfigError: in one line: missing directory, broken file, another head, a RoPE or router that Megatron has not, a tensor missing, of
-            the wrong shape, quantized or unknown.
+        ConfigError: one line: a missing directory, a broken file, a different head, a RoPE or router that Megatron does not have, or a
+            tensor that is missing, of the wrong shape, quantized or unknown.
     """
     try:
         return _check_checkpoint(path, head, drop_mtp)
@@ -88,7 +88,7 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
     stored = family.head_of(config)
     if stored == "value":
         named = config.get("id2label")
-        labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)  # as transformers counts them
+        labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)  # transformers counts them in this way
         if head != stored:
             raise ConfigError(
                 f"model.path: {path} is a {family.heads[stored].architecture}: a critic or reward model, where a language model "
@@ -99,7 +99,7 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
 
 
 def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
-    """ConfigError where other programs would take the model for another one, or wait for an end token that there is not."""
+    """Raise ConfigError if other programs would take the model for a different one, or wait for an end token that does not exist."""
     architecture, vocab = config["architectures"][0], family.sizes(config).vocab
     given, own = config.get("model_type"), _MODEL_TYPES[architecture]
     if given != own:
@@ -112,15 +112,15 @@ def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
 
 
 def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
-    """Checks that the model was built for so many tokens.
+    """Check that the model supports sequences of this many tokens.
 
     Args:
         hf: its config.json.
-        tokens: of prompt and response together.
-        key: what asks for them.
+        tokens: the length of prompt and response together.
+        key: the setting that requires this length, for the message.
 
     Raises:
-        ConfigError: starting with `key`: it was built for fewer.
+        ConfigError: the model supports fewer tokens; the message starts with `key`.
     """
     limit = int(hf["max_position_embeddings"])
     if tokens > limit:
@@ -128,16 +128,16 @@ def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
 
 
 def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Checks that a layout divides a model.
+    """Check that a layout divides a model evenly.
 
     Args:
         hf: config.json of a known family.
-        layout: of the ranks that hold the model.
-        megatron: `model.megatron`, which may give the first and the last pipeline stage layers of their own number
-            (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): 94 or 61 layers divide by no usual number of stages.
+        layout: the layout of the ranks that hold the model.
+        megatron: `model.megatron`, which may give the first and the last pipeline stage a different number of layers
+            (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): no usual number of stages divides 94 or 61 layers.
 
     Raises:
-        ConfigError: with the dotted key and both numbers, where it does not.
+        ConfigError: the layout does not divide the model; the message has the dotted key and both numbers.
     """
     sizes = family_of(hf).sizes(hf)
     uneven = {key: megatron[key] for key in _UNEVEN if megatron.get(key) is not None}
@@ -163,7 +163,7 @@ def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any]
 
 
 def _check_stages(layers: int, layout: Layout, uneven: dict[str, Any]) -> None:
-    """ConfigError where the pipeline's ends, or what they leave to the stages between them, cannot be."""
+    """Raise ConfigError if the layers of the first and last pipeline stage, or those left for the other stages, are impossible."""
     given = ", ".join(f"model.megatron.{key}={value}" for key, value in uneven.items())
     if any(type(value) is not int or value < 1 for value in uneven.values()):
         raise ConfigError(f"{given}: expected positive integers")

@@ -1,11 +1,11 @@
-"""GLM-4.5 (glm4_moe, https://arxiv.org/abs/2508.06471): grouped-query attention that turns half of each head, and DeepSeek-V3's experts
+"""GLM-4.5 (glm4_moe, https://arxiv.org/abs/2508.06471): grouped-query attention that rotates half of each head, and DeepSeek-V3's experts
 and router.
 
-Chosen over gpt-oss, because Megatron-core 0.16.1 holds all of it as it is: gpt-oss needs attention sinks, a sliding window in every other
-layer and biased experts with an activation of their own, and its checkpoints are quantized (MXFP4).
-What it predicts beyond the next token (multi-token prediction, one further layer) is not trained here. transformers has no class for its
-classifiers: a critic or reward model that is saved can be loaded by megarl alone. Refused: YaRN, whose scale would fall on the part of the
-head that is not turned, too, and what every family refuses (`decoder_blocks.refuse`).
+It was chosen over gpt-oss because Megatron-core 0.16.1 supports all of it: gpt-oss needs attention sinks, a sliding window in every other
+layer and biased experts with their own activation function, and its checkpoints are quantized (MXFP4).
+Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
+saved critic or reward model. Refused: YaRN, whose scale would also affect the part of the head that is not rotated, and what every family
+refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ turned = partial(rope, fraction=0.5)
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     blocks.refuse(NAME, hf)
     return blocks.decoder_sizes(hf, **blocks.sigmoid_sizes(hf))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     return [
         blocks.embedding(n),
@@ -39,13 +39,16 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     n = sizes(hf)
     return {**blocks.decoder_fields(hf, n, turned(hf), **_attention(hf)), **blocks.sigmoid_fields(NAME, hf, n)}
 
 
 def _attention(hf: dict[str, Any]) -> dict[str, bool]:
-    """The large model has both, GLM-4.5-Air biases alone. The output projection has no bias in either."""
+    """Return the arguments of `attention`: the large model has biases and norms, GLM-4.5-Air only biases.
+
+    The output projection has no bias in either.
+    """
     return {"bias": bool(hf.get("attention_bias")), "norm": bool(hf.get("use_qk_norm"))}
 
 

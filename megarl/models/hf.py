@@ -1,6 +1,6 @@
-"""Hugging Face directories: config.json, safetensors and tokenizer files. Nothing here unpickles or runs code of a directory.
+"""Hugging Face directories: config.json, safetensors and tokenizer files. Nothing here unpickles a file or runs a directory's code.
 
-Headers are read with struct and json alone, so that a checkpoint is checked before torch opens a file of it.
+Headers are read with only struct and json, so that a checkpoint is checked before torch opens any of its files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-CONVERSION = "conversion.json"  # what `megarl convert` says of the weights beside it
-RANGE_FILE = "scores.json"  # what `megarl rm` says of a reward model's scores
-SHARD_BYTES = 4 << 30  # the largest file that `CheckpointWriter` makes (one larger tensor makes a larger file)
+CONVERSION = "conversion.json"  # the record that `megarl convert` writes beside the weights
+RANGE_FILE = "scores.json"  # the range of a reward model's scores, written by `megarl rm`
+SHARD_BYTES = 4 << 30  # maximum size of a file that `CheckpointWriter` writes, unless a single tensor is larger
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_JSON_LIMIT = 256 << 20  # bytes; an index has some 100 a tensor
+_JSON_LIMIT = 256 << 20  # bytes; an index takes about 100 per tensor
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
 _ITEM_SIZES = {
     **dict.fromkeys(("F64", "I64"), 8),
@@ -43,23 +43,23 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint as its file's header declares it."""
+    """A tensor of a checkpoint, as declared by its file's header."""
 
     shape: tuple[int, ...]
     dtype: str  # safetensors' name: F32, BF16, ...
     file: Path
-    start: int  # byte of the file
+    start: int  # byte offset in the file
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping of `path`/config.json. Raises ConfigError where the directory or the file is missing or broken.
+    """Return the contents of `path`/config.json. Raise ConfigError if the directory or the file is missing or broken.
 
-    transformers 5 writes Qwen's `num_experts` as `num_local_experts`; the mapping always has the first.
+    transformers 5 writes Qwen's `num_experts` as `num_local_experts`; the returned mapping always has `num_experts`.
     """
     if not path.is_dir():
         raise ConfigError(f"model.path: no such directory: {path}{_of_the_hub(path)}")
@@ -69,25 +69,25 @@ def read_config(path: Path) -> dict[str, Any]:
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])
     check_kinds(config, CONFIG)
-    if (path / GENERATION).is_file():  # the engine reads it, too
+    if (path / GENERATION).is_file():  # the engine reads it too
         check_kinds(_json_object(path / GENERATION), GENERATION)
     return config
 
 
 def end_tokens(path: Path) -> set[int]:
-    """The tokens that end a response beside the tokenizer's own end token, as vLLM reads them (vllm/transformers_utils/config.py:1155).
+    """Return the tokens that end a response besides the tokenizer's own, as vLLM reads them (vllm/transformers_utils/config.py:1155).
 
-    Of generation_config.json; without that file, of config.json.
+    They come from generation_config.json or, if there is no such file, from config.json.
     """
     ends = _json_object(path / (GENERATION if (path / GENERATION).is_file() else CONFIG)).get("eos_token_id")
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def _of_the_hub(path: Path) -> str:
-    """What to do where the path is a name of the Hub, of which nothing is fetched here."""
+    """Return a hint on how to download the model if the path looks like a name on the Hub, from which megarl never downloads."""
     here = Path.cwd()
     parts = path.relative_to(here).parts if path.is_relative_to(here) else path.parts
-    if len(parts) == 2 and parts[0] == "models":  # where such a line puts what it fetches
+    if len(parts) == 2 and parts[0] == "models":  # where the suggested command puts its downloads
         return f" (of the Hugging Face Hub? hf download ORGANISATION/{parts[1]} --local-dir models/{parts[1]})"
     if len(parts) != 2 or path.parent.exists() or path.is_absolute() and not path.is_relative_to(here):
         return ""
@@ -97,15 +97,15 @@ def _of_the_hub(path: Path) -> str:
 def described(
     source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({}), trained: bool = False
 ) -> dict[str, bytes]:
-    """The files that say what a model's weights are: config.json, generation defaults, chat template, tokenizer.
+    """Return the files that describe a model's weights: config.json, generation defaults, chat template, tokenizer.
 
-    Where nothing changes, config.json is the source's, byte for byte.
+    If nothing changes, config.json is the source's, byte for byte.
 
     Args:
         source: the Hugging Face directory that they come from.
-        dtype: torch's name of the weights' dtype ("bfloat16"); None: what the source says.
-        changes: keys of config.json with other values than the source's.
-        trained: the weights are not the source's any more, and neither are its scores (`RANGE_FILE`), which are left out.
+        dtype: torch's name of the weights' dtype ("bfloat16"); None: the dtype in the source's config.json.
+        changes: keys of config.json whose values differ from the source's.
+        trained: the weights are no longer the source's, so its score range (`RANGE_FILE`) does not apply and is left out.
 
     Returns:
         File name -> contents.
@@ -123,9 +123,9 @@ def described(
 
 
 def inventory(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by name, from the headers alone.
+    """Return every tensor of a checkpoint by name, read from the headers only.
 
-    Raises ConfigError in one line that names the file: no safetensors, a broken header or index, a tensor that the index misplaces.
+    Raises ConfigError, one line that names the file: no safetensors, a broken header or index, a tensor that the index misplaces.
     """
     if (path / INDEX).is_file():
         return _indexed(path)
@@ -138,19 +138,19 @@ def inventory(path: Path) -> dict[str, TensorInfo]:
 
 
 class Checkpoint:
-    """Lazy reads from a checkpoint: a context manager, whose files are mapped on first use."""
+    """A checkpoint that is read lazily: a context manager that memory-maps each file on first use."""
 
     def __init__(self, path: Path) -> None:
         self.tensors = inventory(path)
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """Reads a tensor, or a slice of it along one dimension.
+        """Read a tensor, or a slice of it along one dimension.
 
         Args:
-            name: of the tensor; KeyError where the checkpoint has none of this name.
-            dim: the dimension that is cut; None: all of the tensor.
-            start: first index of the slice; read with `dim` alone, as is `stop`.
+            name: the tensor's name; KeyError if the checkpoint has no such tensor.
+            dim: the dimension to slice; None: read the whole tensor.
+            start: first index of the slice; like `stop`, used only with `dim`.
             stop: the index after the last.
 
         Returns:
@@ -175,11 +175,11 @@ class Checkpoint:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most 4 GiB in a directory; a tensor of more than that makes a larger one.
+    """Write tensors into safetensors files of at most 4 GiB in a directory; a tensor larger than that gets a larger file of its own.
 
     Args:
-        folder: where they go.
-        prefix: their names begin with it.
+        folder: the directory of the files.
+        prefix: the start of the files' names.
     """
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
@@ -187,11 +187,11 @@ class ShardWriter:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._names: set[str] = set()
-        self.shards: dict[str, list[str]] = {}  # names of tensors by name of the file, in the order in which they were written
+        self.shards: dict[str, list[str]] = {}  # file name -> tensor names, in the order in which they were written
         self.nbytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a copy of the tensor into the next file."""
+        """Add a copy of the tensor to the next file."""
         assert name not in self._names, f"{name} written twice"
         self._names.add(name)
         if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
@@ -201,7 +201,7 @@ class ShardWriter:
         self.nbytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes what is left; then all of it lies on the disk."""
+        """Write the remaining tensors, and sync all files to disk."""
         self._flush()
         for file in self.shards:
             sync(self._folder / file)
@@ -217,20 +217,20 @@ class ShardWriter:
 
 
 class CheckpointWriter:
-    """Writes a Hugging Face directory: shards, index, config (of `source`, with `changes`), tokenizer files of `source`.
+    """Write a Hugging Face directory: shards, index, config (of `source`, with `changes`), tokenizer files of `source`.
 
-    A context manager. Everything goes into a hidden directory beside `path`, which is renamed to `path` after the last fsync: whoever sees
-    `path` sees all of it. After an exception nothing is left. Other processes may write shards of their own into `folder`; `include` tells
-    of them.
+    A context manager. Everything is written to a hidden directory beside `path`, which is renamed to `path` after the last fsync, so that
+    `path` is always complete. After an exception nothing is left. Other processes may write shards of their own into `folder`, which are
+    added with `include`.
 
     Args:
         path: the directory to write.
         source: a Hugging Face directory.
-        dtype: torch's name of the weights' dtype, for config.json; `add` casts nothing.
+        dtype: torch's name of the weights' dtype, for config.json; `add` does not cast.
         changes: as in `described`.
 
     Raises:
-        ConfigError: `path` already holds something.
+        ConfigError: `path` already exists and is not an empty directory.
     """
 
     def __init__(self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -239,15 +239,15 @@ class CheckpointWriter:
         self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
         self.folder = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
         self._own = ShardWriter(self.folder)
-        self._shards: dict[str, list[str]] = {}  # of others
-        self._nbytes = 0  # of others
+        self._shards: dict[str, list[str]] = {}  # written by other processes
+        self._nbytes = 0  # written by other processes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a copy of the tensor into the next shard."""
+        """Add a copy of the tensor to the next shard."""
         self._own.add(name, tensor)
 
     def include(self, shards: Mapping[str, list[str]], nbytes: int) -> None:
-        """Takes shards that lie in `folder`: the tensors of each file, and the bytes of all of them."""
+        """Add shards that other processes wrote into `folder`: the tensor names of each file, and their total size in bytes."""
         self._shards |= shards
         self._nbytes += nbytes
 
@@ -268,7 +268,7 @@ class CheckpointWriter:
         for name, data in described(self.source, self.dtype, self.changes, trained=True).items():
             (self.folder / name).write_bytes(data)
         for file in self.folder.glob("*.safetensors"):
-            shutil.copymode(self.folder / CONFIG, file)  # safetensors makes files of mode 0600, whatever the umask
+            shutil.copymode(self.folder / CONFIG, file)  # safetensors creates files of mode 0600, whatever the umask
         for file in self.folder.iterdir():
             sync(file)
         sync(self.folder)
@@ -305,7 +305,7 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
 
 
 def header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises ConfigError in one line that names it."""
+    """Return the tensors of one safetensors file. Raise ConfigError, one line that names the file, if it is broken."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)

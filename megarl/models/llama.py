@@ -1,5 +1,5 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783): grouped-query attention, a gated MLP, from 3.1 on RoPE that is slowed by wavelength;
-the 3.2 models tie the embeddings.
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783): grouped-query attention and a gated MLP; since 3.1, RoPE with frequencies scaled by
+wavelength; the 3.2 models tie the embeddings.
 
 Refused: biases of attention or MLP, and what every family refuses (`decoder_blocks.refuse`).
 """
@@ -14,25 +14,28 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: biases, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, other activations."""
     blocks.refuse("Llama", hf, attention_bias=False, mlp_bias=False)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     assert n.ffn is not None
     return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     return blocks.decoder_fields(hf, sizes(hf), rope(hf))
 
 
 def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
-    """Old checkpoints store RoPE's frequencies, which config.json gives."""
+    """Return the unused tensors that checkpoints may store: a tied output layer, and in old ones RoPE's frequencies.
+
+    The frequencies are computed from config.json instead.
+    """
     stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf["num_hidden_layers"]))
     return (*blocks.tied_twice(hf), *stored)
 

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig: which there are, read from its source, and which megarl sets. Costs no import of Megatron."""
+"""The fields of Megatron's TransformerConfig, read from its source without importing Megatron, and those that megarl sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.models.upstream_fields import check_values, fields_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What makes another model of the same weights, or one that has further weights; a family that has it says so in its fields.
+# Fields that would turn the same weights into a different model, or need further weights. A family that has such a feature overrides them.
 _ABSENT: dict[str, Any] = {
     "num_moe_experts": None,
     "moe_layer_freq": 1,
@@ -46,24 +46,27 @@ _ABSENT: dict[str, Any] = {
     "mtp_num_layers": None,
     "is_hybrid_model": False,
     "heterogeneous_block_specs": False,
-    # Where the stages' layers lie is said by layout.pp, vpp and num_layers_in_first/last_pipeline_stage, which `check_layout` knows.
+    # The stages' layers are determined by layout.pp, vpp and num_layers_in_first/last_pipeline_stage, which `check_layout` understands.
     "pipeline_model_parallel_layout": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-ATTENTION = ("auto", "flash", "fused", "unfused")  # of Transformer Engine; names of Megatron's AttnBackend
+ATTENTION = ("auto", "flash", "fused", "unfused")  # Transformer Engine's backends, by their names in Megatron's AttnBackend
 _SOURCES = {"transformer/transformer_config.py": ("TransformerConfig",), "model_parallel_config.py": ("ModelParallelConfig",)}
 
 
 @cache
 def megatron_fields() -> dict[str, Any]:
-    """Every field of TransformerConfig and of what it inherits, with its type; Any where that is no kind of value that YAML has."""
+    """Return every field of TransformerConfig and its base classes, with its type; Any if YAML has no such type."""
     return fields_of("megatron.core", _SOURCES)
 
 
 def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """ConfigError for a key of `model.megatron` that is no field, with the nearest name, one of `fixed` (see `fixed_fields`), or a value
-    of another type than Megatron's."""
+    """Raise ConfigError for invalid keys or values of `model.megatron`.
+
+    These are keys that are no field (the message has the nearest name) or that are in `fixed` (see `fixed_fields`), and values whose type
+    is not Megatron's.
+    """
     attention = overrides.get("attention_backend", "auto")
     if attention not in ATTENTION:
         raise ConfigError(f"model.megatron.attention_backend: {attention!r} is none of {', '.join(ATTENTION)}")
@@ -74,18 +77,18 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
 
 
 def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
-    """The fields that the weights, their dtype, the layout and the gradient's scaling fix.
+    """Return the fields that are determined by the weights, their dtype, the layout and the scaling of the gradient.
 
     Args:
         hf: config.json of a known family.
         dtype: "float32" or "bfloat16".
-        layout: of the ranks.
+        layout: the layout of the ranks.
 
     Returns:
-        Name -> value, for Megatron's (MLA)TransformerConfig; what is torch's there (a dtype, a function) by its name.
+        Name -> value, for Megatron's (MLA)TransformerConfig; torch's dtypes and activation functions are given by name.
 
     Raises:
-        ConfigError: as the family does.
+        ConfigError: the family does not support this config.json.
     """
     return {**_ABSENT, **family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
 
@@ -112,7 +115,7 @@ def _precision(dtype: str) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": dtype == "bfloat16",
         "fp16": False,
-        # Their layers take rows by the eight or more, and keep scales that no checkpoint here holds.
+        # FP8 and FP4 layers need row counts in multiples of eight or more, and keep scales that checkpoints here do not store.
         "fp8": None,
         "fp8_param": False,
         "fp4": None,
@@ -122,8 +125,8 @@ def _precision(dtype: str) -> dict[str, Any]:
 
 def _laws() -> dict[str, Any]:
     return {
-        # `schedule` undoes the division by micro-batches and ranks for the loss and leaves it to the MoE auxiliary losses. With True
-        # their gradient depends on the layout (moe_utils.py:231 counts the tokens of one sequence-parallel shard).
+        # `schedule` undoes the division by micro-batches and ranks for the loss, but keeps it for the MoE auxiliary losses. With True,
+        # their gradient would depend on the layout (moe_utils.py:231 counts the tokens of one sequence-parallel shard).
         "calculate_per_token_loss": False,
         # Weights come from a checkpoint. Megatron's own initialisers still run, for the tensor-parallel attributes that they set.
         "perform_initialization": True,

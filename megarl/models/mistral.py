@@ -1,4 +1,4 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention whose heads need not divide the hidden size, a gated MLP.
+"""Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention, whose heads need not divide the hidden size, and a gated MLP.
 
 Refused: sliding windows (7B v0.1), and what every family refuses (`decoder_blocks.refuse`).
 """
@@ -13,20 +13,20 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
     blocks.refuse("Mistral", hf, sliding_window=None)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     assert n.ffn is not None
     return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     return blocks.decoder_fields(hf, sizes(hf), rope(hf))
 
 

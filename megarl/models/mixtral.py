@@ -1,5 +1,5 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088): grouped-query attention, a mixture of gated experts in every layer, whose chosen
-probabilities are scaled to a sum of 1.
+"""Mixtral (https://arxiv.org/abs/2401.04088): grouped-query attention, and in every layer a mixture of gated experts whose router scales
+the probabilities of the chosen experts to a sum of 1.
 
 Refused: sliding windows, and what every family refuses (`decoder_blocks.refuse`).
 """
@@ -14,13 +14,13 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
     blocks.refuse("Mixtral", hf, sliding_window=None)
     return blocks.decoder_sizes(hf, experts=blocks.number(hf, "num_local_experts"), expert_ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     return [
         blocks.embedding(n),
@@ -31,7 +31,7 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     n = sizes(hf)
     return {**blocks.decoder_fields(hf, n, rope(hf)), **blocks.softmax_fields(hf, n, normalized=True)}
 

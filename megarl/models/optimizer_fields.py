@@ -1,4 +1,4 @@
-"""What `optimizer.megatron` and `optimizer.ddp` may set of Megatron's OptimizerConfig and DistributedDataParallelConfig."""
+"""The fields of Megatron's OptimizerConfig and DistributedDataParallelConfig that `optimizer.megatron` and `optimizer.ddp` may set."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ DDP = {
 
 
 def optimizer_fields() -> dict[str, Any]:
-    """The fields of OptimizerConfig."""
+    """Return the fields of OptimizerConfig, with their types."""
     return fields_of("megatron.core", {"optimizer/optimizer_config.py": ("OptimizerConfig",)})
 
 
 def ddp_fields() -> dict[str, Any]:
-    """The fields of DistributedDataParallelConfig."""
+    """Return the fields of DistributedDataParallelConfig, with their types."""
     return fields_of("megatron.core", {"distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",)})
 
 
 def check_optimizer(key: str, settings: OptimizerSettings) -> None:
-    """ConfigError for what the mappings of an optimizer (whose section is `key`) may not set."""
+    """Raise ConfigError for anything that the mappings of an optimizer (whose section is `key`) may not set."""
     mappings: list[tuple[str, Mapping[str, Any], Any, dict[str, str], str]] = [
         ("megatron", settings.megatron, optimizer_fields, OPTIMIZER, "Megatron's OptimizerConfig"),
         ("ddp", settings.ddp, ddp_fields, DDP, "Megatron's DistributedDataParallelConfig"),

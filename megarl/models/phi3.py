@@ -1,8 +1,8 @@
-"""Phi-3's architecture as Phi-4 has it (https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905): Llama's, with query, key and
-value in one tensor, gate and up projection in another.
+"""Phi-3's architecture as used by Phi-4 (https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905): Llama's, with query, key and
+value in one tensor, and gate and up projection in another.
 
-Refused: sliding windows (Phi-3-mini-4k), every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers takes "yarn" for it),
-biases, and what every family refuses (`decoder_blocks.refuse`).
+Refused: sliding windows (Phi-3-mini-4k), every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats "yarn" as
+longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ NAME = "Phi-3"
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, biases, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, biases, other activations."""
     blocks.refuse(NAME, hf, sliding_window=None, attention_bias=False, mlp_bias=False)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     assert n.ffn is not None
     return [
@@ -36,7 +36,7 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 
 def plain_rope(hf: dict[str, Any]) -> Rope:
-    """Not scaled, of a part of each head where config.json says so. Raises ConfigError."""
+    """Return the unscaled RoPE, which config.json may limit to a part of each head. Raise ConfigError for a scaled one."""
     found = rope(hf)
     if found.kind != "default":
         raise ConfigError(f"model.path: RoPE of type {found.kind!r} is not supported for {NAME}: 'default' is")
@@ -44,7 +44,7 @@ def plain_rope(hf: dict[str, Any]) -> Rope:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     return blocks.decoder_fields(hf, sizes(hf), plain_rope(hf))
 
 

@@ -1,8 +1,8 @@
-"""Qwen2 and Qwen2.5, dense (https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115): grouped-query attention with biased
-queries, keys and values, a gated MLP; small ones tie the embeddings.
+"""Qwen2 and Qwen2.5, dense (https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115): grouped-query attention with biases of
+query, key and value, and a gated MLP; small models tie the embeddings.
 
-Refused: sliding windows in use, and what every family refuses (`decoder_blocks.refuse`). YaRN, which 2.5 documents for long
-texts, is served.
+Refused: sliding windows in use, and what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.5 documents for long texts, is
+supported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: sliding windows, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
     blocks.refuse("Qwen2", hf)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     assert n.ffn is not None
     return [
@@ -33,7 +33,7 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     return blocks.decoder_fields(hf, sizes(hf), rope(hf), bias=True)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped-query attention with normalized queries and keys, a gated MLP.
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped-query attention with normalised queries and keys, and a gated MLP.
 
 Refused: biases, sliding windows, and what every family refuses (`decoder_blocks.refuse`).
 """
@@ -13,13 +13,13 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: biases, sliding windows, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, sliding windows, other activations."""
     blocks.refuse("Qwen3", hf, attention_bias=False)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     assert n.ffn is not None
     return [
@@ -31,7 +31,7 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     return blocks.decoder_fields(hf, sizes(hf), rope(hf), norm=True)
 
 

@@ -1,7 +1,7 @@
-"""Qwen3-MoE (https://arxiv.org/abs/2505.09388): grouped-query attention with normalized queries and keys, a mixture of gated experts in
+"""Qwen3-MoE (https://arxiv.org/abs/2505.09388): grouped-query attention with normalised queries and keys, and a mixture of gated experts in
 every layer.
 
-Refused: dense layers among them (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`decoder_blocks.refuse`).
+Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
-    """The model's numbers. Raises ConfigError for what this map does not hold: dense layers, biases, other activations."""
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: dense layers, biases, other activations."""
     blocks.refuse("Qwen3-MoE", hf, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
     return blocks.decoder_sizes(hf, experts=blocks.number(hf, "num_experts"), expert_ffn=blocks.number(hf, "moe_intermediate_size"))
 
 
 def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
-    """Megatron parameter <- Hugging Face tensors, of the backbone."""
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(hf)
     return [blocks.embedding(n), *blocks.attention(n, norm=True), *blocks.experts(n), blocks.final_norm(n)]
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     n = sizes(hf)
     if type(hf.get("norm_topk_prob")) is not bool:
         raise ConfigError(f"model.path: config.json's norm_topk_prob={hf.get('norm_topk_prob')!r} is neither true nor false")

@@ -1,6 +1,6 @@
-"""Rotary position embeddings as config.json asks for them: frequencies and scale, with transformers' formulas.
+"""Rotary position embeddings as specified by config.json: frequencies and scale, with the formulas of transformers.
 
-Known kinds: "default", "linear" (position interpolation), "llama3" (by wavelength, Llama 3.1) and "yarn" (https://arxiv.org/abs/2309.00071).
+Supported: "default", "linear" (position interpolation), "llama3" (by wavelength, Llama 3.1) and "yarn" (https://arxiv.org/abs/2309.00071).
 Kinds whose frequencies depend on the length of the sequence ("dynamic", "longrope") are refused.
 """
 
@@ -24,15 +24,15 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Of one model: which part of a head is rotated, how fast, and by how much cosine and sine are scaled."""
+    """The rotary embedding of one model: which part of a head is rotated, how fast, and by how much cosine and sine are scaled."""
 
     kind: str
     theta: float
-    fraction: float  # of a head's dimensions, the first ones, that are rotated
-    numbers: Mapping[str, Any]  # what else the kind takes, under config.json's names
+    fraction: float  # share of a head's dimensions, counted from the first, that are rotated
+    numbers: Mapping[str, Any]  # the kind's other parameters, under config.json's names
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """Radians a token of each pair of dimensions, float32 [int(head_dim * fraction) / 2]."""
+        """Return each pair of dimensions' rotation in radians per token, float32 [int(head_dim * fraction) / 2]."""
         dim = int(head_dim * self.fraction)
         plain = 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
         if self.kind == "linear":
@@ -45,7 +45,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cosine and sine are multiplied by: YaRN's temperature, 0.1 ln(factor) + 1 unless config.json says otherwise."""
+        """The factor of cosine and sine: for YaRN its temperature, 0.1 ln(factor) + 1 unless config.json says otherwise; else 1."""
         if self.kind != "yarn":
             return 1.0
         given, factor = self.numbers.get("attention_factor"), self.numbers["factor"]
@@ -55,14 +55,17 @@ class Rope:
         return mscale(factor, one) / mscale(factor, two) if one and two else mscale(factor, 1.0)
 
     def _by_wavelength(self, plain: Tensor) -> Tensor:
-        """Long waves are slowed by `factor`, short ones kept, those between blended."""
+        """Return frequencies scaled by wavelength: long waves are slowed by `factor`, short ones kept, those in between blended."""
         factor, low, high = (self.numbers[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
-        turns = self.numbers["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
+        turns = self.numbers["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original context
         blend = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - blend) * plain / factor + blend * plain
 
     def _yarn(self, plain: Tensor, dim: int) -> Tensor:
-        """Dimensions that turn more than beta_fast times in the original context are kept, below beta_slow slowed, between blended."""
+        """Return YaRN's frequencies, which depend on a dimension's number of turns over the original context.
+
+        Those with more than beta_fast turns are kept, those with fewer than beta_slow are slowed, and those in between are blended.
+        """
         original = self.numbers["original_max_position_embeddings"]
 
         def dimension(turns: float) -> float:
@@ -77,14 +80,15 @@ class Rope:
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's 0.1 * weight * ln(factor) + 1, or 1 where the context is not extended."""
+    """Return YaRN's 0.1 * weight * ln(factor) + 1, or 1 if the context is not extended."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def rope(hf: Mapping[str, Any], *, fraction: float = 1.0) -> Rope:
-    """From transformers 5's `rope_parameters` or the older `rope_scaling`, `rope_theta` and `partial_rotary_factor`.
+    """Return the Rope of a config.json: of transformers 5's `rope_parameters`, or the older `rope_scaling`, `rope_theta` and
+    `partial_rotary_factor`.
 
-    fraction: the family's own partial_rotary_factor. Raises ConfigError for an unknown kind or a number that is missing.
+    fraction: the family's default of partial_rotary_factor. Raises ConfigError for an unknown kind or a missing number.
     """
     numbers = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(numbers, Mapping) or any(isinstance(value, Mapping) for value in numbers.values()):
@@ -96,7 +100,7 @@ def rope(hf: Mapping[str, Any], *, fraction: float = 1.0) -> Rope:
     if theta is None:
         raise ConfigError("model.path: config.json has no rope_theta")
     known = dict(numbers)
-    if kind in ("llama3", "yarn"):  # where transformers 5 looks for it, in this order
+    if kind in ("llama3", "yarn"):  # transformers 5 looks in these places, in this order
         given = hf.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
         known["original_max_position_embeddings"] = given or hf.get("max_position_embeddings")
     for key in _NEEDS[kind]:

@@ -1,6 +1,6 @@
-"""Parameter names of Transformer Engine's layers beside those of Megatron's local layers, which are megarl's own.
+"""Parameter names of Transformer Engine's layers and of Megatron's local layers, and the translation between them.
 
-Checkpoints hold Transformer Engine's names whatever layers a model is made of; everything else speaks of parameters by the local names.
+Checkpoints have Transformer Engine's names, whichever layers a model is built from; everywhere else, megarl uses the local names.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_FUSED = {  # a norm -> the linear layer behind it, of which Transformer Engine makes it a part
+_FUSED = {  # a norm -> the linear layer after it, into which Transformer Engine fuses it
     "input_layernorm.weight": "self_attention.linear_qkv.",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.",
 }
-_NORM = "layer_norm_weight"  # of such a linear layer
+_NORM = "layer_norm_weight"  # the fused norm's name in such a linear layer
 _EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
 
 def to_te(names: Collection[str]) -> dict[str, str]:
-    """Local names -> Transformer Engine's. `names` are those of whole layers: a norm before a mixture of experts stays on its own."""
+    """Map local names to Transformer Engine's. `names` must cover whole layers, since a norm before a mixture of experts is not fused."""
     found = dict.fromkeys(names)
     renamed = {}
     for name in found:
@@ -33,7 +33,7 @@ def to_te(names: Collection[str]) -> dict[str, str]:
 
 
 def from_te(name: str) -> str:
-    """The local name of a parameter of Transformer Engine's layers; a local name stays as it is."""
+    """Return the local name of a parameter of Transformer Engine's layers; a local name is returned unchanged."""
     for norm, linear in _FUSED.items():
         if name.endswith(linear + _NORM):
             return name.removesuffix(linear + _NORM) + norm

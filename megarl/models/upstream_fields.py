@@ -1,4 +1,4 @@
-"""Mappings that are handed to a class of Megatron's or vLLM's: checked against its fields, which are read from its source, not imported."""
+"""Checks of mappings passed to a class of Megatron or vLLM against the class's fields, which are read from its source without an import."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KINDS |= {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
 
 
 def fields_of(package: str, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The annotated fields of classes, each with its type; Any where that is no kind of value that YAML has.
+    """Return the annotated fields of classes, each with its type; Any if YAML has no such type.
 
     Args:
-        package: that is installed, as it is imported.
+        package: import name of an installed package.
         sources: path inside the package -> names of classes there.
     """
     spec = importlib.util.find_spec(package)
@@ -40,17 +40,17 @@ def fields_of(package: str, sources: Mapping[str, tuple[str, ...]]) -> dict[str,
 
 
 def check_values(key: str, given: Mapping[str, Any], fields: Mapping[str, Any], owned: Mapping[str, str], what: str) -> None:
-    """Checks a mapping of the configuration.
+    """Check the names and values of a mapping of the configuration.
 
     Args:
-        key: its own, dotted.
+        key: the mapping's dotted key.
         given: the mapping.
-        fields: of `fields_of`.
-        owned: fields that are not the user's, with the reason.
-        what: the class, in words.
+        fields: the result of `fields_of`.
+        owned: fields that users may not set, with the reason.
+        what: the class's name, for the message.
 
     Raises:
-        ConfigError: a name is no field (with the nearest one) or owned, or its value is of another type than the field's.
+        ConfigError: a name is no field (the message has the nearest one) or is owned, or its value has the wrong type.
     """
     for name, value in given.items():
         if name in owned:

@@ -1,10 +1,10 @@
-"""The weight map of a model family: which Hugging Face tensors make each Megatron parameter, and how.
+"""The weight map of a model family: the Hugging Face tensors of which each Megatron parameter is made, and how.
 
 A `WeightMapping` names one kind of Megatron parameter, its Hugging Face tensors, and the `Op` between them. The operation packs the
 tensors into one whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
-parameter. Every operation commutes with cutting: packing the slices [a, b) of the Hugging Face tensors (of a `Fused` one: of each of its
-parts) gives the slice [a, b) of the packed tensor. So one mapping loads a shard by reading only its slices, exports, converts and gives
-the shapes a checkpoint must have.
+parameter. Every operation commutes with slicing: packing the slices [a, b) of the Hugging Face tensors (for a `Fused` one: of each of its
+parts) gives the slice [a, b) of the packed tensor. One mapping is thus enough to load a shard by reading only its slices, to export, to
+convert, and to derive the shapes that a checkpoint must have.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megarl.lazy_torch import Tensor, torch
 from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]
-HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number a token (critic, reward model)
-OUTPUT = "output_layer.weight"  # Megatron's name of any head's one parameter
-_MOST_PARTS = 1 << 18  # ten times what the largest models have
-ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (which Hugging Face tensor, dimension or None for all of it, start, stop)
+HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
+OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
+_MOST_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
+ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
 
 
 class Op(ABC):
-    """Hugging Face tensors <-> packed tensor."""
+    """The conversion between Hugging Face tensors and a packed tensor."""
 
-    pads: bool = False  # the cut axis may be padded with zeros up to a multiple of the ranks
+    pads: bool = False  # the split axis may be padded with zeros up to a multiple of the ranks
 
     @property
     @abstractmethod
@@ -44,44 +44,44 @@ class Op(ABC):
     @property
     @abstractmethod
     def dim(self) -> int | None:
-        """The dimension of each Hugging Face tensor that tensor parallelism cuts; None if it is replicated."""
+        """The dimension along which tensor parallelism splits each Hugging Face tensor; None if it is replicated."""
 
     @property
     @abstractmethod
     def axis(self) -> int | None:
-        """The axis of the packed tensor that tensor parallelism cuts; None if it is replicated."""
+        """The axis along which tensor parallelism splits the packed tensor; None if it is replicated."""
 
     @abstractmethod
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The packed tensor of Hugging Face tensors, or of their equal cuts."""
+        """Pack Hugging Face tensors, or the same slice of each, into one tensor."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """The exact inverse of `pack`: views where possible."""
+        """Invert `pack` exactly, returning views where possible."""
 
     def units(self, ranks: int) -> int:
-        """How many indices of the cut axis each of `ranks` ranks holds."""
+        """Return how many indices of the split axis each of `ranks` ranks holds."""
         assert self.axis is not None
         extent = self.packed_shape[self.axis]
         assert self.pads or extent % ranks == 0, f"{extent} units do not divide by {ranks} ranks"
         return -(-extent // ranks)
 
     def shard_shape(self, ranks: int) -> Shape:
-        """The shape of one rank's chunk of the packed tensor."""
+        """Return the shape of one rank's chunk of the packed tensor."""
         if self.axis is None:
             return self.packed_shape
         return self.packed_shape[: self.axis] + (self.units(ranks),) + self.packed_shape[self.axis + 1 :]
 
     def read_shard(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        """Makes one rank's chunk of the packed tensor from the slices that it needs and no more.
+        """Build one rank's chunk of the packed tensor, reading only the slices that it needs.
 
         Args:
-            read: gives a slice of one of the Hugging Face tensors (see `ReadSlice`).
-            rank: the rank's place among those that share the parameter.
-            ranks: how many those are.
+            read: returns a slice of one of the Hugging Face tensors (see `ReadSlice`).
+            rank: the rank's index among those that share the parameter.
+            ranks: the number of these ranks.
 
         Returns:
-            A tensor of `shard_shape(ranks)`, in the dtype of what is read; padding is 0.
+            A tensor of `shard_shape(ranks)`, in the dtype of the tensors read; padding is 0.
         """
         if self.axis is None or self.dim is None or ranks == 1:
             return self._padded(self.pack([read(index, None, 0, 0) for index in range(len(self.shapes))]), ranks)
@@ -89,12 +89,12 @@ class Op(ABC):
         start, stop = min(rank * units, extent), min((rank + 1) * units, extent)
         pieces = []
         for index, shape in enumerate(self.shapes):
-            rows = shape[self.dim] // extent  # of this Hugging Face tensor in one unit
+            rows = shape[self.dim] // extent  # rows of this Hugging Face tensor per unit
             pieces.append(read(index, self.dim, start * rows, stop * rows))
         return self._padded(self.pack(pieces), ranks)
 
     def join(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors of the chunks of all ranks, in the order of the ranks; padding is dropped."""
+        """Return the Hugging Face tensors, given the chunks of all ranks in rank order; padding is dropped."""
         if self.axis is None:
             return self.unpack(shards[0])
         packed = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=self.axis)
@@ -137,7 +137,7 @@ class Plain(Op):
 
 @dataclass(frozen=True)
 class QKV(Op):
-    """Query, key and value projections, interleaved by query group: packed [groups, (heads/groups + 2) * head_dim, ...], cut by groups."""
+    """Query, key and value projections, interleaved by query group: packed [groups, (heads/groups + 2) * head_dim, ...], split by group."""
 
     heads: int
     groups: int
@@ -166,7 +166,7 @@ class QKV(Op):
 
 @dataclass(frozen=True)
 class GateUp(Op):
-    """The gate and up projections of a gated MLP: packed [2, ffn, hidden], cut by ffn."""
+    """The gate and up projections of a gated MLP: packed [2, ffn, hidden], split along ffn."""
 
     ffn: int
     hidden: int
@@ -190,7 +190,7 @@ class GateUp(Op):
 
 @dataclass(frozen=True)
 class Fused(Op):
-    """The tensors of `parts` lie one behind the other in a single one: [sum of their rows, ...], cut part by part."""
+    """The tensors of `parts`, concatenated by rows into a single tensor [sum of their rows, ...]; each part is split separately."""
 
     parts: Op
     dim = 0
@@ -226,14 +226,14 @@ class Fused(Op):
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One kind of Megatron parameter. Names hold `{layer}` and `{expert}`, both counted from 0 over the whole model."""
+    """One kind of Megatron parameter. Names may contain `{layer}` and `{expert}`, both counted from 0 over the whole model."""
 
     megatron: str
     hf: tuple[str, ...]
     op: Op
     alias: bool = False  # a second copy of tensors that another mapping exports (tied embeddings)
-    layers: range | None = None  # those that have it; None: all
-    float32: bool = False  # a buffer of float32 whatever the model's dtype, saved and sent so (a router's expert bias)
+    layers: range | None = None  # layers that have it; None: all
+    float32: bool = False  # a buffer kept, saved and sent in float32, whatever the model's dtype (a router's expert bias)
 
 
 @dataclass(frozen=True)
@@ -244,14 +244,14 @@ class Weight:
     hf: tuple[str, ...]
     op: Op
     layer: int | None
-    expert: int | None  # set: the parameter is cut by expert tensor parallelism, and lives on one expert-parallel rank
+    expert: int | None  # if set: the parameter is split by expert tensor parallelism, and belongs to one expert-parallel rank
     alias: bool = False
     float32: bool = False
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of a model that layouts must divide and that builders need."""
+    """The sizes of a model: those that layouts must divide, and those needed to build it."""
 
     layers: int
     hidden: int
@@ -259,14 +259,14 @@ class Sizes:
     groups: int  # key-value heads
     head_dim: int  # of queries and keys
     vocab: int
-    ffn: int | None = None  # of dense MLPs; None: there is none
-    experts: int = 0  # 0: no mixture
+    ffn: int | None = None  # hidden units of dense MLPs; None: no dense MLPs
+    experts: int = 0  # 0: no mixture of experts
     expert_ffn: int = 0
-    shared_ffn: int = 0  # of the experts that every token takes, together; 0: there is none
-    dense: int = 0  # the first layers, which have a dense MLP where the others have experts
+    shared_ffn: int = 0  # hidden units of all shared experts together; 0: no shared experts
+    dense: int = 0  # number of first layers that have a dense MLP instead of experts
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where there are more parts than can be listed."""
+        """Raise ConfigError if there are too many layers and experts to list."""
         if self.layers * max(1, self.experts) > _MOST_PARTS:
             raise ConfigError(
                 f"model.path: config.json has {self.layers} layers of {self.experts} experts, more than {_MOST_PARTS} together"
@@ -275,20 +275,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands on the backbone of a family, on the last pipeline stage."""
+    """A head on a family's backbone, on the last pipeline stage."""
 
     architecture: str  # config.json's architectures[0]
-    mapping: Callable[[dict[str, Any]], WeightMapping]  # of the parameter OUTPUT
-    labels: dict[str, Any]  # what config.json says of the head beside its architecture
-    known: bool = True  # to transformers; else megarl alone loads what it saves
+    mapping: Callable[[dict[str, Any]], WeightMapping]  # the mapping of the parameter OUTPUT
+    labels: dict[str, Any]  # the head's other entries in config.json
+    known: bool = True  # transformers has a class for it; otherwise only megarl can load a saved model
 
 
 def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, known: bool = True) -> Head:
-    """One number a token, as transformers' sequence classification with one label keeps it in every family that has a class for it.
+    """Return a head with one number per token, stored like that of transformers' sequence classification with one label.
 
     Args:
-        architecture: what config.json's architectures[0] says of it.
-        sizes: as in `Family`; the hidden size is read.
+        architecture: its name in config.json's architectures[0].
+        sizes: as in `Family`; only the hidden size is used.
         known: whether transformers has this class.
     """
 
@@ -307,30 +307,32 @@ def _as_it_is(layer: Any, backend: Any) -> None: ...
 
 @dataclass(frozen=True)
 class Family:
-    """What megarl knows of one kind of model: a backbone, and the heads that it may carry."""
+    """One model family: a backbone, and the heads that it can have."""
 
     heads: dict[HeadKind, Head]
-    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError where config.json asks for what the family's weight map does not hold
-    weight_map: Callable[[dict[str, Any]], list[WeightMapping]]  # of the backbone
-    rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for what no rank could build
-    fields: Callable[[dict[str, Any]], dict[str, Any]]  # of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
-    optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # Hugging Face tensors that may be there and are not used
-    predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # what names of multi-token-prediction tensors begin with
-    layer_spec: Callable[[Any, Any], None] = _as_it_is  # changes Megatron's ModuleSpec of a layer, with modules of the `parallel.Backend`
+    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError if config.json needs what the family's weight map does not support
+    weight_map: Callable[[dict[str, Any]], list[WeightMapping]]  # the mappings of the backbone
+    rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for a RoPE that cannot be built
+    fields: Callable[[dict[str, Any]], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
+    optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
+    predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
+    layer_spec: Callable[[Any, Any], None] = _as_it_is  # modifies a layer's ModuleSpec, using modules of the `parallel.Backend`
 
     def head_of(self, hf: dict[str, Any]) -> HeadKind:
-        """The head that a config.json of this family names."""
+        """Return the kind of head that a config.json of this family names."""
         [kind] = [kind for kind, head in self.heads.items() if head.architecture == hf["architectures"][0]]
         return kind
 
     def labels(self, hf: dict[str, Any], head: HeadKind) -> dict[str, Any]:
-        """What config.json says where `head` stands on the backbone of `hf`, without layers that predict further tokens."""
+        """Return the entries of config.json for `head` on the backbone of `hf`, without multi-token prediction layers."""
         none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
     def weights(self, hf: dict[str, Any], head: HeadKind = "lm") -> list[Weight]:
-        """Every Megatron parameter of the backbone of `hf` under `head`, whichever head `hf` names, in the order of the model: what
-        stands outside the layers, then layer by layer."""
+        """Return every Megatron parameter of the backbone of `hf` with `head`, whichever head `hf` names.
+
+        Parameters outside the layers come first, then those of each layer.
+        """
         sizes, mappings = self.sizes(hf), [*self.weight_map(hf), self.heads[head].mapping(hf)]
         weights = [weight for one in mappings if "{layer}" not in one.megatron for weight in _expand(one, None, 0)]
         inner = [one for one in mappings if "{layer}" in one.megatron]
@@ -341,12 +343,12 @@ class Family:
         return weights
 
     def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
-        """The name and shape of every tensor that a checkpoint with this config.json must hold."""
+        """Return the name and shape of every tensor that a checkpoint with this config.json must hold."""
         weights = self.weights(hf, self.head_of(hf))
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
     def update(self, hf: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
-        """The shape and dtype of every tensor that an update brings an engine with weights of `dtype`, by Hugging Face name."""
+        """Return the shape and dtype of every tensor in a weight update of an engine with weights of `dtype`, by Hugging Face name."""
         return {
             name: (list(shape), "float32" if weight.float32 else dtype)
             for weight in self.weights(hf)
