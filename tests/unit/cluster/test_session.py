@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import session
+from megarl.config import TrainConfig, load
 from megarl.reaper import members
 from megarl.workers.megatron_worker import threads
-from tests.e2e.job import FOREIGN
+from tests.e2e.job import FOREIGN, Job
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -163,6 +164,8 @@ def test_below_a_temporary_directory_of_a_long_name_there_is_no_room_for_sockets
 @pytest.mark.parametrize(
     ("wish", "most"), [("64", 64), ("1", 1), ("0", 1), ("4,2", 1), ("many", 1), ("", 1), ("9" * 5000, 1), ("\u0663", 3)]
 )
-def test_a_rank_has_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch, wish: str, most: int) -> None:
+def test_a_rank_has_no_more_threads_than_there_are_cores(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wish: str, most: int
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", wish)
-    assert threads() == min(most, len(os.sched_getaffinity(0)))
+    assert threads(load(Job(tmp_path, tiny_model).write(), [], TrainConfig)) == min(most, len(os.sched_getaffinity(0)))
